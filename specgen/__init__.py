@@ -1,0 +1,29 @@
+"""Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened.
+
+import specgen
+pair = specgen.load()
+print(pair.generate("def fibonacci(n):").text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specgen.errors import SpecgenError
+from specgen.methods import METHODS
+from specgen.types import Round, SamplingParams
+
+if TYPE_CHECKING:
+    from specgen.pair import Pair, Result, load
+
+__version__ = "0.1.0"
+__all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """`load` and what it returns come with torch, which takes seconds to import: only when asked for."""
+    if name in ("load", "Pair", "Result"):
+        from specgen import pair
+
+        return getattr(pair, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

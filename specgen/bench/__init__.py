@@ -1,0 +1,1 @@
+"""Figures out of rounds: traces, summaries, prompts."""

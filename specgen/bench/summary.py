@@ -1,0 +1,93 @@
+"""Rounds folded into figures. Metrics are defined once, here; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specgen.types import Round
+
+PHASES = ("prefill", "draft", "verify", "sample", "other")
+
+
+class Summary:
+    """Counts over one run or several. Rates are fractions, None where nothing was drafted."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.token_ids: list[int] = []
+        self.rounds = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, round_: Round) -> None:
+        self.rounds += 1
+        self.token_ids += round_.token_ids
+        self.drafted += len(round_.draft.tokens)
+        self.accepted += len(round_.verdict.path)
+        for phase, seconds in round_.seconds.items():
+            self.phase_seconds[phase] += seconds
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def target_passes(self) -> int:
+        """Each round has one pass of the target, the prefill too."""
+        return self.rounds
+
+    @property
+    def seconds(self) -> float:
+        """Time spent decoding, prefill included; what a consumer did between rounds is not in it."""
+        return sum(self.phase_seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.new_tokens / self.seconds if self.seconds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted of drafted (EESD Eq. 11)."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def draft_share(self) -> float | None:
+        """Accepted draft tokens of all generated ones (EESD Eq. 12)."""
+        return self.accepted / self.new_tokens if self.drafted and self.new_tokens else None
+
+    @property
+    def harmonic_mean(self) -> float | None:
+        rate, share = self.acceptance_rate, self.draft_share
+        if rate is None or share is None:
+            return None
+        return 2 * rate * share / (rate + share) if rate + share else 0.0
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Generated tokens a target pass: 1 for plain decoding."""
+        return self.new_tokens / self.target_passes if self.target_passes else None
+
+    def share_of_time(self, phase: str) -> float:
+        return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
+
+    def as_dict(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """The summary line of a trace (its keys are a promise), less its `type`."""
+        return {
+            "method": self.method,
+            "text": text,
+            "token_ids": self.token_ids,
+            "new_tokens": self.new_tokens,
+            "finish_reason": finish_reason,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "rounds": self.rounds,
+            "target_passes": self.target_passes,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "draft_share": self.draft_share,
+            "harmonic_mean": self.harmonic_mean,
+            "block_efficiency": self.block_efficiency,
+            "phase_seconds": dict(self.phase_seconds),
+        }

@@ -1,0 +1,126 @@
+"""`specgen generate`: text as it is committed, and what happened on the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specgen import methods
+from specgen.bench.trace import check_writable
+from specgen.cli import options
+from specgen.cli.models import ModelOptions, open_pair
+from specgen.cli.output import Output, Sink
+from specgen.cli.reporting import INTERRUPTED, reported
+from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
+from specgen.ui import theme
+from specgen.ui.catalogue import method_card
+
+if TYPE_CHECKING:
+    from specgen.pair import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, checked as far as that can be done without a model."""
+
+    prompt: str
+    method: str | None
+    settings: Mapping[str, object]
+    sampling: SamplingParams
+    chat: bool
+    system: str | None
+
+
+@reported
+def generate(
+    prompt: options.Prompt = None,
+    method: options.MethodName = None,
+    settings: options.Settings = None,
+    chat: options.Chat = False,
+    system: options.System = None,
+    help_method: options.HelpMethod = False,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    device: options.Device = "auto",
+    draft_device: options.DraftDevice = None,
+    dtype: options.Dtype = "auto",
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    offline: options.Offline = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    rounds: options.Rounds = False,
+    trace: options.Trace = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    no_color: options.NoColor = False,
+) -> int | None:
+    """Write on from a prompt: the draft's accepted tokens in green, the target's own plain."""
+    if help_method:
+        method_card(theme.console(no_color=no_color), methods.find(method or "svip"))
+        return None
+    models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
+    sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
+    request = _check(prompt, method, methods.parse_pairs(settings or []), sampling, chat, system)
+    if trace is not None:
+        check_writable(trace)
+    with open_pair(models, theme.console(stderr=True, no_color=no_color), quiet=quiet) as pair:
+        return _run(pair, request, Output(rounds, json, trace, quiet, no_color))
+
+
+def _check(
+    prompt: str | None,
+    method: str | None,
+    settings: dict[str, str],
+    sampling: SamplingParams,
+    chat: bool,
+    system: str | None,
+) -> Request:
+    if method is not None:
+        methods.resolve(methods.find(method), settings)
+    if system is not None and not chat:
+        raise SpecgenError("--system stands without --chat", "Add --chat: a system turn needs the model's chat template")
+    text = _standard_input(asked_for=prompt == "-") if prompt in (None, "-") else str(prompt)
+    if not text.strip():
+        raise SpecgenError("the prompt is empty", "Give the model something to go on from")
+    return Request(text, method, settings, sampling, chat, system)
+
+
+def _standard_input(*, asked_for: bool) -> str:
+    """All of it, less the line feed that echo and editors put at the end."""
+    if sys.stdin is None or (sys.stdin.isatty() and not asked_for):
+        raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise SpecgenError(
+            f"the prompt on standard input is not UTF-8 (at byte {error.start:,})",
+            "Convert it first, for instance with iconv",
+        ) from error
+
+
+def _run(pair: Pair, request: Request, output: Output) -> int | None:
+    prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
+    plan = pair.plan(prompt, request.method, request.sampling, **request.settings)
+    interrupted = False
+    with closing(Sink(pair, plan, output)) as sink:
+        sink.start()
+        try:
+            for round_ in plan.run.rounds():
+                sink.add(round_)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sink.end_text()
+        sink.finish("interrupted" if interrupted else plan.run.finish_reason or "length")
+    return INTERRUPTED if interrupted else None

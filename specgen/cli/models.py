@@ -1,0 +1,56 @@
+"""From the common options to a loaded pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from specgen.errors import SpecgenError
+from specgen.ui.progress import LoadingLine
+
+if TYPE_CHECKING:
+    from specgen.pair import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The options that say which models, where from and where to."""
+
+    target: str | None
+    draft: str | None
+    device: str
+    draft_device: str | None
+    dtype: str
+    revision: str | None
+    draft_revision: str | None
+    trust_remote_code: bool
+    offline: bool
+
+    def __post_init__(self) -> None:
+        if self.target is None and self.draft is not None:
+            raise SpecgenError(f"--draft {self.draft} stands without --target", "Name the target too: --target MODEL")
+        if self.draft_revision is not None and self.draft is None:
+            raise SpecgenError("--draft-revision stands without --draft", "Name the draft model too")
+        if self.revision is not None and self.target is None:
+            raise SpecgenError("--revision stands without --target", "Name the target too: --target MODEL")
+
+
+def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
+    """Load the models, with a spinner while it takes. What is heavy is imported here."""
+    with LoadingLine(err, quiet=quiet) as loading:
+        from specgen.pair import load
+
+        return load(
+            models.target,
+            models.draft,
+            device=models.device,
+            dtype=models.dtype,
+            draft_device=models.draft_device,
+            revision=models.revision,
+            draft_revision=models.draft_revision,
+            trust_remote_code=models.trust_remote_code,
+            offline=models.offline,
+            announce=loading.announce,
+        )

@@ -1,0 +1,88 @@
+"""The options that commands share, each with its help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODELS, _SAMPLING, _OUTPUT = "Models", "Sampling and limits", "Output"
+
+Prompt = Annotated[
+    str | None, typer.Argument(metavar="[PROMPT]", help="What to go on from; standard input when it is - or missing.")
+]
+MethodName = Annotated[
+    str | None,
+    typer.Option("--method", "-m", metavar="NAME", help="How to decode; all of them: specgen inspect --methods."),
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method (repeatable).")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system turn, with --chat.")]
+HelpMethod = Annotated[bool, typer.Option("--help-method", help="Describe --method and leave.")]
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="MODEL",
+        help="Hugging Face id or folder; without it the bundled demo pair.",
+        rich_help_panel=_MODELS,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft", "-d", metavar="MODEL", help="Draft model, likewise; some methods need none.", rich_help_panel=_MODELS
+    ),
+]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N|mps", help="Where the models run.", rich_help_panel=_MODELS)]
+DraftDevice = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="Where the draft runs, if elsewhere.", rich_help_panel=_MODELS)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16",
+        help="auto: the weights' own; on a CPU, what is measured to be faster.",
+        rich_help_panel=_MODELS,
+    ),
+]
+Revision = Annotated[str | None, typer.Option(metavar="REV", help="The target's branch, tag or commit.", rich_help_panel=_MODELS)]
+DraftRevision = Annotated[str | None, typer.Option(metavar="REV", help="The draft's.", rich_help_panel=_MODELS)]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that a model brings along.", rich_help_panel=_MODELS),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Never ask the hub; use what is cached.", rich_help_panel=_MODELS)]
+
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", metavar="N", help="Longest answer, in tokens.", rich_help_panel=_SAMPLING),
+]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 decodes greedily.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[
+    float,
+    typer.Option("--top-p", metavar="P", help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int,
+    typer.Option("--top-k", metavar="K", help="Keep the K likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Same seed, same tokens.", rich_help_panel=_SAMPLING)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End the answer before this text (repeatable).", rich_help_panel=_SAMPLING),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end: for measuring.", rich_help_panel=_SAMPLING)]
+
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE.jsonl", help="Record every round as JSON lines.", rich_help_panel=_OUTPUT)
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of text.", rich_help_panel=_OUTPUT)]
+Rounds = Annotated[
+    bool, typer.Option("--rounds", help="Show each round: accepted, rejected, discarded.", rich_help_panel=_OUTPUT)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no footer.", rich_help_panel=_OUTPUT)]
+NoColor = Annotated[bool, typer.Option("--no-color", help="Attributes instead of colours.", rich_help_panel=_OUTPUT)]

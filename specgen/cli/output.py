@@ -1,0 +1,120 @@
+"""Where a run's rounds go: text, round lines, JSON, the trace, the footer. Each is a fold over rounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specgen.bench import trace as traces
+from specgen.bench.summary import Summary
+from specgen.types import Round
+from specgen.ui import theme
+from specgen.ui.footer import footer
+from specgen.ui.rounds import RoundsView
+from specgen.ui.stream import AnswerText, AnswerView, Piece
+from specgen.ui.visible import escaped_json
+
+if TYPE_CHECKING:
+    from specgen.pair import Pair, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What was asked to be shown, and how."""
+
+    rounds: bool = False
+    json: bool = False
+    trace: Path | None = None
+    quiet: bool = False
+    no_color: bool = False
+
+
+class Sink:
+    """Takes one run's rounds as they come."""
+
+    def __init__(self, pair: Pair, plan: Plan, output: Output) -> None:
+        self._pair, self._plan, self._output = pair, plan, output
+        self._out = theme.console(no_color=output.no_color)
+        self._err = theme.console(stderr=True, no_color=output.no_color)
+        self._summary = Summary(plan.method.name)
+        self._answer = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), plan.sampling.stop)
+        self._view = AnswerView(self._out)
+        self._pieces: list[Piece] = []  # with --rounds the answer stands below them
+        self._trace = traces.TraceFile(output.trace) if output.trace is not None else None
+        self._rounds: RoundsView | None = None
+        if output.rounds:
+            eos_ids = pair.target.eos_ids
+            self._rounds = RoundsView(self._err, pair.tokenizer.text_of, eos_ids, len(plan.prompt_ids))
+
+    def start(self) -> None:
+        if self._records:
+            self._line(traces.start_line(self._pair, self._plan))
+        if self._rounds is not None:
+            self._rounds.legend()
+
+    def add(self, round_: Round) -> None:
+        self._summary.add(round_)
+        self._show(self._answer.add(round_))
+        if self._rounds is not None:
+            self._rounds.show(round_)
+        if self._records:
+            self._line(traces.round_line(round_, self._pair.tokenizer.text_of))
+
+    def end_text(self) -> None:
+        """Show what was held back, also of a run that broke off."""
+        self._show(self._answer.finish())
+        if self._output.json:
+            return
+        if self._rounds is not None:
+            self._err.print()
+            self._view.show(self._pieces)
+        self._view.end()
+
+    def finish(self, finish_reason: str) -> None:
+        """The summary, to whoever wants one."""
+        if self._records:
+            self._line(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
+        if self._output.quiet:
+            return
+        if not self._output.json:
+            self._err.print()
+        notes = self._notes(finish_reason)
+        mono = theme.is_mono(no_color=self._output.no_color)
+        width = self._err.width if self._err.is_terminal else 100
+        self._err.print(footer(self._summary, notes, width, mono=mono))
+
+    def close(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+
+    @property
+    def _records(self) -> bool:
+        return self._output.json or self._trace is not None
+
+    def _show(self, pieces: list[Piece]) -> None:
+        if self._rounds is not None:
+            self._pieces += pieces
+        elif not self._output.json:
+            self._view.show(pieces)
+
+    def _line(self, line: Mapping[str, Any]) -> None:
+        if self._trace is not None:
+            self._trace.write(line)
+        if self._output.json:
+            sys.stdout.write(escaped_json(traces.dumps(line)) + "\n")
+            sys.stdout.flush()
+
+    def _notes(self, finish_reason: str) -> list[str]:
+        notes = []
+        if not self._plan.method.lossless:
+            notes.append("lossy")
+        if self._plan.method.name == "lookup" and self._pair.draft is None:
+            notes.append("no draft model")
+        if self._plan.context_ends and finish_reason == "length":
+            notes.append(f"the context of {len(self._plan.run.context):,} tokens is full")
+        if finish_reason == "interrupted":
+            notes.append("interrupted")
+        return notes

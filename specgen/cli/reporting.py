@@ -1,0 +1,89 @@
+"""How a command ends: one clear line and an exit code for whatever goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+import typer
+from rich.text import Text
+
+from specgen.errors import RunError, SpecgenError
+from specgen.ui.theme import console
+from specgen.ui.visible import inline
+
+INTERRUPTED = 130
+P = ParamSpec("P")
+
+
+def reported(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Turn what a command returns or raises into an exit code, with one line on stderr where there is something to say."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs) or 0
+            sys.stdout.flush()
+        except SpecgenError as error:
+            report(error)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except BrokenPipeError:
+            code = _reader_has_gone()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+                raise
+            _silence_stdout()
+            code = _failed(f"cannot write the output: {error.strerror}")
+        except Exception as error:
+            if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError"):
+                raise
+            code = _failed(f"the device gave up: {str(error).splitlines()[0]}", "Try a smaller model or --dtype bfloat16")
+        raise typer.Exit(code)
+
+    return run
+
+
+def report(error: SpecgenError) -> None:
+    """`error:` and what is wrong; the cure below it, indented, on a terminal, and on the same line in a pipe."""
+    message = inline(Exception.__str__(error))
+    cure = inline(error.cure)
+    out = console(stderr=True)
+    if not out.is_terminal:
+        print(f"error: {message}{'. ' if cure else ''}{cure}", file=sys.stderr)
+        return
+    lead = "error: "
+    for part, style in ((message, "none"), (cure, "none")):
+        if part:
+            for line in Text(part, style).wrap(out, max(20, min(out.width, 100) - len(lead))):
+                line.rstrip()
+                out.print(Text(lead, "bad" if lead.strip() else "none").append_text(line))
+                lead = " " * len(lead)
+
+
+def usage_error(error: Exception) -> int:
+    """Report what the command-line parser refused. Returns the exit code."""
+    report(SpecgenError(error.format_message().rstrip("."), "See --help"))  # type: ignore[attr-defined]
+    return 2
+
+
+def _failed(message: str, cure: str = "") -> int:
+    error = RunError(message, cure)
+    report(error)
+    return error.exit_code
+
+
+def _reader_has_gone() -> int:
+    _silence_stdout()
+    return 0
+
+
+def _silence_stdout() -> None:
+    """What is still buffered cannot be written: let the interpreter's last flush go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())

@@ -1,0 +1,1 @@
+"""The core: drafters, length policies, verifiers and schedules. It is handed models; it never loads one."""

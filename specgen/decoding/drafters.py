@@ -1,0 +1,161 @@
+"""Who proposes tokens. A drafter sees the committed context and a length policy, and never drafts past an end-of-sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from specgen.decoding import sampling as distributions
+from specgen.decoding.policies import Feeds, LengthPolicy, Step
+from specgen.errors import RunError
+from specgen.types import Context, Draft, SamplingParams
+
+if TYPE_CHECKING:
+    from specgen.models.session import Session
+
+
+class Drafter(Protocol):
+    """What each can tell a policy of a token stands in `methods.FEEDS`."""
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        """At most `limit` tokens to follow the context; none where the drafter has nothing to say or `limit` is 0."""
+        ...
+
+
+class DraftModel:
+    """A smaller model with the target's tokenizer, run token by token (Leviathan et al. 2023, Chen et al. 2023).
+
+    Where tables are padded to different sizes, logits beyond the target's vocabulary are cut before anything is drawn, and no
+    context is drafted for that holds a token unknown to the draft.
+    """
+
+    def __init__(self, session: Session, sampling: SamplingParams, eos_ids: Collection[int], vocab_size: int, seed: int) -> None:
+        self._session = session
+        self._sampling = sampling
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._generator = distributions.generator(session.device, seed)
+
+    @torch.inference_mode()
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        limit = min(limit, self._session.context_limit - len(context))
+        if limit < 1 or context.largest_id >= self._session.vocab_size:
+            return Draft()
+        chain = _Chain(self._sampling, self._generator, policy.needs)
+        reason = "length"
+        while len(chain.tokens) < limit:
+            rows = self._session.logits(context, chain.tokens, start=len(chain.tokens))
+            step = chain.append(rows.logits[0, : self._vocab_size])
+            if chain.tokens[-1] in self._eos_ids:
+                reason = "eos"
+                break
+            if not policy.keep_drafting(step):
+                reason = policy.reason
+                break
+        return chain.draft(reason, self._vocab_size)
+
+
+class _Chain:
+    """A draft that grows by one token a row, with one transfer to the host each: the id and what the policy asked for."""
+
+    def __init__(self, sampling: SamplingParams, generator: torch.Generator, needs: Feeds) -> None:
+        self.tokens: list[int] = []
+        self._sampling, self._generator, self._needs = sampling, generator, needs
+        self._rows: list[torch.Tensor] = []
+        self._probs: list[torch.Tensor] = []
+
+    def append(self, row: torch.Tensor) -> Step:
+        """Choose a token from the logits [vocabulary]: the likeliest, or drawn from the warped distribution."""
+        self._rows.append(row)
+        step = Step(place=len(self._rows))
+        if self._sampling.greedy:
+            token = distributions.best(row)
+        else:
+            probs = distributions.warp(row, self._sampling)
+            self._probs.append(probs)
+            token = distributions.draw(probs, self._generator).masked_fill_(probs[0].isnan(), -1)
+        if not self._needs:
+            chosen = int(token)
+        else:
+            entropy, unwarped = distributions.entropy(row)
+            prob = (unwarped if self._sampling.greedy else probs)[token]
+            chosen, step.entropy, step.prob = torch.stack((token.float(), entropy, prob)).tolist()
+            chosen = int(chosen)
+        if chosen < 0:
+            raise RunError(
+                "the draft model's logits hold NaN",
+                "Its weights are damaged, or --dtype float32 is needed to hold them",
+            )
+        self.tokens.append(chosen)
+        return step
+
+    def draft(self, reason: str, vocab_size: int) -> Draft:
+        """The whole draft; `probs` padded with zeros to the target's vocabulary."""
+        entropies, unwarped = distributions.entropy(torch.stack(self._rows))
+        figures = torch.stack((entropies, unwarped.max(dim=-1).values)).tolist()
+        probs = None
+        if self._probs:
+            probs = torch.stack(self._probs)
+            if probs.shape[-1] < vocab_size:
+                probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[-1]))
+        parents = range(-1, len(self.tokens) - 1)
+        return Draft(self.tokens, parents, probs, entropies=figures[0], top_probs=figures[1], stop_reason=reason)
+
+
+class PromptLookup:
+    """The longest n-gram at the context's end that occurred before, and what followed it then (Saxena 2023).
+
+    The n-grams' places are kept as the context grows, so that a round costs nothing that grows with it. Of several places the
+    latest counts; a continuation that reaches the context's end goes on into the draft itself, as a repetition does.
+    """
+
+    def __init__(self, ngram: int, eos_ids: Collection[int]) -> None:
+        self._ngram = ngram
+        self._eos_ids = eos_ids
+        self._continuations: dict[tuple[int, ...], int] = {}
+        self._context: Context | None = None
+        self._indexed = 0
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        self._index(context)
+        start = self._match(context)
+        if start is None or limit < 1:
+            return Draft()
+        tokens: list[int] = []
+        reason = "length"
+        while len(tokens) < limit:
+            place = start + len(tokens)
+            tokens.append(context.ids[place] if place < len(context) else tokens[place - len(context)])
+            if tokens[-1] in self._eos_ids:
+                reason = "eos"
+                break
+            if not policy.keep_drafting(Step(place=len(tokens))):
+                reason = policy.reason
+                break
+        return Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
+
+    def _index(self, context: Context) -> None:
+        """Note for each n-gram that ends before a new token that this token follows it."""
+        if context is not self._context:
+            self._context, self._indexed = context, 0
+            self._continuations.clear()
+        for place in range(self._indexed, len(context)):
+            for length in range(1, min(self._ngram, place) + 1):
+                self._continuations[tuple(context.ids[place - length : place])] = place
+        self._indexed = len(context)
+
+    def _match(self, context: Context) -> int | None:
+        for length in range(min(self._ngram, len(context)), 0, -1):
+            place = self._continuations.get(tuple(context.ids[-length:]))
+            if place is not None:
+                return place
+        return None
+
+
+class NoDrafter:
+    """Plain decoding: every draft is empty."""
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        return Draft()

@@ -1,0 +1,121 @@
+"""One run: a method's parts, the context that they extend, and where it has to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from specgen.types import Context, Draft, FinishReason, Mode, Round, Verdict
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafters import Drafter
+    from specgen.decoding.policies import LengthPolicy
+    from specgen.decoding.verifiers import Verifier
+    from specgen.models.session import Session
+
+Schedule = Callable[["Run"], Iterator[Round]]
+
+
+class StopTexts:
+    """Watches the text for stop strings, token by token. `detokenize` turns one more token into its text."""
+
+    def __init__(self, texts: Sequence[str], detokenize: Callable[[int], str]) -> None:
+        self._texts = texts
+        self._detokenize = detokenize
+        self._tail = ""
+        self._kept = max(map(len, texts), default=1) - 1
+
+    def completed_by(self, token: int) -> bool:
+        """Whether the text with this token holds a stop string."""
+        self._tail += self._detokenize(token)
+        found = any(text in self._tail for text in self._texts)
+        self._tail = self._tail[-self._kept :] if self._kept else ""
+        return found
+
+
+class Clock:
+    """Seconds by phase of the present round. What no phase claims is `other`; time between rounds counts nowhere."""
+
+    def __init__(self, synchronize: Callable[[], None] | None) -> None:
+        self._synchronize = synchronize
+        self.start()
+
+    def start(self) -> None:
+        self._begun = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def lap(self, phase: str, *, synchronize: bool = False) -> None:
+        """Book the time since the last lap on `phase`; `synchronize` waits first for what runs on the device."""
+        if synchronize and self._synchronize is not None:
+            self._synchronize()
+        now = time.perf_counter()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        booked = sum(self._phases.values())
+        return {**self._phases, "other": time.perf_counter() - self._begun - booked}
+
+
+@dataclass(slots=True)
+class Run:
+    """What a schedule needs. `limit` is the number of new tokens at which the run ends with reason `length`."""
+
+    context: Context
+    target: Session
+    drafter: Drafter
+    policy: LengthPolicy
+    verifier: Verifier
+    schedule: Schedule
+    limit: int
+    eos_ids: Collection[int]
+    stop_texts: StopTexts | None
+    clock: Clock
+    finish_reason: FinishReason | None = None
+    _index: int = field(default=0, init=False)
+
+    def rounds(self) -> Iterator[Round]:
+        return self.schedule(self)
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - (len(self.context) - self.context.prompt_length)
+
+    def prefill(self) -> Round:
+        """Round 0: the prompt's pass and the target's first token."""
+        self.clock.start()
+        rows = self.target.logits(self.context)
+        self.clock.lap("prefill", synchronize=True)
+        verdict = self.verifier.verify(Draft(), rows)
+        self.clock.lap("sample")
+        return self.commit("prefill", Draft(), verdict)
+
+    def commit(self, mode: Mode, draft: Draft, verdict: Verdict) -> Round:
+        """Append what the verdict accepts, up to where the output ends; tell the policy; close the round."""
+        drafted, accepted = len(draft.tokens), len(verdict.path)
+        verdict = self._cut(draft, verdict)
+        round_ = Round(self._index, mode, replace(draft, probs=None), verdict)
+        self.context.extend(round_.token_ids)
+        self.policy.observe(drafted, accepted)
+        if self.finish_reason is None and self.remaining <= 0:
+            self.finish_reason = "length"
+        self._index += 1
+        return replace(round_, policy_state=self.policy.state(), seconds=self.clock.seconds())
+
+    def _cut(self, draft: Draft, verdict: Verdict) -> Verdict:
+        """The verdict up to the token that ends the output: an end-of-sequence, or the last one of a stop text."""
+        for place, node in enumerate(verdict.path):
+            if self._ends(draft.tokens[node]):
+                return Verdict(verdict.path[: place + 1], None, None)
+        if verdict.token is not None:
+            self._ends(verdict.token)
+        return verdict
+
+    def _ends(self, token: int) -> bool:
+        if token in self.eos_ids:
+            self.finish_reason = "eos"
+        elif self.stop_texts is not None and self.stop_texts.completed_by(token):
+            self.finish_reason = "stop"
+        return self.finish_reason is not None

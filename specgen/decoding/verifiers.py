@@ -1,0 +1,107 @@
+"""Which drafted tokens stand, and the target's own token after them. A verifier judges a whole draft with one transfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from specgen.decoding import sampling as distributions
+from specgen.errors import RunError
+from specgen.types import Draft, SamplingParams, Source, Verdict
+
+if TYPE_CHECKING:
+    from specgen.models.session import Rows
+
+
+class Verifier(Protocol):
+    """`lossless` promises the target's own output: its greedy tokens, or draws from its distribution."""
+
+    lossless: ClassVar[bool]
+
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1)."""
+        ...
+
+
+class Greedy:
+    """Accept what the target would have chosen itself: node by node its argmax, on chains and trees alike."""
+
+    lossless: ClassVar[bool] = True
+
+    @torch.inference_mode()
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        choices: list[int] = distributions.best(rows.logits).tolist()
+        path: list[int] = []
+        node = -1
+        token = _sound(choices[0])
+        for child in range(len(draft.tokens)):  # parents stand before children, so one walk in order follows the path
+            if draft.parents[child] == node and draft.tokens[child] == token:
+                path.append(child)
+                node = child
+                token = _sound(choices[child + 1])
+        return Verdict(tuple(path), token, _source(draft, len(path), node))
+
+
+class RejectionSampling:
+    """Accept token i with probability min(1, p_i / q_i), else draw from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023).
+
+    p and q are the warped distributions. A deterministic draft is a one-hot q. Chains only.
+    """
+
+    lossless: ClassVar[bool] = True
+
+    def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
+        self._sampling = sampling
+        self._generator = distributions.generator(device, seed)
+
+    @torch.inference_mode()
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        target_probs = distributions.warp(rows.logits, self._sampling)
+        length = len(draft.tokens)
+        if not length:
+            token, broken = self._own_token(target_probs[0]).tolist()
+            return Verdict((), _sound(-1 if broken else token), None)
+        device = target_probs.device
+        tokens = torch.tensor(draft.tokens, device=device)
+        draft_probs = self._draft_probs(draft, tokens, target_probs)
+        p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
+        q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
+        fresh = torch.rand(length, generator=self._generator, device=device)
+        accepted = (fresh * q < p).cumprod(dim=0).sum()
+        # the draft's row behind the last token is zero, so that the residual there is the target's own distribution: the bonus
+        row = target_probs.index_select(0, accepted[None])[0]
+        residual = (row - draft_probs.index_select(0, accepted[None])[0]).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p and q are the same
+        token_and_flag = self._own_token(residual, broken=target_probs.isnan().any())
+        count, token, broken = torch.cat((accepted[None], token_and_flag)).tolist()
+        return Verdict(tuple(range(count)), _sound(-1 if broken else token), "bonus" if count == length else "correction")
+
+    def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+        """q [drafted + 1, vocabulary], its last row zero."""
+        if draft.probs is None:
+            one_hot = torch.zeros_like(target_probs)
+            one_hot[:-1].scatter_(1, tokens[:, None], 1.0)
+            return one_hot
+        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, 1))
+
+    def _own_token(self, probs: torch.Tensor, broken: torch.Tensor | None = None) -> torch.Tensor:
+        """A draw from [vocabulary], and 1 where the target's probabilities hold a NaN: [2]."""
+        broken = probs.isnan().any() if broken is None else broken
+        return torch.stack((distributions.draw(probs, self._generator), broken.long()))
+
+
+def _source(draft: Draft, accepted: int, last: int) -> Source | None:
+    if not draft.tokens:
+        return None
+    is_leaf = last not in draft.parents if accepted else False
+    return "bonus" if is_leaf else "correction"
+
+
+def _sound(token: int) -> int:
+    if token < 0:
+        raise RunError(
+            "the target model's logits hold NaN",
+            "Its weights are damaged, or the dtype is too narrow: try --dtype float32",
+        )
+    return token

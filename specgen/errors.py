@@ -1,0 +1,32 @@
+"""What can go wrong, each with its exit code. A message is one line: what is wrong, with which value; `cure` says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class SpecgenError(Exception):
+    """A mistake that the user can mend: a model that is not there, a setting out of range, an empty prompt."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, cure: str = "") -> None:
+        super().__init__(message)
+        self.cure = cure
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message}. {self.cure}" if self.cure else message
+
+
+class RunError(SpecgenError):
+    """It failed while running, and the command line was not to blame: NaN logits, a full disk."""
+
+    exit_code = 1
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean svip?"` where `name` looks like a slip for one of `known`, else nothing."""
+    matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""

@@ -1,0 +1,1 @@
+"""Models and their tokenizers: loading, sessions, caches, masks."""

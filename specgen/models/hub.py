@@ -1,0 +1,78 @@
+"""Finding a model's files: a folder here, or a repository of the Hugging Face hub, downloaded where it is not cached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import errors as hub_errors
+
+from specgen.errors import RunError, SpecgenError
+
+WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
+
+
+def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
+    """The local folder with the files of the model `name`. Raises SpecgenError where there is none."""
+    local = Path(name).expanduser()
+    if local.is_dir():
+        if revision is not None:
+            raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
+        return local
+    if local.is_file():
+        raise SpecgenError(f"{name} is a file", "Name the folder that it lies in")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
+        raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
+    return _download(name, revision, offline, remote_code, announce)
+
+
+def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
+    wanted = [*WANTED, *(["*.py"] if remote_code else [])]
+
+    def snapshot(local_files_only: bool) -> Path:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=wanted,
+                ignore_patterns=UNWANTED,
+                local_files_only=local_files_only,
+            )
+        )
+
+    try:
+        cached = None if offline else _cached(snapshot)
+        if cached is None and not offline:
+            announce(f"downloading {name}")
+        return snapshot(local_files_only=offline)
+    except hub_errors.GatedRepoError as error:
+        raise SpecgenError(f"{name} is gated", "Accept its terms on the hub, then log in: hf auth login") from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise SpecgenError(f"{name} has no revision {revision!r}", "See its page on the hub for branches and tags") from error
+    except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError) as error:
+        raise SpecgenError(
+            f"there is no model {name}: no folder of that name here, and no such repository on the hub",
+            "Check the spelling; for a private one log in first: hf auth login",
+        ) from error
+    except (
+        hub_errors.LocalEntryNotFoundError,
+        hub_errors.OfflineModeIsEnabled,
+        ConnectionError,
+        TimeoutError,
+    ) as error:
+        raise SpecgenError(
+            f"there is no folder {name} here, and the hub " + ("was not asked (offline)" if offline else "cannot be reached"),
+            "Check the spelling and the connection, or name the folder of a model that you have",
+        ) from error
+    except OSError as error:  # the disk, while downloading
+        raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _cached(snapshot: Callable[[bool], Path]) -> Path | None:
+    try:
+        return snapshot(True)
+    except Exception:  # noqa: BLE001  whatever it is, the real attempt comes next and says so
+        return None

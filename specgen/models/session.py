@@ -1,0 +1,180 @@
+"""One model and one sequence: say which tokens you want logits for, and the session keeps what it can of its cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from specgen.errors import SpecgenError
+from specgen.models.cache import BufferCache
+from specgen.models.masks import Masks, depths
+from specgen.types import Context
+
+PREFILL_CHUNK = 1024  # a mask of chunk x context is all that a long prompt may cost on top of its cache
+
+
+class Rows(NamedTuple):
+    """`logits` [rows, vocabulary] in the model's dtype; valid until the session's next call."""
+
+    logits: torch.Tensor
+
+
+class Reshaping(Protocol):
+    """What a model's generation config does to its logits (penalties), seen per row."""
+
+    def __call__(
+        self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
+    ) -> torch.Tensor: ...
+
+
+class Session:
+    """The only code that touches a cache. Callers never roll back: the cache is addressed by its content.
+
+    A session may be called with any context at any time. An interrupted call leaves it usable.
+    """
+
+    def __init__(self, model: Any, context_limit: int, reshaping: Reshaping | None = None) -> None:
+        self.context_limit = context_limit
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.device: torch.device = model.device
+        self.passes = 0
+        self._dtype: torch.dtype = model.dtype
+        self._model = model
+        self._reshaping = reshaping
+        self._masks = Masks(model)
+        known = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in known
+        self._takes_keep = "logits_to_keep" in known
+        self._cache = BufferCache(model.config.get_text_config().num_hidden_layers)
+        self._positions = torch.arange(64, device=self.device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all that is cached, so that the next call pays for its whole context: for measurements."""
+        self._context = Context(())
+        self._committed = 0  # the first slots hold this many tokens of the context,
+        self._tokens: list[int] = []  # the next ones these nodes of the last draft
+        self._parents: list[int] = []
+
+    def reserve(self, capacity: int) -> None:
+        """Announce how many tokens will be cached, so that the buffers are made once."""
+        self._cache.capacity = max(self._cache.capacity, capacity)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
+    ) -> Rows:
+        """The rows after the last context token (row 0) and after each draft token (rows 1, 2, ...), from row `start` on.
+
+        Keeps the longest cached prefix of `context` (along the matching path of the last draft tree) and, of the draft, what
+        stands before row `start` and is unchanged; runs the model once on what is missing. `parents` None is a chain.
+        """
+        tokens = list(draft)
+        nodes = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
+        self._keep(context, tokens, nodes, start)
+        while len(context) - self._committed > PREFILL_CHUNK:
+            chunk = context.ids[self._committed : self._committed + PREFILL_CHUNK]
+            self._run(chunk, None, keep=1)
+            self._committed += len(chunk)
+        missing = context.ids[self._committed :] + tokens[len(self._tokens) :]
+        is_chain = parents is None or nodes == list(range(-1, len(nodes) - 1))
+        logits = self._run(missing, None if is_chain else (len(context), nodes), keep=len(tokens) + 1 - start)
+        self._committed, self._tokens, self._parents = len(context), tokens, nodes
+        if self._reshaping is not None:
+            logits = self._reshaping(logits, context, tokens, nodes, start)
+        return Rows(logits)
+
+    def _keep(self, context: Context, tokens: list[int], parents: list[int], start: int) -> None:
+        """Reduce what counts as cached to what this call can use; the slots themselves stay where they are."""
+        if context is not self._context:
+            shared = _shared_length(self._context.ids, context.ids, self._committed)
+            if shared < self._committed:
+                self._tokens, self._parents = [], []
+            self._context, self._committed = context, shared
+        self._adopt(context)
+        if start == 0 or self._committed < len(context):
+            self._committed = min(self._committed, len(context) - (start == 0))
+            reusable = 0
+        else:
+            reusable = min(_shared_length(self._tokens, tokens), _shared_length(self._parents, parents), start - 1)
+        del self._tokens[reusable:], self._parents[reusable:]
+
+    def _adopt(self, context: Context) -> None:
+        """Count the nodes of the last draft that were committed since as context, made contiguous if they came from a tree."""
+        path: list[int] = []
+        node = -1
+        while self._committed + len(path) < len(context):
+            node = self._child(node, context.ids[self._committed + len(path)])
+            if node < 0:
+                break
+            path.append(node)
+        if not path:
+            return
+        length = len(path)
+        rest = self._tokens[length:]
+        is_chain = self._parents == list(range(-1, len(self._parents) - 1))
+        self._tokens, self._parents = [], []  # an interruption while rows move leaves nothing but the context
+        if path[-1] != length - 1:
+            self._cache.gather([self._committed + node for node in path], self._committed, self.device)
+        self._committed += length
+        if is_chain:
+            self._tokens, self._parents = rest, list(range(-1, len(rest) - 1))
+
+    def _child(self, parent: int, token: int) -> int:
+        """The node behind `parent` that holds `token`, -1 where there is none."""
+        for node in range(parent + 1, len(self._tokens)):
+            if self._parents[node] == parent and self._tokens[node] == token:
+                return node
+        return -1
+
+    def _run(self, ids: list[int], tree: tuple[int, list[int]] | None, keep: int) -> torch.Tensor:
+        """One pass over `ids`, written behind what is cached. Returns its last `keep` rows [keep, vocabulary]."""
+        past = self._committed + len(self._tokens)
+        positions = self._slot_positions(past + len(ids), tree)
+        self._cache.length = past
+        options: dict[str, Any] = {}
+        if self._takes_positions:
+            options["position_ids"] = positions[None, past:]
+        if self._takes_keep:
+            options["logits_to_keep"] = keep
+        mask = self._masks(past, positions, tree, self._dtype)
+        if mask is None and tree is not None:
+            raise SpecgenError(
+                "this model's attention has ALiBi biases, which know no trees", "Take a method without draft trees"
+            )
+        self.passes += 1
+        output = self._model(
+            input_ids=torch.tensor([ids], device=self.device),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits[-keep:]
+
+    def _slot_positions(self, slots: int, tree: tuple[int, list[int]] | None) -> torch.Tensor:
+        """The position of each slot [slots]: its own number, but for a tree's nodes the context's length plus their depth."""
+        if slots > self._positions.shape[0]:
+            self._positions = torch.arange(max(slots, self._cache.capacity), device=self.device)
+        if tree is None:
+            return self._positions[:slots]
+        committed, parents = tree
+        nodes = torch.tensor(depths(parents), device=self.device) + committed
+        return torch.cat((self._positions[:committed], nodes))
+
+
+def _shared_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
+    """How many of the first `limit` tokens are the same in both."""
+    limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
+    if left[:limit] == right[:limit]:  # the common case, at the speed of a list comparison
+        return limit
+    return next(place for place in range(limit) if left[place] != right[place])

@@ -1,0 +1,197 @@
+"""A target, its draft if there is one, and runs on them: what `specgen.load` returns."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from specgen import demo, methods
+from specgen.bench.summary import Summary
+from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.errors import SpecgenError
+from specgen.methods import Method, Settings
+from specgen.models.devices import pick_device, synchronizer
+from specgen.models.load import LoadedModel, Source, load_model
+from specgen.models.tokenizer import check_same
+from specgen.types import Context, Round, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that is ready to start, and what it was made from. `seed` is the one in use, chosen where none was given."""
+
+    run: Run
+    method: Method
+    settings: Settings
+    sampling: SamplingParams
+    seed: int
+    prompt_ids: list[int]
+    context_ends: bool  # the context is full before `max_new_tokens` are there
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished run. `summary` has the keys of a trace's summary line."""
+
+    text: str
+    token_ids: list[int]
+    rounds: list[Round]
+    summary: dict[str, Any]
+
+
+class Pair:
+    """Use it again and again; runs may even take turns. It keeps what it can of the last run's cache."""
+
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
+        if draft is not None:
+            check_same(target.tokenizer, draft.tokenizer, target.name, draft.name)
+        self.target, self.draft = target, draft
+        self.tokenizer = target.tokenizer
+        self._target_session = target.session(target.penalties)
+        # a draft model is reshaped by the target's penalties too: it is to guess what the target will say
+        self._draft_session = draft.session(target.penalties) if draft is not None else None
+
+    @property
+    def default_method(self) -> str:
+        return "lookup" if self.draft is None else "svip"
+
+    def rounds(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        **parameters: object,
+    ) -> Iterator[Round]:
+        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once."""
+        return self.plan(prompt, method, sampling, **parameters).run.rounds()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        **parameters: object,
+    ) -> Result:
+        """Decode to the end."""
+        plan = self.plan(prompt, method, sampling, **parameters)
+        rounds = list(plan.run.rounds())
+        summary = Summary(plan.method.name)
+        for round_ in rounds:
+            summary.add(round_)
+        text = self.text(plan, summary.token_ids)
+        return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
+
+    def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
+        """The answer's text, up to a stop string."""
+        detokenizer = self.tokenizer.detokenizer(plan.prompt_ids)
+        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        ends = [text.index(stop) for stop in plan.sampling.stop if stop in text]
+        return text[: min(ends)] if ends else text
+
+    def plan(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        **parameters: object,
+    ) -> Plan:
+        """Check everything and put the method's parts together; nothing is computed yet."""
+        chosen = methods.find(self.default_method if method is None else method)
+        settings = methods.resolve(chosen, parameters)
+        sampling = SamplingParams() if sampling is None else sampling
+        prompt_ids = self._prompt_ids(prompt)
+        context_limit = self.target.limit_for(len(prompt_ids))
+        limit = self._room(prompt_ids, sampling.max_new_tokens, context_limit)
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        eos_ids = frozenset() if sampling.ignore_eos else self.target.eos_ids
+        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, self._target_session.vocab_size, seed)
+        for session in (self._target_session, self._draft_session):
+            if session is not None:
+                session.reserve(len(prompt_ids) + limit)
+        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
+        run = Run(
+            context=Context(prompt_ids),
+            target=self._target_session,
+            drafter=methods.make_drafter(chosen, settings, parts),
+            policy=methods.make_policy(settings, seed),
+            verifier=methods.make_verifier(parts),
+            schedule=methods.make_schedule(chosen),
+            limit=limit,
+            eos_ids=eos_ids,
+            stop_texts=stops,
+            clock=Clock(synchronizer(self.target.device)),
+        )
+        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if not prompt:
+            raise SpecgenError("the prompt is empty", "Give the model something to go on from")
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids = list(prompt)
+        size = self._target_session.vocab_size
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {size - 1}")
+        return ids
+
+    def _room(self, prompt_ids: list[int], wanted: int, context_limit: int) -> int:
+        """How many new tokens there is room for."""
+        room = context_limit - len(prompt_ids)
+        if room >= 1:
+            return min(wanted, room)
+        over = len(prompt_ids) + wanted - context_limit
+        raise SpecgenError(
+            f"the prompt is too long: {len(prompt_ids):,} tokens and {wanted:,} new ones are {over:,} over "
+            f"the target's {context_limit:,}",
+            "Shorten the prompt; a smaller -n alone is not enough",
+        )
+
+    def forget(self) -> None:
+        """Drop the caches' contents, so that the next run pays for its whole prompt: for measurements."""
+        for session in (self._target_session, self._draft_session):
+            if session is not None:
+                session.forget()
+
+    def close(self) -> None:
+        """End what the pair started. With one process there is nothing to end."""
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def load(
+    target: str | None = None,
+    draft: str | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    draft_device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Pair:
+    """Load a pair of models by Hugging Face id or folder; without a target the bundled pair. Raises SpecgenError.
+
+    `announce` is told in a few words what is going on.
+    """
+    if target is None and draft is not None:
+        raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
+    on = pick_device(device)
+    draft_on = pick_device(draft_device) if draft_device is not None else on
+    if target is None:
+        sources = [Source(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
+    else:
+        sources = [Source(target, None, revision, trust_remote_code, offline)]
+        if draft is not None:
+            sources.append(Source(draft, None, draft_revision, trust_remote_code, offline))
+    loaded = [load_model(source, place, dtype, announce) for source, place in zip(sources, (on, draft_on), strict=False)]
+    return Pair(*loaded) if len(loaded) == 2 else Pair(loaded[0], None)
