@@ -16,10 +16,10 @@ from specgen.errors import SpecgenError, nearest
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
-    from specgen.decoding.run import Schedule
+    from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
     from specgen.models.session import Session
-    from specgen.types import SamplingParams
+    from specgen.types import Context, SamplingParams
 
 Value = int | float | str
 ALL_METHODS = "specgen inspect --methods"
@@ -280,3 +280,23 @@ def make_schedule(method: Method) -> Schedule:
     from specgen.decoding.sequential import sequential
 
     return {"sequential": sequential}[method.schedule]
+
+
+def make_run(
+    method: Method, settings: Settings, parts: Parts, context: Context, limit: int, stop_texts: StopTexts | None, clock: Clock
+) -> Run:
+    """A method's parts put together on a context, to end after `limit` new tokens at the latest."""
+    from specgen.decoding.run import Run
+
+    return Run(
+        context=context,
+        target=parts.target,
+        drafter=make_drafter(method, settings, parts),
+        policy=make_policy(settings, parts.seed),
+        verifier=make_verifier(parts),
+        schedule=make_schedule(method),
+        limit=limit,
+        eos_ids=parts.eos_ids,
+        stop_texts=stop_texts,
+        clock=clock,
+    )

@@ -112,18 +112,8 @@ class Pair:
             if session is not None:
                 session.reserve(len(prompt_ids) + limit)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
-        run = Run(
-            context=Context(prompt_ids),
-            target=self._target_session,
-            drafter=methods.make_drafter(chosen, settings, parts),
-            policy=methods.make_policy(settings, seed),
-            verifier=methods.make_verifier(parts),
-            schedule=methods.make_schedule(chosen),
-            limit=limit,
-            eos_ids=eos_ids,
-            stop_texts=stops,
-            clock=Clock(synchronizer(self.target.device)),
-        )
+        clock = Clock(synchronizer(self.target.device))
+        run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
         return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen import methods
-from specgen.bench.trace import check_writable
 from specgen.cli import options
-from specgen.cli.models import ModelOptions, open_pair
-from specgen.cli.output import Output, Sink
 from specgen.cli.reporting import INTERRUPTED, reported
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
-from specgen.ui import theme
-from specgen.ui.catalogue import method_card
 
 if TYPE_CHECKING:
+    from specgen.cli.output import Output
     from specgen.pair import Pair
 
 
@@ -66,8 +62,12 @@ def generate(
     no_color: options.NoColor = False,
 ) -> int | None:
     """Write on from a prompt: the draft's accepted tokens in green, the target's own plain."""
+    from specgen.cli.models import ModelOptions, open_pair  # here, not above: --help has no need of Rich's consoles
+    from specgen.cli.output import Output, check_writable
+    from specgen.ui import catalogue, theme
+
     if help_method:
-        method_card(theme.console(no_color=no_color), methods.find(method or "svip"))
+        catalogue.method_card(theme.console(no_color=no_color), methods.find(method or "svip"))
         return None
     models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
@@ -113,6 +113,8 @@ def _run(pair: Pair, request: Request, output: Output) -> int | None:
     prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
     plan = pair.plan(prompt, request.method, request.sampling, **request.settings)
     interrupted = False
+    from specgen.cli.output import Sink
+
     with closing(Sink(pair, plan, output)) as sink:
         sink.start()
         try:

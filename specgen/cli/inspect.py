@@ -9,8 +9,6 @@ import typer
 from specgen import methods
 from specgen.cli.reporting import reported
 from specgen.errors import SpecgenError
-from specgen.ui import theme
-from specgen.ui.catalogue import method_card
 
 
 @reported
@@ -22,6 +20,9 @@ def inspect(
     """Show the methods that there are."""
     if not list_methods:
         raise SpecgenError("nothing to inspect", "List the methods: specgen inspect --methods")
+    from specgen.ui import theme
+    from specgen.ui.catalogue import method_card
+
     out = theme.console()
     for method in methods.METHODS.values():
         method_card(out, method)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.bench import trace as traces
 from specgen.bench.summary import Summary
+from specgen.bench.trace import check_writable
 from specgen.types import Round
 from specgen.ui import theme
 from specgen.ui.footer import footer
@@ -19,6 +20,8 @@ from specgen.ui.visible import escaped_json
 
 if TYPE_CHECKING:
     from specgen.pair import Pair, Plan
+
+__all__ = ["Output", "Sink", "check_writable"]
 
 
 @dataclass(frozen=True, slots=True)

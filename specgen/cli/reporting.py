@@ -10,11 +10,8 @@ from functools import wraps
 from typing import ParamSpec
 
 import typer
-from rich.text import Text
 
 from specgen.errors import RunError, SpecgenError
-from specgen.ui.theme import console
-from specgen.ui.visible import inline
 
 INTERRUPTED = 130
 P = ParamSpec("P")
@@ -51,6 +48,11 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
 
 def report(error: SpecgenError) -> None:
     """`error:` and what is wrong; the cure below it, indented, on a terminal, and on the same line in a pipe."""
+    from rich.text import Text
+
+    from specgen.ui.theme import console
+    from specgen.ui.visible import inline
+
     message = inline(Exception.__str__(error))
     cure = inline(error.cure)
     out = console(stderr=True)

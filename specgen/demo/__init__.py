@@ -1,0 +1,14 @@
+"""The bundled demo pair, and the recipe that made it: `python -m specgen.demo --help`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROLES = ("target", "draft")
+
+
+def folder(role: str) -> Path:
+    """The folder of the bundled `target` or `draft`: weights, configuration, tokenizer. ValueError for another role."""
+    if role not in ROLES:
+        raise ValueError(f"role is {role!r}; it has to be one of {', '.join(ROLES)}")
+    return Path(__file__).resolve().parent / role

@@ -1,0 +1,47 @@
+"""What the tests share. Nothing here asks a network for anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from families import make_model, near_copy, save
+
+import specgen
+from specgen.pair import Pair
+
+torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
+
+
+@pytest.fixture(scope="session")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def pair_of(models_folder: Path) -> Callable[[str, str], Pair]:
+    """A float32 pair of a family, its draft an unrelated model, a near copy of the target, or the target itself."""
+
+    @cache
+    def folder(family: str, role: str) -> str:
+        target = make_model(family)
+        model = {"target": lambda: target, "near": lambda: near_copy(target), "unrelated": lambda: make_model(family, seed=7)}[role]()
+        return save(model, models_folder / family / role)
+
+    @cache
+    def made(family: str, draft: str) -> Pair:
+        role = "target" if draft == "itself" else draft
+        return specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32")
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> Pair:
+    return specgen.load(device="cpu", dtype="float32")

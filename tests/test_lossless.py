@@ -1,0 +1,111 @@
+"""Greedy ids equal transformers' own `generate`, for every family, method, kind of draft and draft length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
+
+import pytest
+from families import FAMILIES, plain
+
+from specgen.pair import Pair
+from specgen.types import SamplingParams
+
+LENGTHS = tuple(range(1, 9))
+DRAFTS = ("unrelated", "near", "itself")
+LENGTH_SETTING = {
+    "ar": None,
+    "sd": "k",
+    "heuristic": "k",
+    "confidence": "max_draft",
+    "svip": "max_draft",
+    "beta-ts": "max_draft",
+    "lookup": "k",
+}
+COUNT = 40
+AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
+Case = tuple[str, str, str, int]
+
+
+def pairwise() -> Iterator[Case]:
+    """Cases in which any two values of different axes meet, picked greedily; the same ones every time."""
+    rng = random.Random(0)
+    missing = {
+        ((i, a), (j, b)) for (i, left), (j, right) in combinations(enumerate(AXES), 2) for a, b in product(left, right)
+    }
+    while missing:
+        (i, a), (j, b) = rng.choice(sorted(missing, key=str))
+
+        def case(fixed: dict[int, object]) -> tuple[object, ...]:
+            return tuple(fixed.get(axis, rng.choice(values)) for axis, values in enumerate(AXES))
+
+        tried = [case({i: a, j: b}) for _ in range(30)]
+        best = max(tried, key=lambda one: len(missing & set(combinations(enumerate(one), 2))))
+        missing -= set(combinations(enumerate(best), 2))
+        yield best  # type: ignore[misc]
+
+
+def prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [1, *(rng.randrange(3, 40) for _ in range(rng.randrange(3, 12)))]
+
+
+def check(pair: Pair, method: str, length: int) -> None:
+    setting = LENGTH_SETTING[method]
+    settings = {} if setting is None else {setting: length}
+    for seed in (length, length + 100):  # the second run finds the first one's caches
+        ids = prompt(seed)
+        expected = plain(pair.target.model, ids, COUNT)
+        result = pair.generate(ids, method, SamplingParams(max_new_tokens=COUNT), **settings)
+        assert result.token_ids == expected
+        assert [token for round_ in result.rounds for token in round_.token_ids] == expected
+        assert result.summary["finish_reason"] == ("eos" if expected[-1] in pair.target.eos_ids else "length")
+
+
+@pytest.mark.parametrize(("family", "method", "draft", "length"), list(pairwise()))
+def test_greedy_ids_are_the_targets_own(
+    pair_of: Callable[[str, str], Pair], family: str, method: str, draft: str, length: int
+) -> None:
+    check(pair_of(family, draft), method, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_greedy_ids_in_the_full_product(pair_of: Callable[[str, str], Pair], family: str, draft: str) -> None:
+    pair = pair_of(family, draft)
+    for method, length in product(LENGTH_SETTING, LENGTHS):
+        check(pair, method, length)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_that_is_the_target_is_accepted_whole(pair_of: Callable[[str, str], Pair], family: str) -> None:
+    """mlx-lm's test: it pins the pattern of accepted and bonus tokens."""
+    pair = pair_of(family, "itself")
+    result = pair.generate(prompt(3), "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), k=4)
+    prefill, *rounds = result.rounds
+    assert prefill.verdict.source is None
+    assert [len(round_.verdict.path) for round_ in rounds] == [4] * 6
+    assert all(round_.verdict.source == "bonus" for round_ in rounds)
+    assert result.summary["acceptance_rate"] == 1
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sampling_from_the_target_itself_accepts_everything(pair_of: Callable[[str, str], Pair], length: int) -> None:
+    pair = pair_of("llama", "itself")
+    sampling = SamplingParams(max_new_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=length, ignore_eos=True)
+    summary = pair.generate(prompt(5), "sd", sampling, k=length).summary
+    # both passes compute the same rows up to rounding, so a token at the very edge of top-p may fall
+    assert summary["acceptance_rate"] > 0.97
+
+
+def test_any_policy_runs_on_any_drafter_that_feeds_it(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("llama", "near")
+    ids = prompt(11)
+    expected = plain(pair.target.model, ids, COUNT)
+    combinations_ = [("sd", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
+    combinations_ += [("lookup", p) for p in ("fixed", "heuristic", "beta-ts")]
+    for method, policy in combinations_:
+        result = pair.generate(ids, method, SamplingParams(max_new_tokens=COUNT), policy=policy)
+        assert result.token_ids == expected, (method, policy)
