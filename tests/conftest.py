@@ -31,7 +31,9 @@ def pair_of(models_folder: Path) -> Callable[[str, str], Pair]:
     @cache
     def folder(family: str, role: str) -> str:
         target = make_model(family)
-        model = {"target": lambda: target, "near": lambda: near_copy(target), "unrelated": lambda: make_model(family, seed=7)}[role]()
+        model = {"target": lambda: target, "near": lambda: near_copy(target), "unrelated": lambda: make_model(family, seed=7)}[
+            role
+        ]()
         return save(model, models_folder / family / role)
 
     @cache

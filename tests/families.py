@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -17,13 +17,33 @@ from transformers import (
     Olmo2Config,
     OPTConfig,
     Phi3Config,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2
-WORDS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", " ", "\n", ".", ",", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+WORDS = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    *"abcdefghijklmnopqrstuvwxyz",
+    " ",
+    "\n",
+    ".",
+    ",",
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "5",
+    "6",
+    "7",
+    "8",
+    "9",
+]
 CONTEXT = 128
 
 _LLAMA = {

@@ -31,9 +31,7 @@ Case = tuple[str, str, str, int]
 def pairwise() -> Iterator[Case]:
     """Cases in which any two values of different axes meet, picked greedily; the same ones every time."""
     rng = random.Random(0)
-    missing = {
-        ((i, a), (j, b)) for (i, left), (j, right) in combinations(enumerate(AXES), 2) for a, b in product(left, right)
-    }
+    missing = {((i, a), (j, b)) for (i, left), (j, right) in combinations(enumerate(AXES), 2) for a, b in product(left, right)}
     while missing:
         (i, a), (j, b) = rng.choice(sorted(missing, key=str))
 

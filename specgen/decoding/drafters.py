@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from specgen.decoding import sampling as distributions
 from specgen.decoding.policies import Feeds, LengthPolicy, Step
 from specgen.errors import RunError
+from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._generator = distributions.generator(session.device, seed)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         limit = min(limit, self._session.context_limit - len(context))
         if limit < 1 or context.largest_id >= self._session.vocab_size:
@@ -58,50 +60,63 @@ class DraftModel:
 
 
 class _Chain:
-    """A draft that grows by one token a row, with one transfer to the host each: the id and what the policy asked for."""
+    """A draft that grows by one token a row, with one transfer to the host each: the id and what the policy asked for.
+
+    Entropies and top probabilities that no policy asks for are computed for all rows at once in the end.
+    """
 
     def __init__(self, sampling: SamplingParams, generator: torch.Generator, needs: Feeds) -> None:
         self.tokens: list[int] = []
         self._sampling, self._generator, self._needs = sampling, generator, needs
         self._rows: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
+        self._figures: list[tuple[float, float]] = []
 
     def append(self, row: torch.Tensor) -> Step:
         """Choose a token from the logits [vocabulary]: the likeliest, or drawn from the warped distribution."""
         self._rows.append(row)
         step = Step(place=len(self._rows))
         if self._sampling.greedy:
-            token = distributions.best(row)
+            token = row.argmax()
         else:
-            probs = distributions.warp(row, self._sampling)
-            self._probs.append(probs)
-            token = distributions.draw(probs, self._generator).masked_fill_(probs[0].isnan(), -1)
+            self._probs.append(distributions.warp(row, self._sampling))
+            token = distributions.draw(self._probs[-1], self._generator)
         if not self._needs:
-            chosen = int(token)
-        else:
-            entropy, unwarped = distributions.entropy(row)
-            prob = (unwarped if self._sampling.greedy else probs)[token]
-            chosen, step.entropy, step.prob = torch.stack((token.float(), entropy, prob)).tolist()
-            chosen = int(chosen)
-        if chosen < 0:
-            raise RunError(
-                "the draft model's logits hold NaN",
-                "Its weights are damaged, or --dtype float32 is needed to hold them",
-            )
-        self.tokens.append(chosen)
+            self.tokens.append(_sound(int(token)))
+            return step
+        wanted = [token, *distributions.figures(row)]
+        if not self._sampling.greedy and "prob" in self._needs:
+            wanted.append(self._probs[-1][token])
+        chosen, negative_entropy, top_log_prob, *prob = distributions.to_host(*wanted)
+        step.entropy = abs(negative_entropy)  # rounding may leave it a hair on the wrong side of 0
+        step.prob = prob[0] if prob else math.exp(top_log_prob)
+        self._figures.append((step.entropy, math.exp(top_log_prob)))
+        self.tokens.append(_sound(int(chosen), step.entropy))
         return step
 
     def draft(self, reason: str, vocab_size: int) -> Draft:
         """The whole draft; `probs` padded with zeros to the target's vocabulary."""
-        entropies, unwarped = distributions.entropy(torch.stack(self._rows))
-        figures = torch.stack((entropies, unwarped.max(dim=-1).values)).tolist()
+        figures = self._figures
+        if not figures:
+            sums, logs = torch.stack(distributions.figures(torch.stack(self._rows))).tolist()
+            figures = [(abs(negative), math.exp(log)) for negative, log in zip(sums, logs, strict=True)]
+        entropies, top_probs = zip(*figures, strict=True)
+        _sound(0, sum(entropies))
         probs = None
         if self._probs:
             probs = torch.stack(self._probs)
             if probs.shape[-1] < vocab_size:
                 probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[-1]))
-        parents = range(-1, len(self.tokens) - 1)
-        return Draft(self.tokens, parents, probs, entropies=figures[0], top_probs=figures[1], stop_reason=reason)
+        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason)
+
+
+def _sound(token: int, figure: float = 0.0) -> int:
+    """The token, unless it or the figure that came with it says that the row held a NaN."""
+    if token < 0 or math.isnan(figure):
+        raise RunError(
+            "the draft model's logits hold NaN", "Its weights are damaged, or the dtype is too narrow: try --dtype float32"
+        )
+    return token
 
 
 class PromptLookup:

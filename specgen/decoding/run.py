@@ -96,13 +96,17 @@ class Run:
         """Append what the verdict accepts, up to where the output ends; tell the policy; close the round."""
         drafted, accepted = len(draft.tokens), len(verdict.path)
         verdict = self._cut(draft, verdict)
-        round_ = Round(self._index, mode, replace(draft, probs=None), verdict)
-        self.context.extend(round_.token_ids)
+        tokens = [draft.tokens[node] for node in verdict.path]
+        if verdict.token is not None:
+            tokens.append(verdict.token)
+        self.context.extend(tokens)
         self.policy.observe(drafted, accepted)
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
+        shown = draft if draft.probs is None else replace(draft, probs=None)  # a kept round keeps no tensors alive
+        round_ = Round(self._index, mode, shown, verdict, self.clock.seconds(), self.policy.state())
         self._index += 1
-        return replace(round_, policy_state=self.policy.state(), seconds=self.clock.seconds())
+        return round_
 
     def _cut(self, draft: Draft, verdict: Verdict) -> Verdict:
         """The verdict up to the token that ends the output: an end-of-sequence, or the last one of a stop text."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import torch
 
 from specgen.types import SamplingParams
+
+_HEAD = 256  # the likeliest tokens, among which a nucleus is looked for before the whole vocabulary is sorted
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -16,33 +20,64 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     if 0 < sampling.top_k < scores.shape[-1]:
         weakest = scores.topk(sampling.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < weakest, -torch.inf)
-    if sampling.top_p < 1:
-        ascending, order = scores.sort(descending=False)
-        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        cut[..., -1] = False
-        scores = scores.masked_fill(cut.scatter(-1, order, cut), -torch.inf)
-    return scores.softmax(dim=-1)
+    probs = scores.softmax(dim=-1)
+    return _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+
+
+def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The fewest likeliest tokens whose mass reaches `top_p`, renormalised."""
+    vocabulary = probs.shape[-1]
+    # on a CPU sorting is what sampling would spend its time on; a GPU sorts faster than it could ask whether it has to
+    widths = (_HEAD, vocabulary) if probs.device.type == "cpu" and vocabulary > _HEAD else (vocabulary,)
+    for width in widths:
+        values, order = probs.topk(width)
+        before = values.cumsum(dim=-1) - values
+        if width == vocabulary or bool((before[..., -1] >= top_p).all()):
+            break
+    kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(before >= top_p, 0.0))
+    return kept.div_(kept.sum(dim=-1, keepdim=True))
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token [...] from each distribution [..., vocabulary]; they need not sum to 1. NaN in, no error: see `is_sound`.
+    """One token from the distribution [vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
 
-    The exponential race, as torch.multinomial runs it, without that function's checks, which would stop a GPU.
+    By inversion, in float64 where the device has it: the rounding of a sum over a vocabulary stays far below any sample's reach.
+    torch.multinomial draws as many random numbers as there are tokens, and its checks would stop a GPU.
     """
-    waiting = torch.empty_like(probs).exponential_(generator=generator)
-    return probs.div(waiting.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(dim=-1)
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64
+    cumulative = probs.cumsum(dim=-1, dtype=exact)
+    total = cumulative[-1:]
+    point = torch.rand(1, dtype=exact, device=probs.device, generator=generator) * total
+    token = torch.searchsorted(cumulative, point, right=True).clamp_max_(probs.shape[-1] - 1)
+    return token.masked_fill_(~(total > 0), -1)[0]
 
 
-def best(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token [...] of each row, -1 where the row holds a NaN: the caller learns of it with the ids."""
+def best(logits: torch.Tensor) -> list[int]:
+    """The likeliest token of each row [rows, vocabulary], on the host; -1 where the row holds a NaN."""
+    if logits.device.type == "cpu":  # NumPy's search is an order of magnitude faster there than torch's
+        rows = logits.float().numpy()
+        found: list[int] = rows.argmax(axis=-1).tolist()
+        if not isnan(rows.max()):  # a NaN anywhere comes out of it, and is looked for row by row only then
+            return found
+        return [-1 if isnan(row[token]) else token for row, token in zip(rows, found, strict=True)]
     values, tokens = logits.max(dim=-1)
-    return tokens.masked_fill_(values.isnan(), -1)
+    on_host: list[int] = tokens.masked_fill_(values.isnan(), -1).tolist()
+    return on_host
 
 
-def entropy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entropy [...] in nats and probabilities [..., vocabulary] of the unwarped distributions (temperature 1)."""
-    probs = logits.float().softmax(dim=-1)
-    return torch.special.entr(probs).sum(dim=-1), probs
+def figures(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative entropy (nats) and log of the top probability, each [...], of the unwarped distributions (temperature 1)."""
+    log_probs = logits.float().log_softmax(dim=-1)
+    log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
+    return torch.linalg.vecdot(log_probs.exp(), log_probs), log_probs.amax(dim=-1)
+
+
+def to_host(*values: torch.Tensor) -> list[float]:
+    """Scalars as numbers, in one transfer where there is one to make. Ids stay exact up to 2^24."""
+    if values[0].device.type == "cpu":
+        return [value.item() for value in values]
+    together: list[float] = torch.stack([value.float() for value in values]).tolist()
+    return together
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:

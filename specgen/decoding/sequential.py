@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specgen.decoding.run import Run
+from specgen.inference import inference
 from specgen.types import Round
 
 
 def sequential(run: Run) -> Iterator[Round]:
-    """Each round commits what the target accepts of a draft, then one token of the target's own (Leviathan et al., Algorithm 1).
-
-    A draft leaves room for that token, so that no accepted one is ever thrown away at the length limit.
-    """
+    """Each round commits what the target accepts of a draft, then one token of its own (Leviathan et al., Algorithm 1)."""
     yield run.prefill()
     while run.finish_reason is None:
-        run.clock.start()
-        draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)
-        run.clock.lap("draft")
-        rows = run.target.logits(run.context, draft.tokens, draft.parents)
-        run.clock.lap("verify", synchronize=True)
-        verdict = run.verifier.verify(draft, rows)
-        run.clock.lap("sample")
-        yield run.commit("sequential", draft, verdict)
+        yield _draft_then_verify(run)
+
+
+@inference
+def _draft_then_verify(run: Run) -> Round:
+    run.clock.start()
+    draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)  # room for the target's own token
+    run.clock.lap("draft")
+    rows = run.target.logits(run.context, draft.tokens, draft.parents)
+    run.clock.lap("verify", synchronize=True)
+    verdict = run.verifier.verify(draft, rows)
+    run.clock.lap("sample")
+    return run.commit("sequential", draft, verdict)

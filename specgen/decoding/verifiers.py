@@ -8,6 +8,7 @@ import torch
 
 from specgen.decoding import sampling as distributions
 from specgen.errors import RunError
+from specgen.inference import inference
 from specgen.types import Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ class Greedy:
 
     lossless: ClassVar[bool] = True
 
-    @torch.inference_mode()
+    @inference
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        choices: list[int] = distributions.best(rows.logits).tolist()
+        choices = distributions.best(rows.logits)
         path: list[int] = []
         node = -1
         token = _sound(choices[0])
@@ -55,13 +56,12 @@ class RejectionSampling:
         self._sampling = sampling
         self._generator = distributions.generator(device, seed)
 
-    @torch.inference_mode()
+    @inference
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
         target_probs = distributions.warp(rows.logits, self._sampling)
         length = len(draft.tokens)
         if not length:
-            token, broken = self._own_token(target_probs[0]).tolist()
-            return Verdict((), _sound(-1 if broken else token), None)
+            return Verdict((), _sound(int(distributions.draw(target_probs[0], self._generator))), None)
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
         draft_probs = self._draft_probs(draft, tokens, target_probs)
@@ -73,9 +73,9 @@ class RejectionSampling:
         row = target_probs.index_select(0, accepted[None])[0]
         residual = (row - draft_probs.index_select(0, accepted[None])[0]).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p and q are the same
-        token_and_flag = self._own_token(residual, broken=target_probs.isnan().any())
-        count, token, broken = torch.cat((accepted[None], token_and_flag)).tolist()
-        return Verdict(tuple(range(count)), _sound(-1 if broken else token), "bonus" if count == length else "correction")
+        token = distributions.draw(residual, self._generator)  # a NaN refuses its token, and so arrives here
+        count, own = torch.stack((accepted, token)).tolist()
+        return Verdict(tuple(range(count)), _sound(own), "bonus" if count == length else "correction")
 
     def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
         """q [drafted + 1, vocabulary], its last row zero."""
@@ -85,17 +85,11 @@ class RejectionSampling:
             return one_hot
         return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, 1))
 
-    def _own_token(self, probs: torch.Tensor, broken: torch.Tensor | None = None) -> torch.Tensor:
-        """A draw from [vocabulary], and 1 where the target's probabilities hold a NaN: [2]."""
-        broken = probs.isnan().any() if broken is None else broken
-        return torch.stack((distributions.draw(probs, self._generator), broken.long()))
-
 
 def _source(draft: Draft, accepted: int, last: int) -> Source | None:
     if not draft.tokens:
         return None
-    is_leaf = last not in draft.parents if accepted else False
-    return "bonus" if is_leaf else "correction"
+    return "bonus" if accepted and last not in draft.parents else "correction"
 
 
 def _sound(token: int) -> int:

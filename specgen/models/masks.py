@@ -25,8 +25,7 @@ def chain_mask(past: int, rows: int, dtype: torch.dtype, device: torch.device) -
     Additive, because eager attention adds a mask, a boolean one too, and would be silently wrong.
     """
     mask = torch.zeros(1, 1, rows, past + rows, dtype=dtype, device=device)
-    if rows > 1:
-        mask[..., past:] = _triangle(rows, dtype, device)
+    mask[..., past:] = _triangle(rows, dtype, device)
     return mask
 
 
@@ -71,6 +70,7 @@ class Masks:
         kinds = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(model) else set()
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._window = None if kinds else window
+        self._zeros: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -86,7 +86,9 @@ class Masks:
         if self.alibi:
             return None
         slots, device = positions.shape[0], positions.device
-        if tree is None:
+        if slots - past == 1 and tree is None:
+            mask = self._all_visible(slots, dtype, device)
+        elif tree is None:
             mask = chain_mask(past, slots - past, dtype, device)
         else:
             mask = tree_mask(*tree, past, slots - past, dtype, device)
@@ -100,6 +102,12 @@ class Masks:
         if self._windows:
             return {kind: within(window) for kind, window in self._windows.items()}
         return within(self._window)
+
+    def _all_visible(self, slots: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The mask of a single row, which sees everything: a view of zeros that are made once."""
+        if self._zeros is None or self._zeros.shape[-1] < slots:
+            self._zeros = torch.zeros(1, 1, 1, 2 * slots, dtype=dtype, device=device)
+        return self._zeros[..., :slots]
 
 
 def _takes_mapping(model: Any) -> bool:

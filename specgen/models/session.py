@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from specgen.errors import SpecgenError
+from specgen.inference import inference
 from specgen.models.cache import BufferCache
 from specgen.models.masks import Masks, depths
 from specgen.types import Context
@@ -57,13 +58,13 @@ class Session:
         self._context = Context(())
         self._committed = 0  # the first slots hold this many tokens of the context,
         self._tokens: list[int] = []  # the next ones these nodes of the last draft
-        self._parents: list[int] = []
+        self._parents: Sequence[int] = _chain(0)
 
     def reserve(self, capacity: int) -> None:
         """Announce how many tokens will be cached, so that the buffers are made once."""
         self._cache.capacity = max(self._cache.capacity, capacity)
 
-    @torch.inference_mode()
+    @inference
     def logits(
         self,
         context: Context,
@@ -75,29 +76,31 @@ class Session:
         """The rows after the last context token (row 0) and after each draft token (rows 1, 2, ...), from row `start` on.
 
         Keeps the longest cached prefix of `context` (along the matching path of the last draft tree) and, of the draft, what
-        stands before row `start` and is unchanged; runs the model once on what is missing. `parents` None is a chain.
+        stands before row `start` and is unchanged; runs the model once on what is missing. `parents` are those of a tree
+        (each node behind its parent, -1 the context), None or a range for a chain.
         """
         tokens = list(draft)
-        nodes = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
+        chain = _chain(len(tokens))
+        tree = None if parents is None or isinstance(parents, range) or list(parents) == list(chain) else list(parents)
+        nodes = chain if tree is None else tree
         self._keep(context, tokens, nodes, start)
         while len(context) - self._committed > PREFILL_CHUNK:
             chunk = context.ids[self._committed : self._committed + PREFILL_CHUNK]
             self._run(chunk, None, keep=1)
             self._committed += len(chunk)
         missing = context.ids[self._committed :] + tokens[len(self._tokens) :]
-        is_chain = parents is None or nodes == list(range(-1, len(nodes) - 1))
-        logits = self._run(missing, None if is_chain else (len(context), nodes), keep=len(tokens) + 1 - start)
+        logits = self._run(missing, None if tree is None else (len(context), tree), keep=len(tokens) + 1 - start)
         self._committed, self._tokens, self._parents = len(context), tokens, nodes
         if self._reshaping is not None:
             logits = self._reshaping(logits, context, tokens, nodes, start)
         return Rows(logits)
 
-    def _keep(self, context: Context, tokens: list[int], parents: list[int], start: int) -> None:
+    def _keep(self, context: Context, tokens: list[int], parents: Sequence[int], start: int) -> None:
         """Reduce what counts as cached to what this call can use; the slots themselves stay where they are."""
         if context is not self._context:
             shared = _shared_length(self._context.ids, context.ids, self._committed)
             if shared < self._committed:
-                self._tokens, self._parents = [], []
+                self._tokens, self._parents = [], _chain(0)
             self._context, self._committed = context, shared
         self._adopt(context)
         if start == 0 or self._committed < len(context):
@@ -105,7 +108,7 @@ class Session:
             reusable = 0
         else:
             reusable = min(_shared_length(self._tokens, tokens), _shared_length(self._parents, parents), start - 1)
-        del self._tokens[reusable:], self._parents[reusable:]
+        self._tokens, self._parents = self._tokens[:reusable], self._parents[:reusable]
 
     def _adopt(self, context: Context) -> None:
         """Count the nodes of the last draft that were committed since as context, made contiguous if they came from a tree."""
@@ -119,14 +122,12 @@ class Session:
         if not path:
             return
         length = len(path)
-        rest = self._tokens[length:]
-        is_chain = self._parents == list(range(-1, len(self._parents) - 1))
-        self._tokens, self._parents = [], []  # an interruption while rows move leaves nothing but the context
+        rest = self._tokens[length:] if isinstance(self._parents, range) else []
+        self._tokens, self._parents = [], _chain(0)  # an interruption while rows move leaves nothing but the context
         if path[-1] != length - 1:
             self._cache.gather([self._committed + node for node in path], self._committed, self.device)
         self._committed += length
-        if is_chain:
-            self._tokens, self._parents = rest, list(range(-1, len(rest) - 1))
+        self._tokens, self._parents = rest, _chain(len(rest))
 
     def _child(self, parent: int, token: int) -> int:
         """The node behind `parent` that holds `token`, -1 where there is none."""
@@ -170,6 +171,11 @@ class Session:
         committed, parents = tree
         nodes = torch.tensor(depths(parents), device=self.device) + committed
         return torch.cat((self._positions[:committed], nodes))
+
+
+def _chain(length: int) -> range:
+    """The parents of a chain; as a range it costs nothing to make, slice or compare."""
+    return range(-1, length - 1)
 
 
 def _shared_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
