@@ -183,4 +183,4 @@ def _shared_length(left: Sequence[int], right: Sequence[int], limit: int | None 
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
     if left[:limit] == right[:limit]:  # the common case, at the speed of a list comparison
         return limit
-    return next(place for place in range(limit) if left[place] != right[place])
+    return next((place for place in range(limit) if left[place] != right[place]), limit)  # a range never equals a list

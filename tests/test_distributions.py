@@ -1,0 +1,201 @@
+"""Sampling follows the target's distribution: chi-square on the joint distribution of the first tokens, for every method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from families import make_model
+from scipy.stats import chi2
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specgen import methods
+from specgen.decoding import sampling as distributions
+from specgen.decoding.run import Clock
+from specgen.models.session import Rows, Session
+from specgen.types import Context, SamplingParams
+
+VOCAB, TOKENS = 6, 3
+RUNS = 2000
+# a false alarm in 10,000 a test; a method that was off by 0.02 in total variation would still be caught
+SIGNIFICANCE = 1e-4
+
+
+class TableSession:
+    """A session whose logits are a function of the last two tokens: a scripted model of the whole interface."""
+
+    vocab_size = VOCAB
+    context_limit = 1000
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int, scale: float = 1.5) -> None:
+        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+    def row(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.table[ids[-2], ids[-1]]
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> Rows:
+        ids = [*context.ids[-2:], *draft]
+        return Rows(torch.stack([self.row(ids[: 2 + row]) for row in range(start, len(draft) + 1)]))
+
+
+TARGET, DRAFT = TableSession(1), TableSession(2)
+PROMPT = [0, 3, 1, 2, 3, 1]  # prompt lookup finds something in it
+
+WARPS = {
+    "plain": SamplingParams(max_new_tokens=TOKENS, temperature=1.0),
+    "top-k": SamplingParams(max_new_tokens=TOKENS, temperature=1.4, top_k=4),
+    "top-p": SamplingParams(max_new_tokens=TOKENS, temperature=1.2, top_p=0.85),
+    "both": SamplingParams(max_new_tokens=TOKENS, temperature=1.2, top_p=0.9, top_k=5),
+}
+SETTINGS = {
+    "ar": {},
+    "sd": {"k": 2},
+    "heuristic": {"k": 1},
+    "confidence": {"threshold": 0.3, "max_draft": 3},
+    "svip": {"threshold": 0.42},
+    "beta-ts": {},
+    "lookup": {"ngram": 2, "k": 2},
+}
+
+
+def decode(
+    name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
+) -> tuple[int, ...]:
+    method = methods.find(name)
+    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed)  # type: ignore[arg-type]
+    run = methods.make_run(
+        method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
+    )
+    return tuple(token for round_ in run.rounds() for token in round_.token_ids)
+
+
+def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dict[tuple[int, ...], float]:
+    """The exact probability of each output of the target."""
+    found = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, mass in found.items():
+            if tokens and tokens[-1] in eos:
+                longer[tokens] = mass
+                continue
+            probs = distributions.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist()
+            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
+        found = longer
+    return found
+
+
+def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
+    """Chi-square, cells that expect fewer than five together in one."""
+    runs = counts.total()
+    assert set(counts) <= set(probs), "an output that the target never gives"
+    rare = [cell for cell, prob in probs.items() if prob * runs < 5]
+    cells = [(counts[cell], prob * runs) for cell, prob in probs.items() if prob * runs >= 5]
+    cells.append((sum(counts[cell] for cell in rare), sum(probs[cell] for cell in rare) * runs))
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 0)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+@pytest.mark.parametrize(("name", "warp"), list(product(SETTINGS, WARPS)))
+def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
+    sampling = WARPS[warp]
+    counts = Counter(decode(name, SETTINGS[name], sampling, seed) for seed in range(RUNS))
+    assert p_value(counts, expected(sampling)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_joint_distribution_with_an_end_of_sequence(name: str) -> None:
+    sampling, eos = WARPS["plain"], frozenset({1, 4})
+    counts = Counter(decode(name, SETTINGS[name], sampling, seed, eos) for seed in range(RUNS))
+    assert p_value(counts, expected(sampling, eos)) > SIGNIFICANCE
+
+
+def test_the_test_would_notice_a_draft_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check has to be able to fail: accept all drafts, and the distribution is the draft's."""
+    from specgen.decoding.verifiers import RejectionSampling
+    from specgen.types import Verdict
+
+    monkeypatch.setattr(
+        RejectionSampling,
+        "verify",
+        lambda self, draft, rows: Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax())),
+    )
+    counts = Counter(decode("sd", {"k": 2}, WARPS["plain"], seed) for seed in range(RUNS))
+    assert p_value(counts, expected(WARPS["plain"])) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same over sessions with caches, on a random Llama with twelve tokens."""
+    size = 12
+    shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
+    target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
+    method = methods.find(name)
+    sessions = Session(target, 64), Session(draft, 64)
+
+    def run(seed: int) -> tuple[int, ...]:
+        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed)
+        made = methods.make_run(
+            method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
+        )
+        return tuple(token for round_ in made.rounds() for token in round_.token_ids)
+
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, mass in found.items():
+            with torch.no_grad():
+                logits = target(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
+            probs = distributions.warp(logits, sampling).tolist()
+            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
+        found = longer
+    counts = Counter(run(seed) for seed in range(4000))
+    assert p_value(counts, found) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 40, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.99, 0.9, 0.5, 0.01])
+@pytest.mark.parametrize("vocabulary", [8, 1000])
+def test_warping_is_transformers(top_k: int, top_p: float, vocabulary: int) -> None:
+    logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
+    scores = TemperatureLogitsWarper(0.7)(None, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    ours = distributions.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
+    assert torch.allclose(ours, scores.softmax(-1), atol=1e-6)
+    assert torch.equal(ours > 0, scores.softmax(-1) > 0)
+
+
+def test_a_flat_distribution_has_a_nucleus_beyond_the_head() -> None:
+    ours = distributions.warp(torch.zeros(2, 1000), SamplingParams(temperature=1.0, top_p=0.9))
+    assert ((ours > 0).sum(-1) - 900).abs().max() <= 1
+    assert torch.allclose(ours.sum(-1), torch.ones(2))
+
+
+def test_draws_follow_the_weights_and_never_take_what_has_none() -> None:
+    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    counts = Counter(int(distributions.draw(weights, generator)) for _ in range(8000))
+    assert set(counts) == {1, 3, 4}
+    assert abs(counts[1] / 8000 - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [float("nan"), 1.0], [1.0, float("nan")]])
+def test_a_draw_from_nothing_is_flagged(weights: list[float]) -> None:
+    assert int(distributions.draw(torch.tensor(weights), torch.Generator())) == -1
+
+
+def test_entropy_and_top_probability() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [10.0, -torch.inf, -torch.inf, -torch.inf]])
+    negative, top = distributions.figures(logits)
+    assert torch.allclose(negative, torch.tensor([-torch.log(torch.tensor(4.0)), 0.0]))
+    assert torch.allclose(top.exp(), torch.tensor([0.25, 1.0]))

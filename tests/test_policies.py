@@ -1,0 +1,192 @@
+"""Length policies on scripted steps, and drafters on scripted sessions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from specgen.decoding.drafters import DraftModel, PromptLookup
+from specgen.decoding.policies import SVIP, BetaTS, Confidence, Fixed, Heuristic, LengthPolicy, Step
+from specgen.errors import RunError
+from specgen.models.session import Rows
+from specgen.types import Context, SamplingParams
+
+GREEDY = SamplingParams()
+NO_EOS: frozenset[int] = frozenset()
+
+
+def drafted(policy: LengthPolicy, steps: Sequence[Step]) -> int:
+    """How many tokens are kept before the policy says stop."""
+    return next((step.place for step in steps if not policy.keep_drafting(step)), len(steps))
+
+
+def steps(count: int = 100, entropy: float = 0.0, prob: float = 1.0) -> list[Step]:
+    return [Step(place, entropy, prob) for place in range(1, count + 1)]
+
+
+def test_fixed_stops_at_k() -> None:
+    policy = Fixed(k=5)
+    assert drafted(policy, steps()) == 5
+    assert policy.reason == "limit 5"
+
+
+def test_heuristic_follows_transformers_schedule() -> None:
+    policy = Heuristic(k=5, max_draft=8)
+    lengths = []
+    for accepted_all in (True, True, False, False, False):
+        lengths.append(length := drafted(policy, steps()))
+        policy.observe(length, length if accepted_all else 0)
+    assert lengths == [5, 7, 8, 7, 6]
+    for _ in range(20):
+        policy.observe(3, 0)
+    assert policy.state() == {"k": 1}
+    policy.observe(0, 0)  # a round without a draft tells nothing
+    assert policy.state() == {"k": 1}
+
+
+def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
+    policy = Confidence(threshold=0.4, max_draft=20)
+    assert drafted(policy, [Step(1, prob=0.9), Step(2, prob=0.39), Step(3, prob=0.9)]) == 2
+    assert policy.reason == "prob 0.39 < 0.40"
+    assert drafted(policy, steps()) == 20
+
+
+def test_svip_compares_the_root_of_c_times_entropy() -> None:
+    policy = SVIP(threshold=0.4, c=0.15, max_draft=40)
+    edge = 0.4**2 / 0.15
+    assert drafted(policy, [Step(1, edge - 0.01), Step(2, edge + 0.01), Step(3, 0.0)]) == 2
+    assert policy.reason.startswith("√cH 0.40 > 0.40")
+    assert drafted(policy, steps(entropy=3.0)) == 1, "the token whose entropy is too high is kept: a draft is never empty"
+    assert drafted(policy, steps()) == 40
+
+
+def test_beta_ts_learns_the_acceptance_rate() -> None:
+    policy = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
+    for _ in range(200):
+        policy.observe(drafted=4, accepted=3)  # three right, one wrong
+    assert policy.state() == {"alpha": 601, "beta": 201}
+    lengths = [drafted(policy, steps()) for _ in range(3000)]
+    assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1), "geometric with mean 1 / (1 - 3/4)"
+    assert policy.reason.startswith("bandit θ 0.7")
+
+
+def test_beta_ts_counts_only_what_the_target_judged() -> None:
+    policy = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
+    policy.observe(drafted=10, accepted=2)  # the third was refused, the other seven never judged
+    policy.observe(drafted=3, accepted=3)
+    policy.observe(drafted=0, accepted=0)
+    assert policy.state() == {"alpha": 6, "beta": 2}
+
+
+def test_beta_ts_repeats_with_its_seed() -> None:
+    first, second = (BetaTS(1, 1, 40, seed=7) for _ in range(2))
+    assert [drafted(first, steps()) for _ in range(20)] == [drafted(second, steps()) for _ in range(20)]
+
+
+class ScriptedSession:
+    """Says token n + 1 after token n, with the logits that it is given for certainty."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocab_size: int = 10, context_limit: int = 100, certainty: float = 8.0) -> None:
+        self.vocab_size, self.context_limit, self.certainty = vocab_size, context_limit, certainty
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> Rows:
+        last = [*context.ids, *draft][-1]
+        row = torch.zeros(self.vocab_size)
+        row[(last + 1) % self.vocab_size] = self.certainty
+        return Rows(row[None])
+
+
+def model_draft(session: ScriptedSession, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
+    settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": session.vocab_size, "seed": 0} | options
+    return DraftModel(session, **settings).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
+
+
+def test_a_draft_says_why_it_ended() -> None:
+    session = ScriptedSession()
+    assert model_draft(session, Fixed(3), [1], 9).tokens == [2, 3, 4]
+    assert model_draft(session, Fixed(3), [1], 9).stop_reason == "limit 3"
+    assert model_draft(session, Fixed(9), [1], 2).stop_reason == "length"
+    ended = model_draft(session, Fixed(9), [1], 9, eos_ids=frozenset({4}))
+    assert (ended.tokens, ended.stop_reason) == ([2, 3, 4], "eos")
+
+
+def test_a_draft_tells_its_entropies_whoever_asked_for_them() -> None:
+    session = ScriptedSession()
+    asked = model_draft(session, SVIP(10, 0.15, 3), [1], 9)
+    unasked = model_draft(session, Fixed(3), [1], 9)
+    assert asked.entropies == pytest.approx(unasked.entropies)
+    assert asked.top_probs == pytest.approx(unasked.top_probs)
+    prob = math.exp(8) / (math.exp(8) + 9)
+    rest = (1 - prob) / 9
+    assert unasked.top_probs[0] == pytest.approx(prob, rel=1e-5)
+    assert unasked.entropies[0] == pytest.approx(-prob * math.log(prob) - 9 * rest * math.log(rest), rel=1e-4)
+
+
+def test_no_draft_beyond_the_drafts_own_context_or_vocabulary() -> None:
+    assert model_draft(ScriptedSession(context_limit=5), Fixed(9), [1, 2, 3], 9).tokens == [4, 5]
+    assert model_draft(ScriptedSession(context_limit=3), Fixed(9), [1, 2, 3], 9).tokens == ()
+    assert model_draft(ScriptedSession(vocab_size=4), Fixed(9), [1, 7, 3], 9).tokens == ()
+    assert model_draft(ScriptedSession(), Fixed(9), [1], 0).tokens == ()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_stays_inside_the_targets_vocabulary(temperature: float) -> None:
+    """A draft whose table is padded further than the target's: what lies beyond is cut before the softmax."""
+    sampling = SamplingParams(temperature=temperature)
+    draft = model_draft(ScriptedSession(vocab_size=10), Fixed(5), [5], 5, vocab_size=7, sampling=sampling)
+    assert max(draft.tokens) < 7
+    if temperature:
+        assert draft.probs.shape == (5, 7)
+        assert torch.allclose(draft.probs.sum(-1), torch.ones(5))
+
+
+def test_a_shorter_drafts_distribution_is_padded_with_zeros() -> None:
+    draft = model_draft(ScriptedSession(vocab_size=6), Fixed(2), [1], 5, vocab_size=9, sampling=SamplingParams(temperature=1.0))
+    assert draft.probs.shape == (2, 9)
+    assert not draft.probs[:, 6:].any()
+
+
+@pytest.mark.parametrize("policy", [Fixed(3), SVIP(0.4, 0.15, 5)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_in_a_draft_is_an_error(policy: LengthPolicy, temperature: float) -> None:
+    with pytest.raises(RunError, match="NaN"):
+        model_draft(ScriptedSession(certainty=math.nan), policy, [1], 5, sampling=SamplingParams(temperature=temperature))
+
+
+def lookup(ids: list[int], k: int = 5, ngram: int = 3, limit: int = 100, eos: frozenset[int] = NO_EOS) -> list[int]:
+    return list(PromptLookup(ngram, eos).propose(Context(ids), Fixed(k), limit).tokens)
+
+
+def test_lookup_continues_the_longest_match() -> None:
+    assert lookup([1, 2, 3, 9, 8, 7, 5, 3, 6, 1, 2, 3], k=3) == [9, 8, 7]
+    assert lookup([1, 2, 3, 9, 8, 7, 5, 3, 6, 1, 2, 3], k=3, ngram=1) == [6, 1, 2], "the latest of several places"
+    assert lookup([1, 2, 3, 4]) == []
+
+
+def test_lookup_goes_round_where_the_text_repeats() -> None:
+    assert lookup([1, 2, 1, 2, 1, 2], k=5) == [1, 2, 1, 2, 1]
+    assert lookup([4, 4], k=3) == [4, 4, 4]
+
+
+def test_lookup_ends_at_its_limit_and_at_an_end_of_sequence() -> None:
+    assert lookup([1, 2, 3, 1], limit=2) == [2, 3]
+    assert lookup([1, 2, 3, 1], eos=frozenset({3})) == [2, 3]
+    assert lookup([1, 2, 3, 1], limit=0) == []
+
+
+def test_lookup_keeps_up_with_a_growing_context_without_reading_it_again() -> None:
+    drafter, context = PromptLookup(3, NO_EOS), Context([1, 2, 3])
+    assert drafter.propose(context, Fixed(2), 9).tokens == ()
+    context.extend([7, 2, 3])
+    assert drafter.propose(context, Fixed(2), 9).tokens == [7, 2]
+    before = drafter._indexed
+    context.extend([5])
+    drafter.propose(context, Fixed(2), 9)
+    assert (before, drafter._indexed) == (6, 7)

@@ -1,0 +1,104 @@
+"""Verdicts on hand-made rows: chains and trees, greedy and sampled, and the edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from specgen.decoding.verifiers import Greedy, RejectionSampling
+from specgen.errors import RunError
+from specgen.models.session import Rows
+from specgen.types import Draft, Fate, Round, SamplingParams, Verdict
+
+
+def rows(*choices: int, size: int = 8) -> Rows:
+    """Rows whose likeliest tokens are `choices`."""
+    return Rows(torch.nn.functional.one_hot(torch.tensor(choices), size).float() * 9)
+
+
+def chain(*tokens: int) -> Draft:
+    return Draft(tokens, range(-1, len(tokens) - 1))
+
+
+@pytest.mark.parametrize(
+    ("draft", "choices", "verdict"),
+    [
+        (chain(), (3,), Verdict((), 3, None)),
+        (chain(1, 2), (1, 2, 3), Verdict((0, 1), 3, "bonus")),
+        (chain(1, 2), (1, 5, 3), Verdict((0,), 5, "correction")),
+        (chain(1, 2), (4, 2, 3), Verdict((), 4, "correction")),
+        (Draft((1, 2, 3, 4), (-1, -1, 1, 1)), (2, 0, 4, 0, 6), Verdict((1, 3), 6, "bonus")),
+        (Draft((1, 2, 3, 4), (-1, -1, 1, 1)), (2, 0, 7, 0, 6), Verdict((1,), 7, "correction")),
+        (Draft((1, 2, 3), (-1, -1, 0)), (5, 3, 0, 0), Verdict((), 5, "correction")),
+    ],
+)
+def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
+    assert Greedy().verify(draft, rows(*choices)) == verdict
+
+
+def test_greedy_takes_any_dtype() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert Greedy().verify(chain(1), Rows(rows(1, 4).logits.to(dtype))) == Verdict((0,), 4, "bonus")
+
+
+def sampler(**options: float) -> RejectionSampling:
+    return RejectionSampling(SamplingParams(temperature=1.0, **options), torch.device("cpu"), seed=0)  # type: ignore[arg-type]
+
+
+def test_a_token_outside_the_targets_nucleus_is_never_accepted() -> None:
+    logits = torch.tensor([[5.0, 1.0, 0.0, 0.0]] * 2)
+    draft = Draft((2,), (-1,), probs=torch.tensor([[0.0, 0.0, 1.0, 0.0]]))
+    for _ in range(50):
+        verdict = sampler(top_k=1).verify(draft, Rows(logits))
+        assert verdict == Verdict((), 0, "correction")
+
+
+def test_equal_distributions_accept_everything_and_an_empty_residual_is_no_nan() -> None:
+    probs = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    logits = torch.tensor([[1.0, 1.0, -torch.inf, -torch.inf]] * 2)
+    verifier = sampler()
+    for _ in range(50):
+        verdict = verifier.verify(Draft((0,), (-1,), probs=probs), Rows(logits))
+        assert verdict.path == (0,)
+        assert verdict.source == "bonus"
+        assert verdict.token in (0, 1)
+
+
+def test_a_deterministic_draft_is_accepted_as_often_as_the_target_says() -> None:
+    logits = torch.log(torch.tensor([[0.7, 0.2, 0.1]] * 2))
+    verifier = sampler()
+    verdicts = [verifier.verify(Draft((0,), (-1,)), Rows(logits)) for _ in range(4000)]
+    accepted = sum(len(verdict.path) for verdict in verdicts) / 4000
+    assert accepted == pytest.approx(0.7, abs=0.03)
+    assert all(verdict.token != 0 for verdict in verdicts if not verdict.path), "the refused token is not drawn again"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nan_logits_are_an_error(place: int) -> None:
+    broken = rows(1, 2).logits
+    broken[place, 3] = math.nan
+    with pytest.raises(RunError, match="NaN"):
+        Greedy().verify(chain(1), Rows(broken))
+    with pytest.raises(RunError, match="NaN"):
+        sampler(top_k=1).verify(chain(1), Rows(broken))
+
+
+def test_greedy_forgives_a_nan_that_nothing_depends_on() -> None:
+    broken = rows(4, 2).logits
+    broken[1, 3] = math.nan  # the row behind a refused token
+    assert Greedy().verify(chain(1), Rows(broken)) == Verdict((), 4, "correction")
+
+
+def fates(draft: Draft, verdict: Verdict) -> str:
+    return "".join(fate.value[0] for fate in Round(1, "sequential", draft, verdict).fates)
+
+
+def test_fates_of_a_draft() -> None:
+    assert fates(chain(1, 2, 3), Verdict((0,), 9, "correction")) == "ard"
+    assert fates(chain(1, 2, 3), Verdict((), 9, "correction")) == "rdd"
+    assert fates(chain(1, 2), Verdict((0, 1), 9, "bonus")) == "aa"
+    assert fates(chain(1, 2, 3), Verdict((0,), None, None)) == "add", "the output ended there: nothing was refused"
+    assert fates(Draft((1, 2, 3, 4), (-1, -1, 1, 0)), Verdict((1,), 9, "correction")) == "dard"
+    assert Fate.REJECTED.value == "rejected"
