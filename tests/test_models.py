@@ -1,0 +1,210 @@
+"""Loading, refusals, penalties, limits, tokenizers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_copy, plain, save
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import specgen
+from specgen.errors import SpecgenError
+from specgen.models.devices import pick_device, pick_dtype
+from specgen.models.load import _context_limits
+from specgen.models.tokenizer import Detokenizer
+from specgen.pair import Pair
+from specgen.types import SamplingParams
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9},
+    {"suppress_tokens": list(range(30, 60)), "begin_suppress_tokens": list(range(3, 20))},
+    {"bad_words_ids": [[5], [6, 7]], "min_length": 20},
+    {"sequence_bias": [[[9], 5.0], [[10, 11], -4.0]]},
+]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda penalty: "+".join(penalty))
+@pytest.mark.parametrize("method", ["ar", "sd", "svip", "lookup"])
+def test_penalties_are_applied_as_transformers_does(models_folder: Path, penalty: dict[str, Any], method: str) -> None:
+    folder = models_folder / "penalties" / "+".join(penalty)
+    if not folder.exists():
+        model = make_model("llama", seed=2)
+        save(near_copy(model), folder / "draft")
+        model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalty)
+        save(model, folder / "target")
+    pair = specgen.load(str(folder / "target"), str(folder / "draft"), device="cpu", dtype="float32")
+    rng = random.Random(1)
+    for _ in range(2):
+        ids = [1, *(rng.randrange(3, 40) for _ in range(8))]
+        expected = plain(AutoModelForCausalLM.from_pretrained(folder / "target"), ids, 40)
+        assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected
+
+
+@pytest.mark.parametrize("field", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"forced_eos_token_id": 2}])
+def test_what_speculation_cannot_honour_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
+    model = make_model("llama")
+    model.generation_config = GenerationConfig(eos_token_id=2, **field)
+    save(model, tmp_path)
+    with pytest.raises(SpecgenError, match=next(iter(field))):
+        specgen.load(str(tmp_path), device="cpu")
+
+
+def test_sampling_fields_of_a_model_are_not_taken_over(tmp_path: Path) -> None:
+    model = make_model("llama")
+    expected = plain(model, [1, 5, 6], 20)
+    model.generation_config = GenerationConfig(eos_token_id=2, do_sample=True, temperature=1.7, top_k=3, top_p=0.4)
+    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32")
+    assert pair.generate([1, 5, 6], sampling=SamplingParams(max_new_tokens=20)).token_ids == expected
+
+
+@pytest.mark.parametrize("draft_vocab", [VOCAB - 32, VOCAB + 40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_vocabularies_differ_and_the_pair_works(tmp_path: Path, draft_vocab: int, temperature: float) -> None:
+    target = make_model("llama", seed=4)
+    draft = make_model("llama", seed=5, vocab_size=draft_vocab)
+    pair = specgen.load(save(target, tmp_path / "t"), save(draft, tmp_path / "d"), device="cpu", dtype="float32")
+    sampling = SamplingParams(max_new_tokens=30, temperature=temperature, seed=0)
+    result = pair.generate([1, 5, 6], "sd", sampling)
+    if not temperature:
+        assert result.token_ids == plain(target, [1, 5, 6], 30)
+
+
+def test_tokenizers_are_compared_not_their_sizes(tmp_path: Path) -> None:
+    model = make_model("llama")
+    target = save(model, tmp_path / "t")
+    others = {
+        "swapped": [*WORDS[:3], *reversed(WORDS[3:])],
+        "smaller": WORDS[:20],
+    }
+    for name, words in others.items():
+        draft = save(model, tmp_path / name, make_tokenizer(words))
+        with pytest.raises(SpecgenError, match=f"the tokenizers differ: .* has {len(WORDS)} tokens, .* has {len(words)}"):
+            specgen.load(target, draft, device="cpu")
+    many = [*WORDS, *(f"<extra_{place}>" for place in range(300))]
+    more = [*many, "<one_more>"]
+    big = make_model("llama", vocab_size=400)
+    pair = specgen.load(save(big, tmp_path / "many", make_tokenizer(many)), save(big, tmp_path / "more", make_tokenizer(more)))
+    assert pair.draft is not None, "a few added tokens are no other tokenizer"
+
+
+def test_recurrent_models_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, T5Config, T5ForConditionalGeneration
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    for model, message in ((mamba, "cannot be rolled back"), (t5, "encoder-decoder")):
+        with pytest.raises(SpecgenError, match=message):
+            specgen.load(save(model, tmp_path / model.config.model_type), device="cpu")
+    hybrid = tmp_path / "hybrid"
+    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(hybrid)
+    make_tokenizer().save_pretrained(hybrid)
+    with pytest.raises(SpecgenError, match="linear_attention"):
+        specgen.load(str(hybrid), device="cpu")
+
+
+def test_eager_attention_is_exact_too(models_folder: Path) -> None:
+    """Gemma 2's caps make it fall back to eager attention, which would add a boolean mask as numbers."""
+    model = make_model("gemma2", seed=6)
+    pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32")
+    pair.target.model.set_attn_implementation("eager")
+    result = pair.generate([1, 5, 6, 5, 6], "lookup", SamplingParams(max_new_tokens=30))
+    assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
+
+
+def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path) -> None:
+    factors = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+    }
+    changes = {"original_max_position_embeddings": 32, "rope_parameters": factors | {"original_max_position_embeddings": 32}}
+    model = make_model("phi3", sliding_window=None, **changes)
+    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32")
+    assert _context_limits(pair.target.model.config) == (CONTEXT, 32)
+    short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
+    assert short.context_ends
+    assert short.run.limit == 12
+    long = pair.generate([5, 6, 7] * 12, "lookup", SamplingParams(max_new_tokens=40))
+    assert long.token_ids == plain(model, [5, 6, 7] * 12, 40)
+
+
+def test_devices_and_dtypes_that_are_not_there() -> None:
+    for name in ("gpu", "xpu", "cuda:-1"):
+        with pytest.raises(SpecgenError):
+            pick_device(name)
+    if not torch.cuda.is_available():
+        with pytest.raises(SpecgenError, match="no CUDA device"):
+            pick_device("cuda")
+    with pytest.raises(SpecgenError, match="no dtype 'float8'"):
+        pick_dtype("float8", None, Path(), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("method", ["ar", "sd", "svip", "lookup"])
+def test_cuda_gives_the_same_tokens_as_transformers_there(method: str) -> None:
+    pair = specgen.load(device="cuda", dtype="float32")
+    ids = pair.tokenizer.encode("User: What is the capital of Japan?\nAssistant:")
+    model = AutoModelForCausalLM.from_pretrained(specgen.demo.folder("target"), dtype=torch.float32).to("cuda")
+    output = model.generate(torch.tensor([ids], device="cuda"), do_sample=False, max_new_tokens=40)
+    assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == output[0, len(ids) :].tolist()
+
+
+TEXTS = [
+    "def f(x):\n    return x  # naïve café",
+    "日本語のテキスト、漢字と絵文字 🎉👩‍👩‍👧‍👦 ok",
+    "tabs\tand  spaces   \n\n\nلغة",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_incremental_text_is_the_whole_text_and_never_half_a_character(demo_pair: Pair, text: str) -> None:
+    prompt, ids = demo_pair.tokenizer.encode("x ="), demo_pair.tokenizer.encode(text)[1:]
+    detokenizer = demo_pair.tokenizer.detokenizer(prompt)
+    pieces = [detokenizer.push(token) for token in ids]
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+def test_invalid_bytes_do_not_hold_the_text_back_for_ever(demo_pair: Pair) -> None:
+    vocabulary = demo_pair.tokenizer.vocabulary()
+    continuation = next(vocabulary[token] for token in ("¡", "¢", "£", "Ģ") if token in vocabulary)  # a lone UTF-8 tail byte
+    detokenizer = demo_pair.tokenizer.detokenizer([])
+    pieces = [detokenizer.push(continuation) for _ in range(12)]
+    assert "".join(pieces), "shown as replacement characters in the end"
+    letter = demo_pair.tokenizer.encode("a")[-1]
+    assert (detokenizer.push(letter) + detokenizer.flush()).endswith("a")
+
+
+def test_leading_spaces_survive_tokenizers_that_strip_them() -> None:
+    words = {0: "▁Hello", 1: "▁world", 2: "!"}
+
+    def decode(ids: Any) -> str:
+        return "".join(words[token] for token in ids).replace("▁", " ").removeprefix(" ")
+
+    detokenizer = Detokenizer(decode, prompt_ids=[0])
+    assert [detokenizer.push(token) for token in (1, 2, 0)] == [" world", "!", " Hello"]
+
+
+def test_second_runs_reuse_the_prompt_and_forget_drops_it(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("llama", "near")
+    seen: list[int] = []
+    handle = pair.target.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for forget in (True, False, True):
+        if forget:
+            pair.forget()
+        seen.clear()
+        pair.generate([1, *range(5, 25)], "ar", SamplingParams(max_new_tokens=2))
+        assert (seen[0] == 21) == forget
+    handle.remove()

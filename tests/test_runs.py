@@ -1,0 +1,216 @@
+"""Where a run ends and what it reports: limits, ends of sequence, stop texts, interruptions, second runs, Python's interface."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONTEXT, make_model, near_copy, plain, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_distributions import PROMPT, SETTINGS, VOCAB, TableSession
+
+import specgen
+from specgen import methods
+from specgen.decoding.run import Clock
+from specgen.methods import METHODS
+from specgen.pair import Pair
+from specgen.types import Context, Round, SamplingParams
+
+METHOD_NAMES = tuple(SETTINGS)
+LENGTH_SETTINGS = {
+    "sd": "k",
+    "heuristic": "k",
+    "lookup": "k",
+    "confidence": "max_draft",
+    "svip": "max_draft",
+    "beta-ts": "max_draft",
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    method=st.sampled_from(METHOD_NAMES),
+    length=st.integers(1, 8),
+    limit=st.integers(1, 12),
+    eos=st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
+    target=st.integers(0, 5),
+    draft=st.integers(0, 5),
+)
+def test_greedy_runs_end_exactly_where_plain_decoding_ends(
+    method: str, length: int, limit: int, eos: frozenset[int], target: int, draft: int
+) -> None:
+    table = TableSession(target)
+    expected: list[int] = []
+    while len(expected) < limit and not (expected and expected[-1] in eos):
+        expected.append(int(table.row([*PROMPT, *expected]).argmax()))
+    chosen = methods.find(method)
+    setting = LENGTH_SETTINGS.get(method)
+    resolved = methods.resolve(chosen, {setting: length} if setting else {})
+    parts = methods.Parts(table, TableSession(draft), SamplingParams(), eos, VOCAB, seed=0)  # type: ignore[arg-type]
+    run = methods.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
+    rounds = list(run.rounds())
+    assert [token for round_ in rounds for token in round_.token_ids] == expected
+    assert run.finish_reason == ("eos" if expected[-1] in eos else "length")
+    assert rounds[0].mode == "prefill"
+    assert [round_.index for round_ in rounds] == list(range(len(rounds)))
+
+
+@pytest.fixture(scope="module")
+def several_ends(models_folder: Path) -> Pair:
+    """A target with two ends of sequence that its greedy text runs into."""
+    target = make_model("qwen2", seed=3)
+    ahead = plain(target, [1, 5, 6, 7], 12)
+    ends = sorted({ahead[7], ahead[9]})
+    target.generation_config.eos_token_id = ends
+    folder = save(target, models_folder / "ends")
+    return specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, method: str, k: int) -> None:
+    setting = LENGTH_SETTINGS.get(method)
+    expected = plain(several_ends.target.model, [1, 5, 6, 7], 40)
+    assert len(expected) < 12
+    result = several_ends.generate([1, 5, 6, 7], method, SamplingParams(max_new_tokens=40), **({setting: k} if setting else {}))
+    assert result.token_ids == expected
+    assert result.summary["finish_reason"] == "eos"
+    longer = several_ends.generate([1, 5, 6, 7], method, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert len(longer.token_ids) == 40
+    assert longer.token_ids[: len(expected)] == expected
+
+
+def test_the_context_ends_a_run(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("gpt2", "near")
+    sampling = SamplingParams(max_new_tokens=500, ignore_eos=True)
+    plan = pair.plan([5] * 100, "sd", sampling, k=6)
+    rounds = list(plan.run.rounds())
+    assert plan.context_ends
+    assert sum(len(round_.token_ids) for round_ in rounds) == CONTEXT - 100
+    assert plan.run.finish_reason == "length"
+    with pytest.raises(specgen.SpecgenError, match=r"too long: 128 tokens and 500 new ones are 500 over the target's 128"):
+        pair.plan([5] * CONTEXT, "sd", sampling)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: Pair, method: str) -> None:
+    prompt = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many cards does Ben have now?\nAnswer:"
+    free = demo_pair.generate(prompt, "ar", SamplingParams(max_new_tokens=40))
+    stop = free.text[21:26]
+    first = free.text.index(stop)
+    result = demo_pair.generate(prompt, method, SamplingParams(max_new_tokens=40, stop=("nowhere", stop)))
+    assert result.text == free.text[:first]
+    assert result.summary["finish_reason"] == "stop"
+    assert result.token_ids == free.token_ids[: len(result.token_ids)]
+    whole, before = (demo_pair.tokenizer.text_of(result.token_ids[:end]) for end in (None, -1))
+    assert stop in whole
+    assert stop not in before
+    assert [token for round_ in result.rounds for token in round_.token_ids] == result.token_ids
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("llama", "near")
+
+    def tokens(seed: int | None) -> list[int]:
+        return pair.generate([1, 5, 6], "svip", SamplingParams(max_new_tokens=30, temperature=1.0, seed=seed)).token_ids
+
+    assert tokens(1) == tokens(1)
+    assert len({tuple(tokens(seed)) for seed in range(5)}) > 1
+    assert len({tuple(tokens(None)) for _ in range(5)}) > 1
+
+
+def test_runs_may_take_turns_and_be_left_unfinished(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("mistral", "near")
+    sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    prompts = [[1, 5, 6], [1, 5, 9, 9]]
+    expected = [pair.generate(prompt, "ar", sampling).token_ids for prompt in prompts]
+    unfinished = pair.rounds(prompts[0], "sd", sampling)
+    next(unfinished)
+    next(unfinished)
+    unfinished.close()
+    left, right = (pair.rounds(prompt, "sd", sampling) for prompt in prompts)
+    found: list[list[int]] = [[], []]
+    for first, second in zip(left, right, strict=False):
+        found[0] += first.token_ids
+        found[1] += second.token_ids
+    length = min(len(found[0]), len(found[1]))
+    assert [tokens[:length] for tokens in found] == [tokens[:length] for tokens in expected]
+
+
+def test_an_interruption_inside_a_pass_costs_that_round_only(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("qwen3", "near")
+    sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    expected = pair.generate([1, 5, 6], "ar", sampling).token_ids
+    rounds = pair.rounds([1, 5, 6], "sd", sampling)
+    done = [next(rounds) for _ in range(3)]
+    handle = pair.target.model.model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(rounds)
+    handle.remove()
+    tokens = [token for round_ in done for token in round_.token_ids]
+    assert tokens == expected[: len(tokens)]
+    assert pair.generate([1, 5, 6], "sd", sampling).token_ids == expected
+
+
+def test_a_summary_recomputes_from_its_rounds(demo_pair: Pair) -> None:
+    result = demo_pair.generate("def add(a, b):\n", "sd", SamplingParams(max_new_tokens=40))
+    summary, rounds = result.summary, result.rounds
+    drafted = sum(len(round_.draft.tokens) for round_ in rounds)
+    accepted = sum(len(round_.verdict.path) for round_ in rounds)
+    rate, share = accepted / drafted, accepted / len(result.token_ids)
+    assert summary["target_passes"] == summary["rounds"] == len(rounds)
+    assert (summary["drafted"], summary["accepted"]) == (drafted, accepted)
+    assert summary["acceptance_rate"] == pytest.approx(rate)
+    assert summary["draft_share"] == pytest.approx(share)
+    assert summary["harmonic_mean"] == pytest.approx(2 * rate * share / (rate + share))
+    assert summary["block_efficiency"] == pytest.approx(len(result.token_ids) / len(rounds))
+    assert summary["seconds"] == pytest.approx(sum(sum(round_.seconds.values()) for round_ in rounds))
+    assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["seconds"])
+
+
+def test_plain_decoding_has_no_rates_and_a_block_efficiency_of_one(demo_pair: Pair) -> None:
+    summary = demo_pair.generate("def add(a, b):\n", "ar", SamplingParams(max_new_tokens=10)).summary
+    assert summary["block_efficiency"] == 1
+    assert [summary[name] for name in ("acceptance_rate", "draft_share", "harmonic_mean")] == [None] * 3
+
+
+def test_rounds_keep_no_tensors(pair_of: Callable[[str, str], Pair]) -> None:
+    pair = pair_of("llama", "near")
+    result = pair.generate([1, 5], "sd", SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True))
+    assert all(round_.draft.probs is None for round_ in result.rounds)
+    gc.collect()
+    assert not any(isinstance(held, torch.Tensor) for round_ in result.rounds for held in gc.get_referents(round_.draft))
+
+
+def test_the_python_interface(demo_pair: Pair) -> None:
+    assert set(specgen.METHODS) == set(METHODS) == set(METHOD_NAMES)
+    with specgen.load() as pair:
+        rounds = list(pair.rounds("User: Hi\nAssistant:", method="sd", sampling=SamplingParams(max_new_tokens=12), k="3"))
+        assert all(isinstance(round_, Round) for round_ in rounds)
+        assert pair.generate("def f():", sampling=SamplingParams(max_new_tokens=4)).summary["method"] == "svip"
+    bad = [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": "x", "method": "sivp"}, "did you mean svip"),
+        ({"prompt": "x", "method": "sd", "kk": 3}, "no setting 'kk'; did you mean k"),
+        ({"prompt": "x", "method": "sd", "k": 2.5}, "whole number"),
+        ({"prompt": "x", "method": "svip", "threshold": float("nan")}, "between"),
+        ({"prompt": "x", "method": "lookup", "policy": "svip"}, "no entropy"),
+        ({"prompt": [1, 9999]}, "token id 9999"),
+    ]
+    for arguments, message in bad:
+        with pytest.raises(specgen.SpecgenError, match=message):
+            demo_pair.rounds(**arguments)  # at once, not at the first round
+    with pytest.raises(specgen.SpecgenError, match="no target"):
+        specgen.load(draft="somewhere")
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import specgen, specgen.cli.app, sys; assert specgen.METHODS; print({'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
