@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import Annotated
 
@@ -42,6 +44,7 @@ def specgen(
 
 def main() -> None:
     """The console script. The parser's own errors get one line too."""
+    _prepare_streams()
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
@@ -53,3 +56,13 @@ def main() -> None:
             raise
         code = usage_error(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare_streams() -> None:
+    """A stream that the shell closed (`>&-`) leads nowhere; a character that the locale lacks becomes a question mark."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")

@@ -90,10 +90,18 @@ def _check(
         methods.resolve(methods.find(method), settings)
     if system is not None and not chat:
         raise SpecgenError("--system stands without --chat", "Add --chat: a system turn needs the model's chat template")
+    for name, argument in (("the prompt", prompt), ("--system", system)):
+        if argument is not None and not _is_utf8(argument):
+            raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
     text = _standard_input(asked_for=prompt == "-") if prompt in (None, "-") else str(prompt)
     if not text.strip():
         raise SpecgenError("the prompt is empty", "Give the model something to go on from")
     return Request(text, method, settings, sampling, chat, system)
+
+
+def _is_utf8(argument: str) -> bool:
+    """False where Python found bytes on the command line that it could not decode, and smuggles them in surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in argument)
 
 
 def _standard_input(*, asked_for: bool) -> str:

@@ -10,7 +10,7 @@ import typer
 _MODELS, _SAMPLING, _OUTPUT = "Models", "Sampling and limits", "Output"
 
 Prompt = Annotated[
-    str | None, typer.Argument(metavar="[PROMPT]", help="What to go on from; standard input when it is - or missing.")
+    str | None, typer.Argument(metavar="PROMPT", help="What to go on from; standard input when it is - or missing.")
 ]
 MethodName = Annotated[
     str | None,

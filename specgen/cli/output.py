@@ -60,11 +60,12 @@ class Sink:
 
     def add(self, round_: Round) -> None:
         self._summary.add(round_)
-        self._show(self._answer.add(round_))
+        pieces = self._answer.add(round_)
+        if self._records:  # before what may wait for a reader: an interruption there leaves a record that agrees with the summary
+            self._line(traces.round_line(round_, self._pair.tokenizer.text_of))
+        self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
-        if self._records:
-            self._line(traces.round_line(round_, self._pair.tokenizer.text_of))
 
     def end_text(self) -> None:
         """Show what was held back, also of a run that broke off."""
@@ -107,8 +108,9 @@ class Sink:
         if self._trace is not None:
             self._trace.write(line)
         if self._output.json:
-            sys.stdout.write(escaped_json(traces.dumps(line)) + "\n")
-            sys.stdout.flush()
+            text = escaped_json(traces.dumps(line)) + "\n"
+            sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))  # whatever the locale: JSON is UTF-8, as the trace is
+            sys.stdout.buffer.flush()
 
     def _notes(self, finish_reason: str) -> list[str]:
         notes = []

@@ -26,7 +26,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
             code = command(*args, **kwargs) or 0
             sys.stdout.flush()
         except SpecgenError as error:
-            report(error)
+            report(error, no_color=bool(kwargs.get("no_color")))
             code = error.exit_code
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -46,7 +46,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
     return run
 
 
-def report(error: SpecgenError) -> None:
+def report(error: SpecgenError, *, no_color: bool = False) -> None:
     """`error:` and what is wrong; the cure below it, indented, on a terminal, and on the same line in a pipe."""
     from rich.text import Text
 
@@ -55,23 +55,34 @@ def report(error: SpecgenError) -> None:
 
     message = inline(Exception.__str__(error))
     cure = inline(error.cure)
-    out = console(stderr=True)
+    out = console(stderr=True, no_color=no_color)
     if not out.is_terminal:
-        print(f"error: {message}{'. ' if cure else ''}{cure}", file=sys.stderr)
+        stop = "" if message.endswith(("?", "!", ".")) else "."
+        print(f"error: {message}{stop} {cure}" if cure else f"error: {message}", file=sys.stderr)
         return
     lead = "error: "
     for part, style in ((message, "none"), (cure, "none")):
         if part:
             for line in Text(part, style).wrap(out, max(20, min(out.width, 100) - len(lead))):
                 line.rstrip()
-                out.print(Text(lead, "bad" if lead.strip() else "none").append_text(line))
+                out.print(Text().append(lead, "bad").append_text(line))
                 lead = " " * len(lead)
 
 
 def usage_error(error: Exception) -> int:
     """Report what the command-line parser refused. Returns the exit code."""
-    report(SpecgenError(error.format_message().rstrip("."), "See --help"))  # type: ignore[attr-defined]
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    if message:  # without one, the parser has shown the help instead
+        report(_wrong_value(error) or SpecgenError(message.rstrip("."), "See --help"))
     return 2
+
+
+def _wrong_value(error: Exception) -> SpecgenError | None:
+    """The parser's complaint about an option's value, with the value, which the parser itself does not name."""
+    option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if option is None or checks is None:
+        return None
+    return SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).partition(",")[0])
 
 
 def _failed(message: str, cure: str = "") -> int:

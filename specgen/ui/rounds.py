@@ -50,12 +50,12 @@ class RoundsView:
         width = self._console.width
         column = width - LEAD
         if width >= NARROW:
-            column -= max(len(reason) + 2, 24)
+            column -= len(reason) + 2
         else:
             text.append("  ").append_text(reason)
         lines = text.wrap(self._console, max(column, 20))
         lines[0].rstrip()
-        row = Text(f"{round_.index:>3}{kept:>7}  ", "quiet").append_text(lines[0])
+        row = Text().append(f"{round_.index:>3}{kept:>7}  ", "quiet").append_text(lines[0])
         if width >= NARROW and reason:
             row.append(" " * (width - row.cell_len - reason.cell_len)).append_text(reason)
         for line in lines[1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from rich.console import Console
@@ -94,6 +95,7 @@ class AnswerView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._at_line_start = True
+        self._begun = False
 
     def show(self, pieces: Sequence[Piece]) -> None:
         text = "".join(piece.text for piece in pieces)
@@ -105,8 +107,12 @@ class AnswerView:
             sys.stdout.flush()
             return
         styled = Text()
-        for piece in pieces:
-            styled.append(streamed(piece.text), "token.accepted" if piece.drafted else "token.target")
+        for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
+            shown = streamed("".join(piece.text for piece in group))
+            if not self._begun and not styled:
+                shown = shown.removeprefix(" ")  # what parts the first word from the prompt, which is not shown
+            styled.append(shown, "token.accepted" if drafted else "token.target")
+        self._begun = True
         self._console.print(styled, end="")
 
     def end(self) -> None:

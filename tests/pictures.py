@@ -1,0 +1,69 @@
+"""Draws the README's picture from a real run on the bundled pair: `python tests/pictures.py`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+import specgen
+from specgen.bench.summary import Summary
+from specgen.ui import theme
+from specgen.ui.footer import footer
+from specgen.ui.rounds import RoundsView
+from specgen.ui.stream import AnswerText, AnswerView
+
+FOLDER = Path(__file__).parent.parent / ".github"
+QUESTION = (
+    "Question: Ben has 24 pencils. He buys 3 boxes with 8 pencils in each and gives 7 pencils to Hugo. "
+    "How many pencils does Ben have now?"
+)
+GREY = [(0x48, 0x4F, 0x58)] * 16
+GROUNDS = {
+    "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), GREY),
+    "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), GREY),
+}
+
+
+def draw(pair: specgen.Pair, flavour: str) -> str:
+    """The run as an SVG of a terminal, 100 columns wide."""
+    console = Console(
+        record=True,
+        width=100,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        theme=theme.theme(flavour),
+        highlight=False,
+    )
+    plan = pair.plan(f"{QUESTION}\nAnswer:", "svip", specgen.SamplingParams(max_new_tokens=128))
+    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.prompt_ids))
+    answer, view = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), ()), AnswerView(console)
+    summary = Summary("svip")
+    pieces = []
+    console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
+    rounds.legend()
+    for round_ in plan.run.rounds():
+        summary.add(round_)
+        rounds.show(round_)
+        pieces += answer.add(round_)
+    console.print()
+    view.show(pieces + answer.finish())
+    console.print("\n")
+    console.print(footer(summary, (), 100))
+    return console.export_svg(title="specgen", theme=GROUNDS[flavour], unique_id=f"specgen-{flavour}")
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    with specgen.load(device="cpu", dtype="float32") as pair:
+        pair.generate(QUESTION)  # warm
+        for flavour in GROUNDS:
+            (FOLDER / f"rounds-{flavour}.svg").write_text(draw(pair, flavour), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What is shown: pieces of text, round lines, footers, characters made safe."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from specgen.bench.summary import Summary
+from specgen.types import Draft, Round, Verdict
+from specgen.ui import theme
+from specgen.ui.footer import footer
+from specgen.ui.rounds import RoundsView
+from specgen.ui.stream import AnswerText, AnswerView, Piece
+from specgen.ui.visible import escaped_json, inline, streamed
+
+WORDS = ["<eos>", " starts", " with", " 24", " pencils", ".", " 3", " packs", " of", " baskets", "Hello", "\n", " wor", "ld"]
+
+
+class Spelled:
+    """A detokenizer of whole words."""
+
+    def push(self, token: int) -> str:
+        return WORDS[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(WORDS[token] for token in ids)
+
+
+def a_round(
+    index: int,
+    tokens: Sequence[int],
+    accepted: int,
+    token: int | None,
+    source: str | None = None,
+    reason: str = "limit 5",
+    **more: object,
+) -> Round:
+    draft = Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
+    mode = "sequential" if index else "prefill"
+    return Round(index, mode, draft, Verdict(tuple(range(accepted)), token, source), **more)  # type: ignore[arg-type]
+
+
+def shown(pieces: Sequence[Piece]) -> str:
+    return "".join(f"[{piece.text}]" if piece.drafted else piece.text for piece in pieces)
+
+
+def test_pieces_say_who_proposed_them() -> None:
+    answer = AnswerText(Spelled(), ())
+    assert shown(answer.add(a_round(0, (), 0, 10))) == "Hello"
+    assert shown(answer.add(a_round(1, (12, 13, 5), 2, 11, "correction"))) == "[ wor][ld]\n"
+    assert shown(answer.finish()) == ""
+    assert answer.text == "Hello world\n"
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "text"),
+    [
+        (("world",), ["Hello", "[ ]", ""], "Hello "),
+        (("lo wor",), ["Hel", "", ""], "Hel"),
+        (("word",), ["Hello", "[ ][wor][ld]\n", ""], "Hello world\n"),
+        (("nothing", "o"), ["Hell", "", ""], "Hell"),
+        (("\n.",), ["Hello", "[ wor][ld]", "\n"], "Hello world\n"),
+    ],
+)
+def test_what_may_become_a_stop_text_is_held_back(stop: tuple[str, ...], steps: list[str], text: str) -> None:
+    answer = AnswerText(Spelled(), stop)
+    found = [
+        shown(answer.add(a_round(0, (), 0, 10))),
+        shown(answer.add(a_round(1, (12, 13), 2, 11, "bonus"))),
+        shown(answer.finish()),
+    ]
+    assert "".join(found).replace("][", "") == "".join(steps).replace("][", "")
+    assert answer.text == text
+    assert not any(text_ in answer.text for text_ in stop)
+
+
+def rounds_at(width: int, *rounds: Round, legend: bool = False) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, theme=theme.theme("ansi"), markup=False, highlight=False, soft_wrap=True)
+    view = RoundsView(console, text_of, {0}, prompt_length=43)
+    if legend:
+        view.legend()
+    for round_ in rounds:
+        view.show(round_)
+    return out.getvalue().splitlines()
+
+
+def test_a_line_a_round_as_in_the_mock_up() -> None:
+    lines = rounds_at(
+        100,
+        a_round(0, (), 0, 10),
+        a_round(1, (1, 2, 3), 3, 4, "bonus", "√cH 0.43 > 0.40"),
+        a_round(2, (4, 5, 6, 7, 8), 3, 9, "correction", "limit 5"),
+        a_round(3, (7,), 0, 9, "correction"),
+        a_round(4, (4, 5, 0), 3, None, None, "eos"),
+    )
+    assert lines[0] == f"{'  0         Hello':82} prompt, 43 tokens"
+    assert lines[1] == f"{'  1    3/3  starts with 24 ⊕ pencils':85}√cH 0.43 > 0.40"
+    assert lines[2] == f"{'  2    3/5  pencils. 3 ✗packs of → baskets':93}limit 5"
+    assert lines[3].startswith("  3    0/1  ✗packs → baskets ")
+    assert lines[4] == f"{'  4    3/3  pencils.<eos>':97}eos"
+
+
+def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
+    legend, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
+    assert legend.startswith("accepted   ✗rejected")
+    assert key == "3/5 accepted of drafted"
+    assert all(len(line) <= 40 for line in lines)
+    assert lines[0].startswith("  2    3/7  pencils. 3 ✗packs")
+    assert lines[1].startswith(" " * 12)
+    assert lines[-1].endswith("limit 5")
+
+
+def test_tokens_keep_their_styles() -> None:
+    out = io.StringIO()
+    console = Console(
+        file=out, width=100, theme=theme.theme("ansi"), force_terminal=True, color_system="standard", soft_wrap=True
+    )
+    RoundsView(console, text_of, {0}, 1).show(a_round(2, (4, 5, 6, 7, 8), 3, 9, "correction"))
+    text = out.getvalue()
+    assert "\x1b[32mpencils. 3\x1b[0m" in text
+    assert "\x1b[1;31m✗\x1b[0m" in text
+    assert "\x1b[9;31mpacks\x1b[0m" in text
+    assert "\x1b[2m of\x1b[0m" in text
+    assert "\x1b[1m→\x1b[0m baskets" in text
+
+
+def a_summary() -> Summary:
+    """The mock-up's figures: 51 tokens, 43 of 53 accepted, in 9 passes."""
+    summary = Summary("svip")
+    seconds = {"prefill": 0.0, "draft": 0.3, "verify": 0.53, "sample": 0.03, "other": 0.02}
+    summary.add(a_round(0, [1] * 53, 43, 1, "correction", seconds=seconds))
+    for index in range(1, 8):
+        summary.add(a_round(index, (), 0, 1))
+    summary.add(a_round(8, (), 0, None))
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("width", "notes", "line"),
+    [
+        (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 tokens a pass  34% drafting, 60% verifying"),
+        (80, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass  34% draft 60% verify"),
+        (60, [], "51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
+        (40, [], "51 tokens  58.0 tokens/s  81% accepted"),
+        (20, [], "51 tokens"),
+        (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
+        (60, ["lossy"], "svip (lossy)  51 tokens  58.0 tokens/s  81% accepted"),
+    ],
+)
+def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> None:
+    assert footer(a_summary(), notes, width).plain == line
+
+
+def test_without_colours_the_footer_counts_the_targets_own_tokens() -> None:
+    assert "51 tokens, 8 the target's own" in footer(a_summary(), [], 120, mono=True).plain
+
+
+def test_a_footer_without_drafts_names_no_acceptance() -> None:
+    summary = Summary("ar")
+    summary.add(a_round(0, (), 0, 1, seconds={"prefill": 0.5}))
+    assert footer(summary, [], 100).plain == "ar  1 token  2.0 tokens/s"
+
+
+def test_control_characters_become_pictures() -> None:
+    assert streamed("a\x1b[31mb\x07\r\n\tc\x9b\x7f\u202e") == "a␛[31mb␇␍\n\tc\N{REPLACEMENT CHARACTER}␡"
+    assert inline("a\n    b\tc \x1b") == "a↵····b⇥c ␛"
+    assert inline(" ") == "␣"
+    assert escaped_json('{"a": "x\x9b\x7f\u2028"}') == r'{"a": "x\u009b\u007f\u2028"}'
+
+
+def test_a_pipe_gets_the_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    view = AnswerView(Console(file=io.StringIO()))
+    view.show([Piece(" a\x1b", True), Piece("b", False)])
+    view.end()
+    assert capsys.readouterr().out == " a\x1bb\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "no_color", "many", "expected"),
+    [
+        ({}, False, True, "ansi"),
+        ({"NO_COLOR": "1"}, False, True, "mono"),
+        ({}, True, True, "mono"),
+        ({"SPECGEN_THEME": "dark"}, False, True, "dark"),
+        ({"SPECGEN_THEME": "light"}, False, False, "ansi"),
+        ({"COLORFGBG": "15;0"}, False, True, "dark"),
+        ({"COLORFGBG": "0;15"}, False, True, "light"),
+        ({"COLORFGBG": "default;default"}, False, True, "ansi"),
+    ],
+)
+def test_the_flavour_that_suits(environment: dict[str, str], no_color: bool, many: bool, expected: str) -> None:
+    assert theme.flavour(environment, no_color=no_color, many_colours=many) == expected
