@@ -80,17 +80,18 @@ def specgen_runner(pair: specgen.Pair, written: str, tokens: int) -> Callable[[l
 
 
 class ForwardClock:
-    """Seconds inside the models' forward passes."""
+    """Seconds inside the models' forward passes, clocked where the sessions call them."""
 
-    def __init__(self, *models: Any) -> None:
+    def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
-        for model in models:
-            model.forward = self._timed(model.forward)
+        for session in (pair._target_session, pair._draft_session):
+            if session is not None:
+                session._model = self._timed(session._model)
 
-    def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(**kwargs: Any) -> Any:
             start = time.perf_counter()
-            output = forward(*args, **kwargs)
+            output = model(**kwargs)
             self.seconds += time.perf_counter() - start
             return output
 
@@ -138,7 +139,7 @@ def measure(
     pair: specgen.Pair, runners: dict[str, Callable[[list[int]], Answer]], texts: list[str]
 ) -> dict[str, list[tuple[float, float, float]]]:
     """Per method and prompt: seconds, seconds relative to plain, share of the time outside the models."""
-    inside = ForwardClock(pair.target.model, pair.draft.model if pair.draft else pair.target.model)
+    inside = ForwardClock(pair)
     figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for place, text in enumerate([texts[0], *texts]):
         ids = pair.tokenizer.encode(text)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_FEW_ROWS = 64
+
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Each node's distance from the context's end, 0 for the first level."""
@@ -19,14 +21,33 @@ def depths(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def chain_mask(past: int, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask [1, 1, rows, past + rows]: every row sees the past, and the rows up to its own.
+class ChainMasks:
+    """Additive masks for a few rows behind a long past: every row sees the past, and the rows up to its own.
 
-    Additive, because eager attention adds a mask, a boolean one too, and would be silently wrong.
+    Additive, because eager attention adds a mask, a boolean one too, and would be silently wrong. The past's zeros are made once,
+    and only the corner is written anew, so that a round costs nothing that grows with the context. A mask lasts until the next.
     """
-    mask = torch.zeros(1, 1, rows, past + rows, dtype=dtype, device=device)
-    mask[..., past:] = _triangle(rows, dtype, device)
-    return mask
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, 0)
+        self._corner: torch.Tensor | None = None  # where the last mask was not zero
+
+    def __call__(self, past: int, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The mask [1, 1, rows, past + rows]."""
+        if rows > _FEW_ROWS:
+            mask = torch.zeros(rows, past + rows, dtype=dtype, device=device)
+            mask[:, past:] = _triangle(rows, dtype, device)
+            return mask[None, None]
+        if past + rows > self._buffer.shape[1]:
+            width = -(-2 * (past + rows) // 64) * 64  # even strides, which attention kernels ask for
+            self._buffer = torch.zeros(_FEW_ROWS, width, dtype=dtype, device=device)
+        elif self._corner is not None:
+            self._corner.zero_()
+        self._corner = None
+        if rows > 1:
+            self._corner = self._buffer[:rows, past : past + rows]
+            self._corner.copy_(_triangle(rows, dtype, device))
+        return self._buffer[None, None, :rows, : past + rows]
 
 
 @lru_cache(maxsize=128)
@@ -70,7 +91,7 @@ class Masks:
         kinds = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(model) else set()
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._window = None if kinds else window
-        self._zeros: torch.Tensor | None = None
+        self._chain_mask = ChainMasks()
 
     def __call__(
         self,
@@ -86,10 +107,8 @@ class Masks:
         if self.alibi:
             return None
         slots, device = positions.shape[0], positions.device
-        if slots - past == 1 and tree is None:
-            mask = self._all_visible(slots, dtype, device)
-        elif tree is None:
-            mask = chain_mask(past, slots - past, dtype, device)
+        if tree is None:
+            mask = self._chain_mask(past, slots - past, dtype, device)
         else:
             mask = tree_mask(*tree, past, slots - past, dtype, device)
 
@@ -102,12 +121,6 @@ class Masks:
         if self._windows:
             return {kind: within(window) for kind, window in self._windows.items()}
         return within(self._window)
-
-    def _all_visible(self, slots: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The mask of a single row, which sees everything: a view of zeros that are made once."""
-        if self._zeros is None or self._zeros.shape[-1] < slots:
-            self._zeros = torch.zeros(1, 1, 1, 2 * slots, dtype=dtype, device=device)
-        return self._zeros[..., :slots]
 
 
 def _takes_mapping(model: Any) -> bool:
