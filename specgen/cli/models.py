@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class ModelOptions:
 
 def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
     """Load the models, with a spinner while it takes. What is heavy is imported here."""
+    if quiet or not err.is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen.pair import load
 

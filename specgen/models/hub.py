@@ -67,7 +67,7 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
             f"there is no folder {name} here, and the hub " + ("was not asked (offline)" if offline else "cannot be reached"),
             "Check the spelling and the connection, or name the folder of a model that you have",
         ) from error
-    except OSError as error:  # the disk, while downloading
+    except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub, half-way
         raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error
 
 

@@ -1,0 +1,107 @@
+"""Models from a hub: a small server on this machine stands in for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import make_model, save
+
+COMMIT = "a" * 40
+TINY = "lab/tiny"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a hub with one model, `lab/tiny`, and one that is gated, `lab/gated`."""
+    folder = Path(save(make_model("llama"), tmp_path_factory.mktemp("hub")))
+    (folder / "pytorch_model.bin").write_bytes(b"never asked for")
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def answer(self, body: bool) -> None:
+            path = self.path.split("?")[0]
+            asked.append(path)
+            if path.startswith(f"/api/models/{TINY}/tree/"):
+                tree = [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": COMMIT} for file in folder.iterdir()
+                ]
+                return self.send(200, json.dumps(tree).encode(), body, {"Content-Type": "application/json"})
+            if path.startswith(f"/api/models/{TINY}"):
+                names = [{"rfilename": file.name} for file in folder.iterdir()]
+                content = json.dumps({"id": TINY, "modelId": TINY, "sha": COMMIT, "siblings": names, "tags": []}).encode()
+                return self.send(200, content, body, {"Content-Type": "application/json"})
+            if path.startswith("/api/models/lab/gated"):
+                return self.send(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
+            file = folder / path.rsplit("/", 1)[-1]
+            if path.startswith(f"/{TINY}/resolve/") and file.is_file():
+                content = file.read_bytes()
+                tag = f'"{hashlib.sha256(content).hexdigest()}"'
+                return self.send(200, content, body, {"ETag": tag, "X-Repo-Commit": COMMIT})
+            return self.send(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
+
+        def send(self, code: int, content: bytes, body: bool, headers: dict[str, str]) -> None:
+            self.send_response(code)
+            for name, value in (headers | {"Content-Length": str(len(content))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    assert not any(path.endswith(".bin") for path in asked), "weights that can run code are not even downloaded"
+
+
+def specgen(hub: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
+    command = [sys.executable, "-m", "specgen", "generate", "-n", "4", "abc", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def test_a_model_is_downloaded_once_and_found_offline_after_that(hub: str, tmp_path: Path) -> None:
+    first = specgen(hub, tmp_path, "-t", TINY, "-q", "--trace", str(tmp_path / "trace.jsonl"))
+    assert (first.returncode, first.stderr[-3000:]) == (0, "")
+    again = specgen("http://127.0.0.1:9", tmp_path, "-t", TINY, "--offline", "-q")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == first.stdout
+    trace = (tmp_path / "trace.jsonl").read_text()
+    assert json.loads(trace.splitlines()[0])["target"] == TINY
+    assert "hf_secret" not in trace
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("lab/none", (), "there is no model lab/none"),
+        ("lab/gated", (), "lab/gated is gated"),
+        (TINY, ("--offline",), "the hub was not asked"),
+    ],
+)
+def test_what_the_hub_has_not_is_one_line(hub: str, tmp_path: Path, name: str, options: tuple[str, ...], message: str) -> None:
+    done = specgen(hub, tmp_path, "-t", name, *options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
