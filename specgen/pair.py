@@ -13,7 +13,7 @@ from specgen.bench.summary import Summary
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
-from specgen.models.devices import pick_device, synchronizer
+from specgen.models.devices import pick_device, pick_threads, synchronizer
 from specgen.models.load import LoadedModel, Source, load_model
 from specgen.models.tokenizer import check_same
 from specgen.types import Context, Round, SamplingParams
@@ -139,6 +139,25 @@ class Pair:
             f"the target's {context_limit:,}",
             "Shorten the prompt; a smaller -n alone is not enough",
         )
+
+    def settle(self) -> None:
+        """Warm up, and on a CPU choose torch's number of threads: what a round of this pair is fastest with, here and now.
+
+        The number holds for the whole process, so this is left to programs that own theirs, as the command line does.
+        """
+
+        def a_round() -> None:
+            context = Context([0, 1])
+            if self._draft_session is not None:
+                for length in range(4):
+                    self._draft_session.logits(context, [1] * length, start=length)
+            self._target_session.logits(context, [1] * 4)
+
+        if self.target.device.type == "cpu":
+            pick_threads(a_round)
+        else:
+            a_round()
+        self.forget()
 
     def forget(self) -> None:
         """Drop the caches' contents, so that the next run pays for its whole prompt: for measurements."""

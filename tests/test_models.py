@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen.errors import SpecgenError
-from specgen.models.devices import pick_device, pick_dtype
+from specgen.models.devices import pick_device, pick_dtype, pick_threads
 from specgen.models.load import _context_limits
 from specgen.models.tokenizer import Detokenizer
 from specgen.pair import Pair
@@ -135,6 +135,27 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path) -> None:
     assert short.run.limit == 12
     long = pair.generate([5, 6, 7] * 12, "lookup", SamplingParams(max_new_tokens=40))
     assert long.token_ids == plain(model, [5, 6, 7] * 12, 40)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "chosen"),
+    [({1: 1.0, 2: 1.1, 4: 1.15}, 1), ({1: 1.0, 2: 1.5, 4: 1.6}, 2), ({1: 1.0, 2: 1.9, 4: 3.5}, 4), ({1: 9.0, 2: 3.0, 4: 1.0}, 1)],
+)
+def test_the_fewest_threads_that_are_nearly_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, speedups: dict[int, float], chosen: int
+) -> None:
+    clock, threads = [0.0], [4]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    pick_threads(lambda: clock.__setitem__(0, clock[0] + 0.1 / speedups[threads[0]]))
+    assert threads == [chosen]
+
+
+def test_a_users_own_number_of_threads_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    pick_threads(lambda: pytest.fail("nothing to time"))
 
 
 def test_devices_and_dtypes_that_are_not_there() -> None:

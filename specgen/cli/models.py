@@ -45,7 +45,7 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen.pair import load
 
-        return load(
+        pair = load(
             models.target,
             models.draft,
             device=models.device,
@@ -57,3 +57,6 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
             offline=models.offline,
             announce=loading.announce,
         )
+        loading.announce("warming up")
+        pair.settle()
+    return pair

@@ -65,7 +65,7 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
         if part:
             for line in Text(part, style).wrap(out, max(20, min(out.width, 100) - len(lead))):
                 line.rstrip()
-                out.print(Text().append(lead, "bad").append_text(line))
+                out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
                 lead = " " * len(lead)
 
 

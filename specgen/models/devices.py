@@ -14,6 +14,8 @@ import torch
 from specgen.errors import SpecgenError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LONG = 2.0  # seconds: work that takes longer is not worth timing again and again
+WORTH_A_THREAD = 1.2  # more threads have to be this much faster
 WORTH_NARROWING = 1.3  # a narrower dtype has to be this much faster on a CPU, so that noise never changes the choice
 
 
@@ -89,6 +91,31 @@ def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bo
 
     with torch.inference_mode():
         return seconds(torch.float32) > WORTH_NARROWING * seconds(narrow)
+
+
+def pick_threads(work: Callable[[], object]) -> None:
+    """Set torch's threads on a CPU to the fewest that make `work` nearly as fast as it gets; leave them where the user has chosen.
+
+    A small model gains little from a second thread, and on a busy machine the threads wait for one another at every product:
+    twenty times slower was measured. Work that takes long is a large model's, which wants them all.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    work()
+    candidates = sorted({1, most // 2, most})
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(3):  # in turn, so that a drifting machine is fair to all
+        for threads in candidates:
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            work()
+            best[threads] = min(best[threads], time.perf_counter() - start)
+            if best[most] > _LONG:
+                torch.set_num_threads(most)
+                return
+    fastest = min(best.values())
+    torch.set_num_threads(next(threads for threads in candidates if best[threads] <= WORTH_A_THREAD * fastest))
 
 
 def _free_memory() -> float:
