@@ -94,7 +94,7 @@ def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bo
 
 
 def pick_threads(work: Callable[[], object]) -> None:
-    """Set torch's threads on a CPU to the fewest that make `work` nearly as fast as it gets; leave them where the user has chosen.
+    """Set torch's threads on a CPU to the fewest that make `work` nearly as fast as it gets; leave a user's choice alone.
 
     A small model gains little from a second thread, and on a busy machine the threads wait for one another at every product:
     twenty times slower was measured. Work that takes long is a large model's, which wants them all.
@@ -110,8 +110,9 @@ def pick_threads(work: Callable[[], object]) -> None:
             torch.set_num_threads(threads)
             start = time.perf_counter()
             work()
-            best[threads] = min(best[threads], time.perf_counter() - start)
-            if best[most] > _LONG:
+            taken = time.perf_counter() - start
+            best[threads] = min(best[threads], taken)
+            if taken > _LONG:
                 torch.set_num_threads(most)
                 return
     fastest = min(best.values())
