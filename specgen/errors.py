@@ -13,11 +13,11 @@ class SpecgenError(Exception):
 
     def __init__(self, message: str, cure: str = "") -> None:
         super().__init__(message)
-        self.cure = cure
+        self.message, self.cure = message, cure
 
     def __str__(self) -> str:
-        message = super().__str__()
-        return f"{message}. {self.cure}" if self.cure else message
+        stop = "" if self.message.endswith(("?", "!", ".")) else "."
+        return f"{self.message}{stop} {self.cure}" if self.cure else self.message
 
 
 class RunError(SpecgenError):

@@ -13,6 +13,7 @@ from specgen.errors import SpecgenError
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
+PHASES = ("prefill", "draft", "verify", "sample", "other")  # what a round's seconds are spent on
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specgen.types import Round
-
-PHASES = ("prefill", "draft", "verify", "sample", "other")
+from specgen.types import PHASES, Round
 
 
 class Summary:

@@ -53,20 +53,16 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
     from specgen.ui.theme import console
     from specgen.ui.visible import inline
 
-    message = inline(Exception.__str__(error))
-    cure = inline(error.cure)
     out = console(stderr=True, no_color=no_color)
     if not out.is_terminal:
-        stop = "" if message.endswith(("?", "!", ".")) else "."
-        print(f"error: {message}{stop} {cure}" if cure else f"error: {message}", file=sys.stderr)
+        print(f"error: {inline(str(error))}", file=sys.stderr)
         return
     lead = "error: "
-    for part, style in ((message, "none"), (cure, "none")):
-        if part:
-            for line in Text(part, style).wrap(out, max(20, min(out.width, 100) - len(lead))):
-                line.rstrip()
-                out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
-                lead = " " * len(lead)
+    for part in filter(None, (error.message, error.cure)):
+        for line in Text(inline(part)).wrap(out, max(20, min(out.width, 100) - len(lead))):
+            line.rstrip()
+            out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
+            lead = " " * len(lead)
 
 
 def usage_error(error: Exception) -> int:

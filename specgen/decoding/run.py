@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specgen.types import Context, Draft, FinishReason, Mode, Round, Verdict
+from specgen.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
@@ -43,20 +43,20 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        self._begun = self._last = time.perf_counter()
-        self._phases: dict[str, float] = {}
+        self._last = time.perf_counter()
+        self._phases = dict.fromkeys(PHASES, 0.0)
 
     def lap(self, phase: str, *, synchronize: bool = False) -> None:
         """Book the time since the last lap on `phase`; `synchronize` waits first for what runs on the device."""
         if synchronize and self._synchronize is not None:
             self._synchronize()
         now = time.perf_counter()
-        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._phases[phase] += now - self._last
         self._last = now
 
     def seconds(self) -> dict[str, float]:
-        booked = sum(self._phases.values())
-        return {**self._phases, "other": time.perf_counter() - self._begun - booked}
+        self.lap("other")
+        return self._phases
 
 
 @dataclass(slots=True)

@@ -17,6 +17,8 @@ UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safet
 
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
     """The local folder with the files of the model `name`. Raises SpecgenError where there is none."""
+    if not name.strip():
+        raise SpecgenError("a model's name is empty", "Name a model id or a folder")
     local = Path(name).expanduser()
     if local.is_dir():
         if revision is not None:
@@ -30,6 +32,7 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
 
 
 def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
+    offline = offline or huggingface_hub.constants.HF_HUB_OFFLINE
     wanted = [*WANTED, *(["*.py"] if remote_code else [])]
 
     def snapshot(local_files_only: bool) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,7 +171,8 @@ def _refusal(error: Exception, name: str, part: str) -> SpecgenError:
         )
     if "Unrecognized configuration class" in text:
         return SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model")
-    return SpecgenError(f"cannot read the {part} of {name}: {text[:240] or type(error).__name__}")
+    reason = shorten(text, 160, placeholder=" …") or type(error).__name__
+    return SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it anew")
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

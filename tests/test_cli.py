@@ -1,0 +1,505 @@
+"""The command line when all is well, interrupted, or cut off: streams, records, round lines, a real terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
+
+from specgen.cli.app import main
+from specgen.methods import METHODS
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+LETTERS = [*WORDS, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"éèêàâîôûçäöüßñåøæœαβγδεζηθκ"]  # each id has a text to see
+CONTROLS = [*WORDS[:3], *"abc.", *map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x2066))]
+CONTROLS += [f"\x1b[{colour}m\x07\x9b{colour}m" for colour in range(VOCAB - len(CONTROLS))]  # so many that some are sampled
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}assistant "
+PROMPT = "the cat sat on the mat"
+
+START = "type method settings lossless target draft device dtype prompt_ids sampling versions"
+ROUND = (
+    "type index mode draft_ids draft_texts parents accepted_ids token_id token_text source "
+    "stop_reason entropies top_probs policy seconds"
+)
+SUMMARY = (
+    "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
+    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency phase_seconds"
+)
+PHASES = {"prefill", "draft", "verify", "sample", "other"}
+
+Lines = list[dict[str, Any]]
+Generate = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The options that name a tiny pair whose draft is often right."""
+    assert len(LETTERS) == VOCAB
+    parent = tmp_path_factory.mktemp("cli")
+    tokenizer = make_tokenizer(LETTERS)
+    tokenizer.chat_template = TEMPLATE
+    model = make_model("llama")
+    return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...]) -> Generate:
+    """Run `specgen generate` on the tiny pair in this process: what it wrote to stdout and stderr."""
+
+    def call(*arguments: str, models: tuple[str, ...] = pair) -> tuple[str, str]:
+        return _call(monkeypatch, capfd, "generate", *models, "--device", "cpu", *arguments)
+
+    return call
+
+
+def _call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["specgen", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    captured = capfd.readouterr()
+    return captured.out, captured.err
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """`specgen` in a process of its own, with pipes."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **options.pop("environment", {})}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, "-m", "specgen", *arguments], env=environment, **streams)
+
+
+def run(*arguments: str, **options: Any) -> tuple[int, bytes, bytes]:
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out or b"", err
+
+
+def parsed(text: str) -> Lines:
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
+
+
+def check_record(lines: Lines) -> None:
+    """The promised keys and no others; the rounds add up to the answer."""
+    first, *rounds, last = lines
+    assert (first["type"], last["type"]) == ("start", "summary")
+    assert set(first) == set(START.split())
+    assert set(last) == set(SUMMARY.split())
+    assert set(last["phase_seconds"]) == PHASES
+    for place, line in enumerate(rounds):
+        assert line["type"] == "round"
+        assert set(line) == set(ROUND.split())
+        assert set(line["seconds"]) == PHASES
+        assert line["index"] == place
+        assert line["mode"] == ("sequential" if place else "prefill")
+        assert len(line["draft_ids"]) == len(line["draft_texts"]) == len(line["parents"])
+    own = ([line["token_id"]] if line["token_id"] is not None else [] for line in rounds)
+    joined = [token for line, token_id in zip(rounds, own, strict=True) for token in (*line["accepted_ids"], *token_id)]
+    assert joined == last["token_ids"]
+    assert last["new_tokens"] == len(joined)
+    assert last["rounds"] == last["target_passes"] == len(rounds)
+    assert last["drafted"] == sum(len(line["draft_ids"]) for line in rounds)
+    assert last["accepted"] == sum(len(line["accepted_ids"]) for line in rounds)
+
+
+# ------------------------------------------------------------------ pipes, in processes of their own
+
+
+def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
+    code, out, err = run("generate", "-n", "30", "def add(a, b):\n    return")
+    assert code == 0
+    assert out.endswith(b"\n")
+    assert len(out) > 20
+    assert b"\x1b" not in out + err
+    assert re.fullmatch(r"svip  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  .*verif.*", err.decode().strip())
+
+
+def test_json_lines_have_the_promised_keys_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    options = ("-n", "40", "--seed", "3", "--temperature", "1.5", "--ignore-eos", "--json", "--trace", str(trace))
+    code, out, err = run("generate", *pair, *options, PROMPT, environment={"PYTHONIOENCODING": "ascii"})
+    assert code == 0
+    assert len(err.splitlines()) == 1
+    assert out == trace.read_bytes()
+    assert not out.isascii()  # UTF-8 whatever the locale
+    lines = parsed(out.decode())
+    check_record(lines)
+    assert lines[0]["sampling"] == {
+        "max_new_tokens": 40,
+        "temperature": 1.5,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": 3,
+        "stop": [],
+        "ignore_eos": True,
+    }
+    assert lines[-1]["finish_reason"] == "length"
+    assert lines[-1]["new_tokens"] == 40
+
+
+def test_a_character_that_the_locale_lacks_becomes_a_question_mark(pair: tuple[str, ...]) -> None:
+    options = ("-n", "40", "--seed", "3", "--temperature", "1.5", "--ignore-eos", "-q")
+    code, out, err = run("generate", *pair, *options, PROMPT, environment={"PYTHONIOENCODING": "ascii"})
+    assert (code, err) == (0, b"")
+    assert b"?" in out
+
+
+@POSIX
+def test_an_interruption_keeps_what_was_generated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    process = start("generate", "-n", "900", "--ignore-eos", "--trace", str(trace), "def add(a, b):")
+    seen = os.read(process.stdout.fileno(), 10)  # type: ignore[union-attr]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    lines = parsed(trace.read_text(encoding="utf-8"))
+    check_record(lines)
+    assert lines[-1]["finish_reason"] == "interrupted"
+    assert 1 <= lines[-1]["new_tokens"] < 900
+    assert (seen + out).decode() == lines[-1]["text"].rstrip("\n") + "\n"
+    assert err.strip().startswith(b"svip (interrupted)  ")
+    assert b"Traceback" not in err
+
+
+@POSIX
+def test_an_interruption_while_loading_needs_no_traceback() -> None:
+    process = start("generate", "hi", environment={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert process.stderr is not None
+    while b"torch.nn.functional" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert all(line.startswith(b"import time:") for line in err.splitlines())
+
+
+@POSIX
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_a_reader_that_leaves_is_met_with_silence(form: tuple[str, ...]) -> None:
+    process = start("generate", "-n", "900", "--ignore-eos", *form, "def add(a, b):")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 0
+
+
+@FULL
+def test_a_full_disk_under_the_output_is_one_line(pair: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = run("generate", *pair, "-n", "5", PROMPT, stdout=full)
+    assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
+
+
+@POSIX
+def test_an_output_that_the_shell_closed_is_no_error(pair: tuple[str, ...]) -> None:
+    command = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "specgen", "generate", "-q", "-n", "5", *pair, PROMPT]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    began = time.monotonic()
+    code, out, err = run("--help")
+    assert time.monotonic() - began < 5
+    assert (code, err) == (0, b"")
+    assert b"generate" in out
+    heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors', 'huggingface_hub'}"
+    check = f"import specgen.cli.app, sys; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, timeout=60, check=False)
+    assert done.stderr.strip() == b""
+
+
+def test_without_a_command_there_is_help_and_no_complaint() -> None:
+    code, out, err = run()
+    assert (code, err) == (2, b"")
+    assert b"Usage" in out
+
+
+# ------------------------------------------------------------------ text, options and notes, in this process
+
+
+def test_the_answer_ends_before_a_stop_text(generate: Generate) -> None:
+    whole, _ = generate("-n", "60", "--ignore-eos", PROMPT)
+    place = next(n for n in range(20, 50) if whole[n : n + 3] not in whole[: n + 2])
+    stop = whole[place : place + 3]
+    out, _ = generate("-n", "60", "--ignore-eos", "--stop", "☃", "--stop", stop, PROMPT)
+    assert out == whole[:place] + "\n"
+    out, _ = generate("-n", "60", "--ignore-eos", "--stop", stop, "--json", PROMPT)
+    lines = parsed(out)
+    check_record(lines)
+    assert lines[-1]["finish_reason"] == "stop"
+    assert lines[-1]["text"] == whole[:place]
+
+
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_chat_puts_the_prompt_into_the_models_template(generate: Generate, system: str | None) -> None:
+    out, _ = generate("-n", "2", "--json", "--chat", *(["--system", system] if system else []), "hello")
+    text = (f"system {system}\n" if system else "") + "user hello\nassistant "
+    assert parsed(out)[0]["prompt_ids"] == make_tokenizer(LETTERS)(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data", "prompt"),
+    [
+        (["-"], b"abc", "abc"),
+        ([], b"abc", "abc"),
+        (["-"], b"abc\n", "abc"),
+        ([], b"abc\r\n", "abc"),
+        ([], b"abc\n\n", "abc\n"),
+        ([], " é ".encode(), " é "),
+        (["abc\n"], b"not read", "abc\n"),
+    ],
+    ids=["dash", "missing", "newline", "crlf", "one-newline-of-two", "spaces-kept", "argument-as-it-is"],
+)
+def test_the_prompt_is_the_argument_or_standard_input(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, arguments: list[str], data: bytes, prompt: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    out, _ = generate("-n", "2", "--json", *arguments)
+    assert parsed(out)[0]["prompt_ids"] == make_tokenizer(LETTERS)(prompt)["input_ids"]
+
+
+def test_quiet_leaves_stderr_empty(generate: Generate) -> None:
+    loud, footer = generate("-n", "9", PROMPT)
+    assert footer
+    assert generate("-n", "9", "-q", PROMPT) == (loud, "")
+
+
+def test_a_seed_repeats_sampled_output(generate: Generate) -> None:
+    def sampled(seed: str) -> str:
+        return generate("-n", "40", "--ignore-eos", "--temperature", "1", "--seed", seed, "-q", PROMPT)[0]
+
+    assert sampled("1") == sampled("1") != sampled("2")
+
+
+def test_without_a_draft_model_lookup_is_the_default_and_the_footer_says_so(generate: Generate, pair: tuple[str, ...]) -> None:
+    _, footer = generate("-n", "20", PROMPT, models=pair[:2])
+    assert footer.strip().startswith("lookup (no draft model)  ")
+    out, _ = generate("-n", "20", "--json", PROMPT, models=pair[:2])
+    assert parsed(out)[0]["draft"] is None
+
+
+def test_plain_decoding_has_no_acceptance_to_speak_of(generate: Generate) -> None:
+    out, footer = generate("-m", "ar", "-n", "5", "--ignore-eos", "--json", PROMPT)
+    assert parsed(out)[-1]["acceptance_rate"] is None
+    assert re.fullmatch(r"ar  5 tokens  [\d.]+ tokens/s\n", footer)
+
+
+def test_the_footer_says_that_the_context_is_full(generate: Generate) -> None:
+    out, footer = generate("-n", "500", "--ignore-eos", "--json", PROMPT)
+    lines = parsed(out)
+    assert len(lines[0]["prompt_ids"]) + lines[-1]["new_tokens"] == CONTEXT
+    assert f"(the context of {CONTEXT} tokens is full)" in footer
+
+
+def test_settings_reach_the_method(generate: Generate) -> None:
+    out, _ = generate("-n", "20", "--ignore-eos", "--json", "-m", "sd", "--set", "policy=heuristic", "--set", "k=3", PROMPT)
+    first, _, second, *_ = parsed(out)
+    assert first["settings"] == {"policy": "heuristic", "k": 3, "max_draft": 40}
+    assert len(second["draft_ids"]) == 3
+
+
+def test_help_method_describes_one_method(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = _call(monkeypatch, capfd, "generate", "--help-method", "-m", "svip")
+    head, *settings = out.splitlines()
+    assert head.startswith("svip  SVIP  lossless")
+    assert [line.split("=")[0].strip() for line in settings] == ["threshold", "c", "max_draft"]
+
+
+def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out, err = _call(monkeypatch, capfd, "inspect", "--methods")
+    assert err == ""
+    heads = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert [line.split()[0] for line in heads] == list(METHODS)
+    assert all(method.paper in line for method, line in zip(METHODS.values(), heads, strict=True))
+    lookup = out[out.index("\nlookup") :]
+    assert "beta-ts" in lookup
+    assert "svip" not in lookup
+
+
+# ------------------------------------------------------------------ round lines
+
+
+@pytest.mark.parametrize("width", [100, 60])
+def test_rounds_are_a_legend_a_line_each_and_then_the_answer(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    options = ("-m", "sd", "--set", "k=3", "-n", "40", "--ignore-eos", PROMPT)
+    answer, _ = generate(*options)
+    record = parsed(generate(*options, "--json")[0])
+    out, err = generate(*options, "--rounds")
+    assert out == answer
+    *shown, blank, footer = err.rstrip("\n").splitlines()
+    assert blank == ""
+    assert footer.startswith("sd  40 tokens")
+    assert err.count("✗rejected") == err.count("⊕bonus") == err.count("3/5 accepted of drafted") == 1
+    rows = [line for line in shown if re.match(r" *\d+ .*", line) and "accepted of" not in line]
+    assert [int(row[:3]) for row in rows] == list(range(record[-1]["rounds"]))
+    assert f"prompt, {len(PROMPT)} tokens" in rows[0]
+    for row, line in zip(rows[1:], record[2:-1], strict=True):
+        assert row.split()[1] == f"{len(line['accepted_ids'])}/{len(line['draft_ids'])}"
+        assert ("→" in row) == (line["source"] == "correction")
+        assert ("⊕" in row) == (line["source"] == "bonus")
+        if len(line["draft_ids"]) == 3:
+            assert row.endswith("limit 3")
+            assert len(row) == width or width < 80
+
+
+# ------------------------------------------------------------------ a real terminal
+
+_SCENES = """
+import fcntl, json, os, struct, sys, termios
+from specgen.cli.app import main
+for name, (width, environment, arguments) in json.loads(sys.argv[1]).items():
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    os.environ.pop("NO_COLOR", None)
+    os.environ.update(environment)
+    sys.argv = ["specgen", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        os.write(1, f"<<{name} ended with {ended.code}>>".encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """What several commands, run one after the other on one pseudo-terminal, write to it."""
+    if sys.platform == "win32":
+        pytest.skip("no pseudo-terminals")
+    import pty
+
+    model = make_model("llama")
+    hostile = ("-t", save(model, tmp_path_factory.mktemp("hostile"), make_tokenizer(CONTROLS)))
+    usual = ["generate", *pair, "--ignore-eos", "-n", "30", PROMPT]
+    random = ["generate", *hostile, "--ignore-eos", "-n", "60", "--temperature", "50", "--seed", "1", "-m", "lookup", "abc"]
+    scenes: dict[str, tuple[int, dict[str, str], list[str]]] = {
+        "colours": (100, {}, usual),
+        "no colours": (120, {"NO_COLOR": "1"}, usual),
+        "no colours asked": (120, {}, [*usual, "--no-color"]),
+        "rounds": (100, {}, [*usual, "--rounds"]),
+        "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
+        "40": (40, {}, usual),
+        "60": (60, {}, usual),
+        "80": (80, {}, usual),
+        "hostile": (100, {}, random),
+        "hostile rounds": (100, {}, [*random, "--rounds"]),
+        "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
+        "error without a prompt": (100, {}, ["generate"]),
+        "error without colours": (60, {}, ["generate", "-m", "sivp", "--no-color", "hi"]),
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "COLORFGBG", "SPECGEN_THEME")
+    }
+    environment |= {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", _SCENES, json.dumps(scenes)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = bytearray()
+    while data := _read(ours):
+        seen += data
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    parts = re.split(r"<<([a-z0-9 ]+) ended with (\d+)>>", seen.decode())
+    assert dict(zip(parts[1::3], parts[2::3], strict=True)) == {name: "2" if "error" in name else "0" for name in scenes}
+    return {name: text.replace("\r\n", "\n") for name, text in zip(parts[1::3], parts[::3], strict=False)}
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux: the other end is closed
+        return b""
+
+
+def after_loading(screen: str) -> str:
+    """What stays on the screen: the spinner's line is gone."""
+    return screen.rpartition("\x1b[?25h\r\x1b[1A\x1b[2K")[2]
+
+
+def plain(screen: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", screen)
+
+
+def styles(screen: str) -> dict[str, list[str]]:
+    """The pieces of text by the codes that they are shown with."""
+    pieces = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]+)\x1b\[0m", screen)
+    return {code: [text for _, text in group] for code, group in groupby(sorted(pieces), key=lambda piece: str(piece[0]))}
+
+
+def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> None:
+    answer, footer = after_loading(screens["colours"]).strip().rsplit("\n", 1)
+    assert "".join(styles(answer)["32"])
+    assert "accepted" in styles(footer)["32"]
+    assert set(styles(answer)) == {"32"}  # the target's own is plain
+
+
+@pytest.mark.parametrize("screen", ["no colours", "no colours asked"])
+def test_no_color_keeps_the_underline_and_says_how_many_were_the_targets(screens: Mapping[str, str], screen: str) -> None:
+    shown = after_loading(screens[screen])
+    assert plain(shown).splitlines()[:-1] == plain(after_loading(screens["colours"])).splitlines()[:-1]
+    assert set(styles(shown)) <= {"1", "2", "4"}
+    assert "".join(styles(shown)["4"])
+    assert re.search(r"30 tokens, \d+ the target's own", shown)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_the_footer_fits_the_terminal(screens: Mapping[str, str], width: int) -> None:
+    screen = screens["colours" if width == 100 else str(width)]
+    blank, footer = plain(screen).rstrip("\n").split("\n")[-2:]
+    assert blank == ""
+    assert "30 tokens  " in footer
+    assert "accepted" in footer
+    assert len(footer) <= width
+
+
+def test_a_rounds_fates_differ_in_hue_and_in_more_than_hue(screens: Mapping[str, str]) -> None:
+    coloured, mono = styles(after_loading(screens["rounds"])), styles(after_loading(screens["rounds without colours"]))
+    assert "accepted" in coloured["32"]
+    assert "rejected" in coloured["9;31"]
+    assert "discarded" in coloured["2"]
+    assert "rejected" in mono["9"]
+    assert "discarded" in mono["2"]
+    assert "bonus" in mono["4"]
+    assert set(mono) <= {"1", "2", "4", "9"}  # each attribute stands alone: what is accepted is not dim as well
+
+
+@pytest.mark.parametrize("screen", ["hostile", "hostile rounds"])
+def test_no_control_character_of_the_models_reaches_the_terminal(screens: Mapping[str, str], screen: str) -> None:
+    shown = plain(after_loading(screens[screen]))
+    assert "␛[" in shown
+    assert "␇�" in shown
+    assert all(character.isprintable() for character in shown if character not in "\n\t")
+
+
+def test_an_error_on_a_terminal_has_its_cure_below(screens: Mapping[str, str]) -> None:
+    expected = "error: there is no method 'sivp'; did you mean svip?\n       All of them: specgen inspect --methods\n"
+    assert plain(screens["error"]) == expected
+    assert styles(screens["error"]) == {"1;31": ["error: "]}
+    assert styles(screens["error without colours"]) == {"1": ["error: "]}
+
+
+def test_a_terminal_is_not_waited_on_for_a_prompt(screens: Mapping[str, str]) -> None:
+    lead, cure = plain(screens["error without a prompt"]).splitlines()
+    assert lead == "error: there is no prompt"
+    assert cure.strip().startswith("Give one: specgen generate ")

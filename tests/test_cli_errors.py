@@ -1,0 +1,309 @@
+"""Whatever is wrong, the user gets one line: `error:`, the value at fault and a way out, and the exit code that was promised.
+
+What is refused before torch is imported runs in a process of its own; most of the rest calls the console script's function.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, save
+from safetensors.torch import load_file, save_file
+from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from specgen.cli.app import main
+
+RUN_FAILED, USER_ERROR = 1, 2
+Folders = Mapping[str, str]
+Fails = Callable[..., str]
+
+
+def specgen(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "specgen", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=120, check=False)
+
+
+def check_line(out: str, err: str, named: tuple[str, ...]) -> None:
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert len(err.splitlines()) == 1
+    for text in named:
+        assert text in err
+    assert "?." not in err  # a question ends its sentence itself
+
+
+def check_refused(*arguments: str, named: tuple[str, ...], stdin: bytes = b"") -> None:
+    done = specgen(*arguments, stdin=stdin)
+    assert done.returncode == USER_ERROR
+    check_line(done.stdout.decode(), done.stderr.decode(), named)
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Fails:
+    """Run `specgen generate` in this process: its one line of complaint, which has to name what is `named`."""
+
+    def call(*arguments: str, named: tuple[str, ...], code: int = USER_ERROR) -> str:
+        monkeypatch.setattr(sys, "argv", ["specgen", "generate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert ended.value.code == code
+        check_line(out, err, named)
+        return err
+
+    return call
+
+
+# ------------------------------------------------------------------ refused before anything heavy is imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-m", "sivp"], ("'sivp'", "did you mean svip?", "specgen inspect --methods")),
+        (["-m", "SVIP"], ("'SVIP'", "did you mean svip?")),
+        (["-m", "svip", "--set", "treshold=1"], ("svip has no setting 'treshold'", "did you mean threshold?", "max_draft")),
+        (["-m", "ar", "--set", "k=1"], ("ar has no setting 'k'",)),
+        (["-m", "sd", "--set", "k=abc"], ("k is 'abc'", "whole number")),
+        (["-m", "sd", "--set", "k=2.5"], ("k is '2.5'", "whole number")),
+        (["-m", "sd", "--set", "k=0"], ("k is 0", "between 1 and 1000")),
+        (["-m", "svip", "--set", "threshold=nan"], ("threshold is nan", "between 0 and 100")),
+        (["-m", "sd", "--set", "k"], ("'k'", "NAME=VALUE")),
+        (["-m", "sd", "--set", "policy=fixd"], ("'fixd'", "did you mean fixed?", "beta-ts")),
+        (["-m", "lookup", "--set", "policy=svip"], ("lookup", "'svip'", "Take one of fixed, heuristic, beta-ts")),
+        (["-n", "0"], ("max_new_tokens is 0", "at least 1")),
+        (["-n", "-5"], ("max_new_tokens is -5", "at least 1")),
+        (["-n", "abc"], ("--max-new-tokens is 'abc'", "integer")),
+        (["--temperature", "-1"], ("temperature is -1", "between 0")),
+        (["--temperature", "nan"], ("temperature is nan", "between 0")),
+        (["--temperature", "1e-9"], ("temperature is 1e-09", "0 for greedy decoding")),
+        (["--temperature", "1e9"], ("temperature is 1000000000", "between 0")),
+        (["--temperature", "warm"], ("--temperature is 'warm'", "number")),
+        (["--top-p", "0"], ("top_p is 0", "above 0")),
+        (["--top-p", "2"], ("top_p is 2", "at most 1")),
+        (["--top-p", "nan"], ("top_p is nan", "at most 1")),
+        (["--top-k", "-1"], ("top_k is -1", "0 for no cut")),
+        (["--seed", "-1"], ("seed is -1", "from 0")),
+        (["--stop", ""], ("stop holds", "at least one character")),
+        (["--tempratur", "1"], ("--tempratur", "--temperature")),
+        (["--draft", "some/model"], ("--draft some/model", "--target MODEL")),
+        (["--revision", "main"], ("--revision", "--target MODEL")),
+        (["--system", "Be brief."], ("--system", "Add --chat")),
+        (["another"], ("another", "--help")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_named_with_its_value(arguments: list[str], named: tuple[str, ...]) -> None:
+    check_refused("generate", "hi", *arguments, named=named)
+
+
+def test_an_unknown_command_is_named() -> None:
+    check_refused("genrate", "hi", named=("'genrate'", "Did you mean 'generate'? See --help"))
+
+
+def test_inspect_says_what_it_can_show() -> None:
+    check_refused("inspect", named=("specgen inspect --methods",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "named"),
+    [
+        ([""], b"", ("the prompt is empty",)),
+        ([" \n"], b"", ("the prompt is empty",)),
+        ([], b"", ("the prompt is empty",)),
+        (["-"], b"\n", ("the prompt is empty",)),
+        (["-"], b"caf\xe9", ("standard input is not UTF-8", "byte 3", "iconv")),
+    ],
+    ids=["argument", "blank-argument", "standard-input", "blank-standard-input", "latin-1"],
+)
+def test_a_prompt_that_is_none_is_refused(arguments: list[str], stdin: bytes, named: tuple[str, ...]) -> None:
+    check_refused("generate", *arguments, stdin=stdin, named=named)
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="there, no argument can hold such bytes")
+def test_an_argument_that_is_not_utf8_is_refused() -> None:
+    check_refused("generate", os.fsdecode(b"caf\xe9"), named=("the prompt is not UTF-8",))
+    check_refused("generate", "hi", "--chat", "--system", os.fsdecode(b"\xff"), named=("--system is not UTF-8",))
+
+
+def test_a_trace_needs_a_file_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    check_refused("generate", "hi", "--trace", str(tmp_path / "no" / "t.jsonl"), named=(str(tmp_path / "no"), "no folder"))
+    check_refused("generate", "hi", "--trace", str(tmp_path), named=(str(tmp_path), "is a folder"))
+
+
+def test_a_trace_from_before_outlives_a_mistake(tmp_path: Path, fails: Fails) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("precious")
+    fails("hi", "-t", str(tmp_path / "no"), "--trace", str(trace), named=("no folder",))
+    assert trace.read_text() == "precious"
+
+
+# ------------------------------------------------------------------ refused once models are looked at
+
+
+def _broken(folder: str) -> Path:
+    """A copy of a good model, for a test to break."""
+    good = Path(folder)
+    copy = good.parent / f"{good.name}-{len(list(good.parent.iterdir()))}"
+    shutil.copytree(good, copy)
+    return copy
+
+
+def _reweighted(folder: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    copy = _broken(folder)
+    weights = load_file(copy / "model.safetensors")
+    change(weights)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    parent = tmp_path_factory.mktemp("cli-errors")
+    model = make_model("llama")
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}
+    return {
+        "good": save(model, parent / "good"),
+        "other-ids": save(model, parent / "other-ids", make_tokenizer([*WORDS[:3], *reversed(WORDS[3:])])),
+        "encoder-decoder": save(t5, parent / "encoder-decoder"),
+        "recurrent": save(MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes)), parent / "recurrent"),
+    }
+
+
+def test_a_missing_folder_in_a_process_of_its_own(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    check_refused("generate", "hi", "-t", missing, named=(missing, "Check the path"))
+
+
+def test_tokenizers_that_differ_in_a_process_of_its_own(folders: Folders) -> None:
+    target, draft = folders["good"], folders["other-ids"]
+    check_refused("generate", "abc", "-t", target, "-d", draft, named=("tokenizers differ", target, draft, "-m lookup"))
+
+
+def test_a_prompt_beyond_the_context_in_a_process_of_its_own(folders: Folders) -> None:
+    arguments = ("generate", "-n", "5", "-t", folders["good"])
+    check_refused(*arguments, stdin=b"abc" * CONTEXT, named=(f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"))
+
+
+def test_a_prompt_as_long_as_the_context_leaves_no_room(folders: Folders, fails: Fails) -> None:
+    fails("a" * CONTEXT, "-n", "1", "-t", folders["good"], named=("1 over", "Shorten the prompt"))
+
+
+@pytest.mark.parametrize("model", ["nobody/nothing", "nothing"])
+def test_a_model_neither_here_nor_cached(model: str, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fails("hi", "-t", model, named=(model, "Check the spelling"))
+    fails("hi", "-t", model, "--offline", named=(model, "offline"))
+
+
+def test_a_name_that_no_model_can_have(fails: Fails) -> None:
+    fails("hi", "-t", "so what?", named=("so what?", "Check the spelling"))
+
+
+def test_a_file_instead_of_a_folder(folders: Folders, fails: Fails) -> None:
+    file = str(Path(folders["good"]) / "config.json")
+    fails("hi", "-t", file, named=(file, "Name the folder"))
+
+
+def test_a_folder_has_no_revision(folders: Folders, fails: Fails) -> None:
+    fails("hi", "-t", folders["good"], "--revision", "v2", named=("'v2'", "Leave the revision out"))
+
+
+def test_a_folder_without_a_configuration(folders: Folders, fails: Fails) -> None:
+    folder = _broken(folders["good"])
+    (folder / "config.json").unlink()
+    fails("hi", "-t", str(folder), named=(str(folder), "no config.json", "save_pretrained"))
+
+
+def test_a_configuration_that_is_no_json(folders: Folders, fails: Fails) -> None:
+    folder = _broken(folders["good"])
+    (folder / "config.json").write_text("{")
+    fails("hi", "-t", str(folder), named=("configuration", str(folder)))
+
+
+def test_weights_that_can_run_code_are_not_read(folders: Folders, fails: Fails) -> None:
+    folder = _broken(folders["good"])
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    fails("hi", "-t", str(folder), named=(str(folder), "only pytorch_model.bin", "convert it to safetensors"))
+
+
+@pytest.mark.parametrize("spoil", [lambda data: b"\xff" * 300, lambda data: data[: len(data) // 2]], ids=["noise", "half"])
+def test_weights_that_are_damaged(folders: Folders, spoil: Callable[[bytes], bytes], fails: Fails) -> None:
+    folder = _broken(folders["good"])
+    file = folder / "model.safetensors"
+    file.write_bytes(spoil(file.read_bytes()))
+    fails("hi", "-t", str(folder), named=("weights", str(folder)))
+
+
+def test_weights_that_lack_a_tensor(folders: Folders, fails: Fails) -> None:
+    folder = _reweighted(folders["good"], lambda weights: weights.pop("model.norm.weight"))
+    fails("hi", "-t", str(folder), named=(str(folder), "model.norm.weight", "Download or save it anew"))
+
+
+def test_a_folder_without_a_tokenizer(folders: Folders, fails: Fails) -> None:
+    folder = _broken(folders["good"])
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    fails("hi", "-t", str(folder), named=("tokenizer", str(folder)))
+
+
+@pytest.mark.parametrize("role", ["-t", "-d"])
+@pytest.mark.parametrize(("kind", "cure"), [("encoder-decoder", "decoder-only"), ("recurrent", "attention in every layer")])
+def test_a_model_that_cannot_be_rolled_back(folders: Folders, fails: Fails, kind: str, cure: str, role: str) -> None:
+    target = () if role == "-t" else ("-t", folders["good"])
+    fails("abc", *target, role, folders[kind], named=(folders[kind], cure))
+
+
+def test_nan_logits_are_a_failure_of_the_run(folders: Folders, fails: Fails) -> None:
+    folder = _reweighted(folders["good"], lambda weights: weights["model.norm.weight"].fill_(float("nan")))
+    fails("abc", "-t", str(folder), code=RUN_FAILED, named=("NaN", "--dtype float32"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_trace_on_a_full_disk_is_a_failure_of_the_run(folders: Folders, fails: Fails) -> None:
+    fails("abc", "-t", folders["good"], "--trace", "/dev/full", code=RUN_FAILED, named=("/dev/full", "No space left"))
+
+
+def test_a_method_that_needs_a_draft_model(folders: Folders, fails: Fails) -> None:
+    fails("abc", "-t", folders["good"], "-m", "svip", named=("svip needs a draft model", "--draft", "-m lookup"))
+
+
+def test_chat_without_a_template(folders: Folders, fails: Fails) -> None:
+    fails("abc", "-t", folders["good"], "--chat", named=("no chat template", "Leave --chat out"))
+
+
+@pytest.mark.parametrize("option", ["--device", "--draft-device"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "meta"])
+def test_a_device_that_does_not_exist(fails: Fails, option: str, device: str) -> None:
+    fails("hi", option, device, named=(f"'{device}'", "auto, cpu, cuda"))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:99"])
+def test_a_gpu_that_is_not_there(fails: Fails, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fails("hi", "--device", device, named=("no CUDA device", "Leave --device out to use the CPU"))
+
+
+def test_a_gpu_beyond_those_that_are_there(fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    fails("hi", "--device", "cuda:99", named=("cuda:99", "This machine has 2: cuda:0 to cuda:1"))
+
+
+def test_a_dtype_that_does_not_exist(folders: Folders, fails: Fails) -> None:
+    fails("abc", "-t", folders["good"], "--dtype", "float8", named=("'float8'", "auto, float32, bfloat16, float16"))
+
+
+def test_no_control_character_of_an_argument_is_shown(fails: Fails) -> None:
+    err = fails("hi", "-t", "./\x1b[2J\nfolder\x9b", named=("␛[2J↵folder",))
+    assert err.rstrip("\n").isprintable()
