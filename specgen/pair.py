@@ -18,6 +18,8 @@ from specgen.models.load import LoadedModel, Source, load_model
 from specgen.models.tokenizer import check_same
 from specgen.types import Context, Round, SamplingParams
 
+RESERVED = 4096  # new tokens that caches are made for at once: a limit far above what is generated costs no memory
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -110,7 +112,7 @@ class Pair:
         parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, self._target_session.vocab_size, seed)
         for session in (self._target_session, self._draft_session):
             if session is not None:
-                session.reserve(len(prompt_ids) + limit)
+                session.reserve(len(prompt_ids) + min(limit, RESERVED))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -168,6 +169,58 @@ def test_an_interrupted_gather_leaves_the_session_usable(monkeypatch: pytest.Mon
         with pytest.raises(KeyboardInterrupt):
             session.logits(context)
     check(model, session.logits(context).logits, context, [], [])
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before the n-th line of the session's or the cache's code, as Ctrl-C may."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("session.py", "cache.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+
+def scripted_calls(session: Session, context: Context) -> None:
+    """A chain that grows, a commit, a tree, its second branch taken, another sequence."""
+    session.logits(context, [8])
+    session.logits(context, [8, 9], start=1)
+    context.extend([8, 30])
+    session.logits(context, [7, 9, 4], [-1, -1, 1])
+    context.extend([9, 4, 12])
+    session.logits(context, [5, 6])
+    session.logits(Context([*context.ids[:5], 3, 3]))
+
+
+def test_an_interruption_at_any_line_leaves_the_session_usable() -> None:
+    line, finished = 0, False
+    while not finished:
+        line += 1 if line < 20 else 7
+        session, context = Session(MODEL, CONTEXT), Context([1, 5, 6, 7])
+        session.logits(context)
+        with InterruptAt(line):
+            try:
+                scripted_calls(session, context)
+                finished = True
+            except KeyboardInterrupt:
+                pass
+        for ids in (context.ids, context.ids[:5], [*context.ids[:4], 8, 9, 9]):
+            again = context if ids is context.ids else Context(ids)
+            check(MODEL, session.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
+    assert line > 100
 
 
 def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

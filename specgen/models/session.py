@@ -23,6 +23,28 @@ class Rows(NamedTuple):
     logits: torch.Tensor
 
 
+class Nodes(NamedTuple):
+    """A draft whose rows are cached; a chain's parents are a range."""
+
+    tokens: list[int]
+    parents: Sequence[int]
+
+    def child(self, parent: int, token: int) -> int:
+        """The node behind `parent` that holds `token`, -1 where there is none."""
+        for node in range(parent + 1, len(self.tokens)):
+            if self.parents[node] == parent and self.tokens[node] == token:
+                return node
+        return -1
+
+
+def _chain(length: int) -> range:
+    """The parents of a chain; as a range it costs nothing to make, slice or compare."""
+    return range(-1, length - 1)
+
+
+_EMPTY = Nodes([], _chain(0))
+
+
 class Reshaping(Protocol):
     """What a model's generation config does to its logits (penalties), seen per row."""
 
@@ -57,8 +79,7 @@ class Session:
         """Drop all that is cached, so that the next call pays for its whole context: for measurements."""
         self._context = Context(())
         self._committed = 0  # the first slots hold this many tokens of the context,
-        self._tokens: list[int] = []  # the next ones these nodes of the last draft
-        self._parents: Sequence[int] = _chain(0)
+        self._draft: Nodes = _EMPTY  # the next ones these nodes of the last draft
 
     def reserve(self, capacity: int) -> None:
         """Announce how many tokens will be cached, so that the buffers are made once."""
@@ -88,57 +109,57 @@ class Session:
             chunk = context.ids[self._committed : self._committed + PREFILL_CHUNK]
             self._run(chunk, None, keep=1)
             self._committed += len(chunk)
-        missing = context.ids[self._committed :] + tokens[len(self._tokens) :]
+        missing = context.ids[self._committed :] + tokens[len(self._draft.tokens) :]
         logits = self._run(missing, None if tree is None else (len(context), tree), keep=len(tokens) + 1 - start)
-        self._committed, self._tokens, self._parents = len(context), tokens, nodes
+        self._committed = len(context)
+        self._draft = Nodes(tokens, nodes)
         if self._reshaping is not None:
             logits = self._reshaping(logits, context, tokens, nodes, start)
         return Rows(logits)
+
+    # An interruption may come between any two statements below, and must find what counts as cached to be cached: so the draft's
+    # nodes, which stand behind the committed tokens, are given up before the number of these changes.
 
     def _keep(self, context: Context, tokens: list[int], parents: Sequence[int], start: int) -> None:
         """Reduce what counts as cached to what this call can use; the slots themselves stay where they are."""
         if context is not self._context:
             shared = _shared_length(self._context.ids, context.ids, self._committed)
             if shared < self._committed:
-                self._tokens, self._parents = [], _chain(0)
-            self._context, self._committed = context, shared
+                self._draft = _EMPTY
+            self._committed = shared
+            self._context = context
         self._adopt(context)
         if start == 0 or self._committed < len(context):
+            self._draft = _EMPTY
             self._committed = min(self._committed, len(context) - (start == 0))
-            reusable = 0
         else:
-            reusable = min(_shared_length(self._tokens, tokens), _shared_length(self._parents, parents), start - 1)
-        self._tokens, self._parents = self._tokens[:reusable], self._parents[:reusable]
+            cached = self._draft
+            reusable = min(_shared_length(cached.tokens, tokens), _shared_length(cached.parents, parents), start - 1)
+            self._draft = Nodes(cached.tokens[:reusable], cached.parents[:reusable])
 
     def _adopt(self, context: Context) -> None:
         """Count the nodes of the last draft that were committed since as context, made contiguous if they came from a tree."""
+        cached = self._draft
         path: list[int] = []
         node = -1
         while self._committed + len(path) < len(context):
-            node = self._child(node, context.ids[self._committed + len(path)])
+            node = cached.child(node, context.ids[self._committed + len(path)])
             if node < 0:
                 break
             path.append(node)
         if not path:
             return
         length = len(path)
-        rest = self._tokens[length:] if isinstance(self._parents, range) else []
-        self._tokens, self._parents = [], _chain(0)  # an interruption while rows move leaves nothing but the context
+        self._draft = _EMPTY
         if path[-1] != length - 1:
             self._cache.gather([self._committed + node for node in path], self._committed, self.device)
         self._committed += length
-        self._tokens, self._parents = rest, _chain(len(rest))
-
-    def _child(self, parent: int, token: int) -> int:
-        """The node behind `parent` that holds `token`, -1 where there is none."""
-        for node in range(parent + 1, len(self._tokens)):
-            if self._parents[node] == parent and self._tokens[node] == token:
-                return node
-        return -1
+        if isinstance(cached.parents, range):
+            self._draft = Nodes(cached.tokens[length:], _chain(len(cached.tokens) - length))
 
     def _run(self, ids: list[int], tree: tuple[int, list[int]] | None, keep: int) -> torch.Tensor:
         """One pass over `ids`, written behind what is cached. Returns its last `keep` rows [keep, vocabulary]."""
-        past = self._committed + len(self._tokens)
+        past = self._committed + len(self._draft.tokens)
         positions = self._slot_positions(past + len(ids), tree)
         self._cache.length = past
         options: dict[str, Any] = {}
@@ -171,11 +192,6 @@ class Session:
         committed, parents = tree
         nodes = torch.tensor(depths(parents), device=self.device) + committed
         return torch.cat((self._positions[:committed], nodes))
-
-
-def _chain(length: int) -> range:
-    """The parents of a chain; as a range it costs nothing to make, slice or compare."""
-    return range(-1, length - 1)
 
 
 def _shared_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
