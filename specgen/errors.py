@@ -26,6 +26,14 @@ class RunError(SpecgenError):
     exit_code = 1
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine ran out of memory: torch says so in several ways."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        phrase in text for phrase in ("out of memory", "can't allocate memory", "not enough memory")
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean svip?"` where `name` looks like a slip for one of `known`, else nothing."""
     matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from specgen.decoding import policies
@@ -158,6 +159,17 @@ METHODS: Mapping[str, Method] = {
 }
 
 
+def default_name(*, has_draft_model: bool) -> str:
+    """The method that a pair is decoded with where nobody says how."""
+    return "svip" if has_draft_model else "lookup"
+
+
+def no_draft_model(method: Method) -> SpecgenError:
+    return SpecgenError(
+        f"{method.name} needs a draft model, and there is none", "Name one with --draft, or do without: -m lookup"
+    )
+
+
 def find(name: str) -> Method:
     """The method of that name. Raises SpecgenError, with the nearest name, where there is none."""
     if name not in METHODS:
@@ -254,10 +266,8 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     if method.drafter == "lookup":
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
-        raise SpecgenError(
-            f"{method.name} needs a draft model, and none is loaded", "Name one with --draft, or do without: -m lookup"
-        )
-    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, parts.seed + 1)
+        raise no_draft_model(method)
+    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, _derived(parts.seed, "draft"))
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
@@ -265,7 +275,12 @@ def make_policy(settings: Settings, seed: int) -> LengthPolicy:
         return policies.Fixed(k=1)
     row = POLICIES[settings.policy]
     own = {name: settings.values[name] for name in row.settings}
-    return row.maker(**own, seed=seed) if row.random else row.maker(**own)
+    return row.maker(**own, seed=_derived(seed, "policy")) if row.random else row.maker(**own)
+
+
+def _derived(seed: int, role: str) -> int:
+    """A seed of its own for each source of randomness: neighbouring seeds of a user share none."""
+    return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
 def make_verifier(parts: Parts) -> Verifier:
@@ -273,7 +288,7 @@ def make_verifier(parts: Parts) -> Verifier:
 
     if parts.sampling.greedy:
         return verifiers.Greedy()
-    return verifiers.RejectionSampling(parts.sampling, parts.target.device, parts.seed)
+    return verifiers.RejectionSampling(parts.sampling, parts.target.device, _derived(parts.seed, "target"))
 
 
 def make_schedule(method: Method) -> Schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,8 @@ from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
 from specgen.models.devices import pick_device, pick_threads, synchronizer
-from specgen.models.load import LoadedModel, Source, load_model
+from specgen.models.load import LoadedModel, Source, load_model, prepare
+from specgen.models.session import Session
 from specgen.models.tokenizer import check_same
 from specgen.types import Context, Round, SamplingParams
 
@@ -48,17 +50,17 @@ class Pair:
     """Use it again and again; runs may even take turns. It keeps what it can of the last run's cache."""
 
     def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
-        if draft is not None:
-            check_same(target.tokenizer, draft.tokenizer, target.name, draft.name)
         self.target, self.draft = target, draft
         self.tokenizer = target.tokenizer
-        self._target_session = target.session(target.penalties)
-        # a draft model is reshaped by the target's penalties too: it is to guess what the target will say
-        self._draft_session = draft.session(target.penalties) if draft is not None else None
+        width = target.session().vocab_size
+        self._target_session = target.session(target.penalties_on(target.device, width))
+        self._draft_session: Session | None = None
+        if draft is not None:  # reshaped by the target's penalties too: it is to guess what the target will say
+            self._draft_session = draft.session(target.penalties_on(draft.device, width))
 
     @property
     def default_method(self) -> str:
-        return "lookup" if self.draft is None else "svip"
+        return methods.default_name(has_draft_model=self.draft is not None)
 
     def rounds(
         self,
@@ -119,14 +121,16 @@ class Pair:
         return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not prompt:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids or prompt == "":
             raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        ids = list(prompt)
-        size = self._target_session.vocab_size
-        for token in ids:
-            if not isinstance(token, int) or not 0 <= token < size:
+        size = self._target_session.known_ids
+        for place, token in enumerate(ids):
+            try:
+                ids[place] = index(token)
+            except TypeError:
+                ids[place] = -1
+            if not 0 <= ids[place] < size:
                 raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {size - 1}")
         return ids
 
@@ -196,6 +200,8 @@ def load(
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
+    if (target is None and revision is not None) or (draft is None and draft_revision is not None):
+        raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     on = pick_device(device)
     draft_on = pick_device(draft_device) if draft_device is not None else on
     if target is None:
@@ -204,5 +210,8 @@ def load(
         sources = [Source(target, None, revision, trust_remote_code, offline)]
         if draft is not None:
             sources.append(Source(draft, None, draft_revision, trust_remote_code, offline))
-    loaded = [load_model(source, place, dtype, announce) for source, place in zip(sources, (on, draft_on), strict=False)]
+    prepared = [prepare(source, announce) for source in sources]
+    if len(prepared) == 2:
+        check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
+    loaded = [load_model(found, place, dtype, announce) for found, place in zip(prepared, (on, draft_on), strict=False)]
     return Pair(*loaded) if len(loaded) == 2 else Pair(loaded[0], None)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from specgen.errors import SpecgenError
@@ -32,7 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
             raise SpecgenError(f"max_new_tokens is {self.max_new_tokens}", "It has to be a whole number of at least 1")
         if not _is_number(self.temperature) or not 0 <= self.temperature <= 100:
@@ -57,11 +58,11 @@ class SamplingParams:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Context:
@@ -104,10 +105,6 @@ class Draft:
     entropies: Sequence[float] = ()
     top_probs: Sequence[float] = ()
     stop_reason: str | None = None
-
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == place - 1 for place, parent in enumerate(self.parents))
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def test_eager_attention_is_exact_too(models_folder: Path) -> None:
     assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
 
 
-def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path) -> None:
+def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 4,
@@ -132,9 +132,13 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path) -> None:
     assert _context_limits(pair.target.model.config) == (CONTEXT, 32)
     short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
     assert short.context_ends
-    assert short.run.limit == 12
-    long = pair.generate([5, 6, 7] * 12, "lookup", SamplingParams(max_new_tokens=40))
-    assert long.token_ids == plain(model, [5, 6, 7] * 12, 40)
+    assert short.run.limit == 13, "the token behind the boundary is never run"
+    monkeypatch.setattr("specgen.models.session.PREFILL_CHUNK", 10)
+    text = [5 + token % 7 for token in range(60)]
+    for length in (36, 15, 60, 32, 33, 31, 20):  # beginnings of one another: nothing is shared across the change
+        limit = min(40, pair.target.limit_for(length) - length)
+        expected = plain(model, text[:length], limit)
+        assert pair.generate(text[:length], "lookup", SamplingParams(max_new_tokens=40)).token_ids == expected, length
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,39 @@ def test_cuda_gives_the_same_tokens_as_transformers_there(method: str) -> None:
     assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == output[0, len(ids) :].tolist()
 
 
+def test_what_does_not_keep_a_cache_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertLMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = BertLMHeadModel(BertConfig(**shape, initializer_range=0.25))
+    gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    for model in (bert, gpt):
+        with pytest.raises(SpecgenError, match="does not work with a cache that is rolled back"):
+            specgen.load(save(model, tmp_path / model.config.model_type), device="cpu")
+
+
+@pytest.mark.parametrize("draft_vocab", [VOCAB - 6, VOCAB + 10])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_and_padded_vocabularies_go_together(tmp_path: Path, draft_vocab: int, temperature: float) -> None:
+    target, draft = make_model("llama", seed=4), make_model("llama", seed=5, vocab_size=draft_vocab)
+    penalties = {"bad_words_ids": [[5], [VOCAB - 1]], "repetition_penalty": 1.2, "suppress_tokens": [VOCAB - 2]}
+    target.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalties)
+    pair = specgen.load(save(target, tmp_path / "t"), save(draft, tmp_path / "d"), device="cpu", dtype="float32")
+    result = pair.generate([1, 5, 6], "sd", SamplingParams(max_new_tokens=30, temperature=temperature, seed=1))
+    if not temperature:
+        assert result.token_ids == plain(target, [1, 5, 6], 30)
+
+
+def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])), eos_token="b")
+    pair = specgen.load(save(make_model("llama"), tmp_path, tokenizer), device="cpu")
+    with pytest.raises(SpecgenError, match="the prompt is empty"):
+        pair.generate("日本")
+
+
 TEXTS = [
     "def f(x):\n    return x  # naïve café",
     "日本語のテキスト、漢字と絵文字 🎉👩‍👩‍👧‍👦 ok",
@@ -204,6 +241,21 @@ def test_invalid_bytes_do_not_hold_the_text_back_for_ever(demo_pair: Pair) -> No
     assert "".join(pieces), "shown as replacement characters in the end"
     letter = demo_pair.tokenizer.encode("a")[-1]
     assert (detokenizer.push(letter) + detokenizer.flush()).endswith("a")
+
+
+def test_tokens_that_straddle_characters_lose_none() -> None:
+    data = "日本語テキスト、日本".encode()
+    for sizes in ([1], [2], [4], [1, 3], [2, 2, 1], [5, 1]):
+        parts, place, turn = [], 0, 0
+        while place < len(data):
+            parts.append(data[place : place + sizes[turn % len(sizes)]])
+            place, turn = place + len(parts[-1]), turn + 1
+
+        def decode(ids: Any, parts: list[bytes] = parts) -> str:
+            return b"".join(parts[token] for token in ids).decode(errors="replace")
+
+        detokenizer = Detokenizer(decode, ())
+        assert "".join(map(detokenizer.push, range(len(parts)))) + detokenizer.flush() == data.decode(), sizes
 
 
 def test_leading_spaces_survive_tokenizers_that_strip_them() -> None:

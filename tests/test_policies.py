@@ -43,6 +43,7 @@ def test_heuristic_follows_transformers_schedule() -> None:
     for _ in range(20):
         policy.observe(3, 0)
     assert policy.state() == {"k": 1}
+    assert drafted(Heuristic(k=20, max_draft=3), steps()) == 3
     policy.observe(0, 0)  # a round without a draft tells nothing
     assert policy.state() == {"k": 1}
 
@@ -92,7 +93,8 @@ class ScriptedSession:
     device = torch.device("cpu")
 
     def __init__(self, vocab_size: int = 10, context_limit: int = 100, certainty: float = 8.0) -> None:
-        self.vocab_size, self.context_limit, self.certainty = vocab_size, context_limit, certainty
+        self.vocab_size = self.known_ids = vocab_size
+        self.context_limit, self.certainty = context_limit, certainty
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0

@@ -75,11 +75,15 @@ def dumps(line: Mapping[str, Any]) -> str:
 def check_writable(path: Path) -> None:
     """Refuse a trace that cannot be written before anything is loaded. Raises SpecgenError; an old file is left as it is."""
     folder = path.parent
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise SpecgenError(f"cannot write the trace: {error.strerror}", "Name another file") from error
+    if is_folder:
         raise SpecgenError(f"cannot write the trace {path}: it is a folder", "Name a file in it")
     if not folder.is_dir():
         raise SpecgenError(f"cannot write the trace {path}: there is no folder {folder}", "Make it first, or name another")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    if not os.access(path if is_there else folder, os.W_OK):
         raise SpecgenError(f"cannot write the trace {path}: permission denied", "Name another file")
 
 

@@ -24,7 +24,7 @@ class Request:
     """What was asked for, checked as far as that can be done without a model."""
 
     prompt: str
-    method: str | None
+    method: str
     settings: Mapping[str, object]
     sampling: SamplingParams
     chat: bool
@@ -71,7 +71,10 @@ def generate(
         return None
     models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
-    request = _check(prompt, method, methods.parse_pairs(settings or []), sampling, chat, system)
+    chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
+    if chosen.needs_draft_model and not models.has_draft:
+        raise methods.no_draft_model(chosen)
+    request = _check(prompt, chosen, methods.parse_pairs(settings or []), sampling, chat, system)
     if trace is not None:
         check_writable(trace)
     with open_pair(models, theme.console(stderr=True, no_color=no_color), quiet=quiet) as pair:
@@ -80,14 +83,13 @@ def generate(
 
 def _check(
     prompt: str | None,
-    method: str | None,
+    method: methods.Method,
     settings: dict[str, str],
     sampling: SamplingParams,
     chat: bool,
     system: str | None,
 ) -> Request:
-    if method is not None:
-        methods.resolve(methods.find(method), settings)
+    methods.resolve(method, settings)
     if system is not None and not chat:
         raise SpecgenError("--system stands without --chat", "Add --chat: a system turn needs the model's chat template")
     for name, argument in (("the prompt", prompt), ("--system", system)):
@@ -96,7 +98,7 @@ def _check(
     text = _standard_input(asked_for=prompt == "-") if prompt in (None, "-") else str(prompt)
     if not text.strip():
         raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-    return Request(text, method, settings, sampling, chat, system)
+    return Request(text, method.name, settings, sampling, chat, system)
 
 
 def _is_utf8(argument: str) -> bool:
@@ -118,19 +120,24 @@ def _standard_input(*, asked_for: bool) -> str:
 
 
 def _run(pair: Pair, request: Request, output: Output) -> int | None:
+    from specgen.cli.interrupts import Interrupts
+    from specgen.cli.output import Sink
+
     prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
     plan = pair.plan(prompt, request.method, request.sampling, **request.settings)
     interrupted = False
-    from specgen.cli.output import Sink
-
-    with closing(Sink(pair, plan, output)) as sink:
-        sink.start()
+    with closing(Sink(pair, plan, output)) as sink, Interrupts() as interrupts:
         try:
+            with interrupts.held():
+                sink.start()
             for round_ in plan.run.rounds():
-                sink.add(round_)
+                with interrupts.held():
+                    sink.add(round_)
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            sink.end_text()
-        sink.finish("interrupted" if interrupted else plan.run.finish_reason or "length")
+            with interrupts.held():
+                sink.end_text()
+        with interrupts.held():
+            sink.finish("interrupted" if interrupted else plan.run.finish_reason or "length")
     return INTERRUPTED if interrupted else None

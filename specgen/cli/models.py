@@ -29,6 +29,11 @@ class ModelOptions:
     trust_remote_code: bool
     offline: bool
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model will be there: one is named, or the bundled pair brings it."""
+        return self.draft is not None or self.target is None
+
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
             raise SpecgenError(f"--draft {self.draft} stands without --target", "Name the target too: --target MODEL")
@@ -57,6 +62,6 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
             offline=models.offline,
             announce=loading.announce,
         )
-        loading.announce("warming up")
+        loading.still("warming up")
         pair.settle()
     return pair

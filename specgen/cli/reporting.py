@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import ParamSpec
 
 import typer
 
-from specgen.errors import RunError, SpecgenError
+from specgen.errors import RunError, SpecgenError, is_out_of_memory
 
 INTERRUPTED = 130
 P = ParamSpec("P")
@@ -33,14 +32,12 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
         except BrokenPipeError:
             code = _reader_has_gone()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
-                raise
             _silence_stdout()
-            code = _failed(f"cannot write the output: {error.strerror}")
+            code = _failed(f"cannot write the output: {error.strerror}" if error.filename is None else str(error))
         except Exception as error:
-            if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError"):
+            if not is_out_of_memory(error):
                 raise
-            code = _failed(f"the device gave up: {str(error).splitlines()[0]}", "Try a smaller model or --dtype bfloat16")
+            code = _failed(f"out of memory: {str(error).splitlines()[0]}", "Try a smaller model or --dtype bfloat16")
         raise typer.Exit(code)
 
     return run

@@ -43,7 +43,7 @@ class DraftModel:
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         limit = min(limit, self._session.context_limit - len(context))
-        if limit < 1 or context.largest_id >= self._session.vocab_size:
+        if limit < 1 or context.largest_id >= self._session.known_ids:
             return Draft()
         chain = _Chain(self._sampling, self._generator, policy.needs)
         reason = "length"
@@ -86,7 +86,7 @@ class _Chain:
             return step
         wanted = [token, *distributions.figures(row)]
         if not self._sampling.greedy and "prob" in self._needs:
-            wanted.append(self._probs[-1][token])
+            wanted.append(self._probs[-1].gather(0, token[None])[0])  # an index with a tensor would visit the host
         chosen, negative_entropy, top_log_prob, *prob = distributions.to_host(*wanted)
         step.entropy = abs(negative_entropy)  # rounding may leave it a hair on the wrong side of 0
         step.prob = prob[0] if prob else math.exp(top_log_prob)

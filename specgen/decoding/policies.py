@@ -68,8 +68,8 @@ class Heuristic:
     needs: ClassVar[Feeds] = frozenset()
 
     def __init__(self, k: int, max_draft: int) -> None:
-        self.k, self.max_draft = k, max_draft
-        self.reason = f"limit {k}"
+        self.k, self.max_draft = min(k, max_draft), max_draft
+        self.reason = f"limit {self.k}"
 
     def keep_drafting(self, step: Step) -> bool:
         self.reason = f"limit {self.k}"

@@ -102,7 +102,10 @@ def pick_threads(work: Callable[[], object]) -> None:
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
         return
+    start = time.perf_counter()
     work()
+    if time.perf_counter() - start > _LONG:
+        return
     candidates = sorted({1, most // 2, most})
     best = dict.fromkeys(candidates, float("inf"))
     for _ in range(3):  # in turn, so that a drifting machine is fair to all

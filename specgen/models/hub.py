@@ -19,12 +19,16 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
     """The local folder with the files of the model `name`. Raises SpecgenError where there is none."""
     if not name.strip():
         raise SpecgenError("a model's name is empty", "Name a model id or a folder")
-    local = Path(name).expanduser()
-    if local.is_dir():
+    try:
+        local = Path(name).expanduser()
+        is_folder, is_file = local.is_dir(), local.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is nobody's, a null byte
+        raise SpecgenError(f"there can be no model {name[:60]!r}", "Check the spelling") from error
+    if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
         return local
-    if local.is_file():
+    if is_file:
         raise SpecgenError(f"{name} is a file", "Name the folder that it lies in")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")

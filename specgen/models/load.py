@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 from specgen.errors import RunError, SpecgenError
 from specgen.models.devices import pick_dtype
 from specgen.models.hub import model_folder
-from specgen.models.penalties import Penalties, penalties_of
+from specgen.models.penalties import Penalties, asks_for_penalties
+from specgen.models.selfcheck import check_rollback
 from specgen.models.session import Session
 from specgen.models.tokenizer import Tokenizer
 
@@ -43,6 +44,20 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model's files, looked at as far as that takes no time: what can be refused is refused before weights are read."""
+
+    source: Source
+    folder: Path
+    config: Any
+    tokenizer: Tokenizer
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to decode with. `name` is what the user called it; `context_limit` counts tokens."""
 
@@ -52,10 +67,14 @@ class LoadedModel:
     eos_ids: frozenset[int]
     context_limit: int
     rope_boundary: int | None
-    penalties: Penalties | None
+    has_penalties: bool
 
-    def session(self, penalties: Penalties | None) -> Session:
-        return Session(self.model, self.context_limit, penalties)
+    def session(self, penalties: Penalties | None = None) -> Session:
+        return Session(self.model, self.context_limit, penalties, self.rope_boundary)
+
+    def penalties_on(self, device: torch.device, width: int) -> Penalties | None:
+        """What this model's generation config does to logits, for a session on `device`; None where it does nothing."""
+        return Penalties(self.model.generation_config, sorted(self.eos_ids), width, device) if self.has_penalties else None
 
     @property
     def device(self) -> torch.device:
@@ -68,32 +87,41 @@ class LoadedModel:
 
     def limit_for(self, prompt_length: int) -> int:
         """How long prompt and answer may be together. Where the rotary frequencies change with the length, one run stays on
-        one side of the change: a pass across it would mix the two, and no longer be the model's own."""
-        if self.rope_boundary is not None and prompt_length < self.rope_boundary:
-            return min(self.rope_boundary, self.context_limit)
+        one side of the change: a pass across it would mix the two, and no longer be the model's own. The last token is never
+        run, so it may lie beyond."""
+        if self.rope_boundary is not None and prompt_length <= self.rope_boundary:
+            return min(self.rope_boundary + 1, self.context_limit)
         return self.context_limit
 
 
-def load_model(source: Source, device: torch.device, dtype: str, announce: Callable[[str], None]) -> LoadedModel:
-    """Load `source` onto `device`. `announce` is told what is going on, in a few words.
+def prepare(source: Source, announce: Callable[[str], None]) -> Prepared:
+    """Find a model's files, downloading them where needed, and read what is small. `announce` is told what is going on.
 
-    Raises SpecgenError for what is not there, no decoder, not in safetensors or cannot be rolled back; RunError out of memory.
+    Raises SpecgenError for what is not there, is no decoder or cannot be rolled back.
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
     with _quiet_transformers():
         config = _load_config(folder, source)
         _check_decoder(config, source.name)
-        announce(f"loading {source.name}")
-        weights = pick_dtype(dtype, config.get_text_config(), folder, device)
-        model = _load_weights(folder, source, weights, device)
-        tokenizer = _load_tokenizer(folder, source)
+        return Prepared(source, folder, config, _load_tokenizer(folder, source))
+
+
+def load_model(prepared: Prepared, device: torch.device, dtype: str, announce: Callable[[str], None]) -> LoadedModel:
+    """Load the weights onto `device`. SpecgenError for damaged weights or other formats, RunError out of memory."""
+    name, config = prepared.name, prepared.config
+    announce(f"loading {name}")
+    with _quiet_transformers():
+        weights = pick_dtype(dtype, config.get_text_config(), prepared.folder, device)
+        model = _load_weights(prepared.folder, prepared.source, weights, device)
     if getattr(type(model), "_is_stateful", False):
-        raise _recurrent(source.name, config.model_type)
-    eos_ids = _eos_ids(model, tokenizer)
+        raise _recurrent(name, config.model_type)
+    eos_ids = _eos_ids(model, prepared.tokenizer)
     limit, boundary = _context_limits(config.get_text_config())
-    penalties = penalties_of(model.generation_config, sorted(eos_ids), device, source.name)
-    return LoadedModel(source.name, model, tokenizer, eos_ids, limit, boundary, penalties)
+    has_penalties = asks_for_penalties(model.generation_config, sorted(eos_ids), name)
+    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, has_penalties)
+    check_rollback(loaded.session(), model, name)
+    return loaded
 
 
 def _load_config(folder: Path, source: Source) -> Any:

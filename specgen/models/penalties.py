@@ -32,14 +32,19 @@ class Penalties:
     Row i is reshaped by the tokens that lead to it: the context and the draft's path.
     """
 
-    def __init__(self, config: Any, eos_ids: Sequence[int], device: torch.device) -> None:
-        self._config, self._eos, self._device = config, list(eos_ids), device
+    def __init__(self, config: Any, eos_ids: Sequence[int], width: int, device: torch.device) -> None:
+        self._config, self._eos, self._width, self._device = config, list(eos_ids), width, device
         self._context: Context | None = None
 
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:
-        """Float32 rows [rows, vocabulary] for rows `start`, `start + 1`, ... of the context and the draft behind it."""
+        """Float32 rows [rows, width] for rows `start`, `start + 1`, ... of the context and the draft behind it.
+
+        `width` is the target's vocabulary: a draft's rows are cut to it, or padded with what is never chosen.
+        """
+        missing = self._width - logits.shape[-1]
+        logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         self._follow(context)
         committed = self._ids[: len(context)]
         rows = []
@@ -50,7 +55,7 @@ class Penalties:
                 path.append(tokens[node])
                 node = parents[node]
             ids = torch.cat((committed, torch.tensor(path[::-1], dtype=torch.long, device=self._device)))
-            rows.append(self._processors(ids[None], logits[row - start].float()[None])[0])
+            rows.append(self._processors(ids[None], logits[row - start][None])[0])
         return torch.stack(rows)
 
     def _follow(self, context: Context) -> None:
@@ -66,8 +71,8 @@ class Penalties:
         self._known = len(context)
 
 
-def penalties_of(config: Any, eos_ids: Sequence[int], device: torch.device, name: str) -> Penalties | None:
-    """The penalties that a model's generation config asks for, None where it asks for none. Raises for what is not supported."""
+def asks_for_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
+    """Whether a model's generation config asks for penalties. Raises SpecgenError for those that cannot be had here."""
     for field, off in _REFUSED.items():
         value = getattr(config, field, None)
         if value not in off:
@@ -75,9 +80,7 @@ def penalties_of(config: Any, eos_ids: Sequence[int], device: torch.device, name
                 f"{name}'s generation_config.json sets {field}={value!r}, which speculative decoding here cannot honour",
                 f"Take {field} out of that file",
             )
-    if len(_processors(config, list(eos_ids), 0, device)) == 0:
-        return None
-    return Penalties(config, eos_ids, device)
+    return len(_processors(config, list(eos_ids), 0, torch.device("cpu"))) > 0
 
 
 def _processors(config: Any, eos: list[int], prompt_length: int, device: torch.device) -> Any:

@@ -59,11 +59,15 @@ class Session:
     A session may be called with any context at any time. An interrupted call leaves it usable.
     """
 
-    def __init__(self, model: Any, context_limit: int, reshaping: Reshaping | None = None) -> None:
+    def __init__(
+        self, model: Any, context_limit: int, reshaping: Reshaping | None = None, rope_boundary: int | None = None
+    ) -> None:
         self.context_limit = context_limit
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.known_ids: int = model.get_input_embeddings().weight.shape[0]
+        head = model.get_output_embeddings()
+        self.vocab_size: int = self.known_ids if head is None else head.weight.shape[0]
         self.device: torch.device = model.device
-        self.passes = 0
+        self._rope_boundary = rope_boundary
         self._dtype: torch.dtype = model.dtype
         self._model = model
         self._reshaping = reshaping
@@ -105,10 +109,9 @@ class Session:
         tree = None if parents is None or isinstance(parents, range) or list(parents) == list(chain) else list(parents)
         nodes = chain if tree is None else tree
         self._keep(context, tokens, nodes, start)
-        while len(context) - self._committed > PREFILL_CHUNK:
-            chunk = context.ids[self._committed : self._committed + PREFILL_CHUNK]
-            self._run(chunk, None, keep=1)
-            self._committed += len(chunk)
+        while len(context) - self._committed > (size := self._chunk(context)):
+            self._run(context.ids[self._committed : self._committed + size], None, keep=1)
+            self._committed += size
         missing = context.ids[self._committed :] + tokens[len(self._draft.tokens) :]
         logits = self._run(missing, None if tree is None else (len(context), tree), keep=len(tokens) + 1 - start)
         self._committed = len(context)
@@ -124,6 +127,8 @@ class Session:
         """Reduce what counts as cached to what this call can use; the slots themselves stay where they are."""
         if context is not self._context:
             shared = _shared_length(self._context.ids, context.ids, self._committed)
+            if self._is_long(context) != self._is_long(self._context):
+                shared = 0
             if shared < self._committed:
                 self._draft = _EMPTY
             self._committed = shared
@@ -157,6 +162,17 @@ class Session:
         if isinstance(cached.parents, range):
             self._draft = Nodes(cached.tokens[length:], _chain(len(cached.tokens) - length))
 
+    def _is_long(self, context: Context) -> bool:
+        """On which side of the rotary frequencies' change a run is; it stays there (`LoadedModel.limit_for`)."""
+        return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
+
+    def _chunk(self, context: Context) -> int:
+        """How many tokens of a long prompt to run at once. A pass that ends before the change of the rotary frequencies would
+        be computed with the wrong ones, so the first chunk of a prompt beyond it reaches beyond it too."""
+        if self._rope_boundary is not None and self._is_long(context):
+            return max(PREFILL_CHUNK, self._rope_boundary + 1 - self._committed)
+        return PREFILL_CHUNK
+
     def _run(self, ids: list[int], tree: tuple[int, list[int]] | None, keep: int) -> torch.Tensor:
         """One pass over `ids`, written behind what is cached. Returns its last `keep` rows [keep, vocabulary]."""
         past = self._committed + len(self._draft.tokens)
@@ -172,7 +188,6 @@ class Session:
             raise SpecgenError(
                 "this model's attention has ALiBi biases, which know no trees", "Take a method without draft trees"
             )
-        self.passes += 1
         output = self._model(
             input_ids=torch.tensor([ids], device=self.device),
             attention_mask=mask,

@@ -71,37 +71,43 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns ids into text as they come: whole characters only, spaces between words kept, nothing decoded twice over."""
+    """Turns ids into text as they come: whole characters only, spaces between words kept.
+
+    New ids are decoded behind the last ones that gave text, so that a tokenizer which strips a text's first space strips none
+    of theirs. A decoder writes one replacement character for a character whose bytes are not all there yet: it is held back,
+    until so many tokens have brought nothing new that it can only be a broken one.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._ids = list(prompt_ids[-_PREFIX:])
-        self._shown = len(self._ids)  # the ids up to here have been turned into text,
-        self._from = 0  # and are decoded from here, so that the new ones stand behind others
+        self._before = list(prompt_ids[-_PREFIX:])  # ids whose text has been given,
+        self._new: list[int] = []  # and those behind them whose text has not, or not all
+        self._given = 0  # characters of the new ids' text
+        self._waited = 0  # tokens since the last text
 
     def push(self, token: int) -> str:
         """The text that this token completes: empty while a character is still unfinished."""
-        self._ids.append(token)
-        piece = self._pending()
-        unfinished = piece.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _LONGEST_CHARACTER
-        return "" if unfinished else self._show(piece)
+        self._new.append(token)
+        text = self._text()
+        whole = text.rstrip(_REPLACEMENT)
+        self._waited = 0 if len(whole) > self._given else self._waited + 1
+        if self._waited >= _LONGEST_CHARACTER:
+            whole = text[:-1]  # broken bytes, but for the last, which may begin a character
+            self._waited = 0
+        return self._give(whole, is_all=whole == text)
 
     def flush(self) -> str:
         """The text held back, as the decoder renders what is unfinished."""
-        return self._show(self._pending())
+        return self._give(self._text(), is_all=True)
 
-    def _pending(self) -> str:
-        if self._shown == len(self._ids):
-            return ""
-        known = self._decode(self._ids[self._from : self._shown])
-        return self._decode(self._ids[self._from :])[len(known) :]
+    def _text(self) -> str:
+        return self._decode(self._before + self._new)[len(self._decode(self._before)) :]
 
-    def _show(self, piece: str) -> str:
-        if piece:  # a token without text (a special one) gives the next no room to stand behind: go on from before it
-            del self._ids[: self._from]
-            self._shown -= self._from
-            self._from = self._shown
-        self._shown = len(self._ids)
+    def _give(self, text: str, is_all: bool) -> str:
+        piece = text[self._given :]
+        self._given = max(self._given, len(text))
+        if is_all and text:  # else (a special token has no text) the next id is decoded behind these too
+            self._before, self._new, self._given = self._new, [], 0
         return piece
 
 

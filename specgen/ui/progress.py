@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 from rich.status import Status
+from rich.text import Text
 
 from specgen.ui.visible import inline
 
@@ -24,6 +27,12 @@ class LoadingLine:
             self._status.update(inline(what))
             self._status.start()
 
+    def still(self, what: str) -> None:
+        """Say what is going on without a thread that redraws: something is being timed."""
+        if self._status is not None:
+            self._status.stop()
+            self._status.console.print(Text(inline(what), "quiet"), end="\r")
+
     def __enter__(self) -> LoadingLine:
         if self._status is not None:
             self._status.start()
@@ -32,3 +41,4 @@ class LoadingLine:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
+            self._status.console.control(Control((ControlType.ERASE_IN_LINE, 2)))

@@ -102,7 +102,7 @@ class AnswerView:
         if not text:
             return
         self._at_line_start = text.endswith("\n")
-        if not self._console.is_terminal:
+        if not (self._console.is_terminal or sys.stdout.isatty()):
             sys.stdout.write(text)
             sys.stdout.flush()
             return

@@ -25,7 +25,6 @@ _STYLES = {
     "mark.rejected": {"ansi": "bold red", "dark": "bold #ff7b72", "light": "bold #b3261e", "mono": "bold"},
     "quiet": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
     "strong": {"ansi": "bold", "dark": "bold", "light": "bold", "mono": "bold"},
-    "command": {"ansi": "bold", "dark": "bold #79c0ff", "light": "bold #0550ae", "mono": "bold"},
     "good": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "none"},
     "bad": {"ansi": "bold red", "dark": "bold #ff7b72", "light": "bold #b3261e", "mono": "bold"},
 }
