@@ -433,8 +433,8 @@ def _read(terminal: int) -> bytes:
 
 
 def after_loading(screen: str) -> str:
-    """What stays on the screen: the spinner's line is gone."""
-    return screen.rpartition("\x1b[?25h\r\x1b[1A\x1b[2K")[2]
+    """What stays on the screen: the lines that told of loading are erased."""
+    return screen.rpartition("\x1b[2K")[2]
 
 
 def plain(screen: str) -> str:
