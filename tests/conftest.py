@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from families import make_model, near_copy, save
+from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
 
 import specgen
 from specgen.pair import Pair
@@ -47,3 +47,14 @@ def pair_of(models_folder: Path) -> Callable[[str, str], Pair]:
 @pytest.fixture(scope="session")
 def demo_pair() -> Pair:
     return specgen.load(device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The options that name a tiny pair whose draft is often right."""
+    assert len(LETTERS) == VOCAB
+    parent = tmp_path_factory.mktemp("cli")
+    tokenizer = make_tokenizer(LETTERS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    model = make_model("llama")
+    return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))

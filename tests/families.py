@@ -45,6 +45,8 @@ WORDS = [
     "9",
 ]
 CONTEXT = 128
+LETTERS = [*WORDS, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"éèêàâîôûçäöüßñåøæœαβγδεζηθκ"]  # each id has a text to see
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}assistant "
 
 _LLAMA = {
     "hidden_size": 32,

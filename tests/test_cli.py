@@ -10,23 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from itertools import groupby
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
+from families import CONTEXT, LETTERS, make_tokenizer
 
 from specgen.cli.app import main
 from specgen.methods import METHODS
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-LETTERS = [*WORDS, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"éèêàâîôûçäöüßñåøæœαβγδεζηθκ"]  # each id has a text to see
-CONTROLS = [*WORDS[:3], *"abc.", *map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x2066))]
-CONTROLS += [f"\x1b[{colour}m\x07\x9b{colour}m" for colour in range(VOCAB - len(CONTROLS))]  # so many that some are sampled
-TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}assistant "
 PROMPT = "the cat sat on the mat"
 
 START = "type method settings lossless target draft device dtype prompt_ids sampling versions"
@@ -42,17 +37,6 @@ PHASES = {"prefill", "draft", "verify", "sample", "other"}
 
 Lines = list[dict[str, Any]]
 Generate = Callable[..., tuple[str, str]]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The options that name a tiny pair whose draft is often right."""
-    assert len(LETTERS) == VOCAB
-    parent = tmp_path_factory.mktemp("cli")
-    tokenizer = make_tokenizer(LETTERS)
-    tokenizer.chat_template = TEMPLATE
-    model = make_model("llama")
-    return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))
 
 
 @pytest.fixture
@@ -362,144 +346,3 @@ def test_rounds_are_a_legend_a_line_each_and_then_the_answer(
         if len(line["draft_ids"]) == 3:
             assert row.endswith("limit 3")
             assert len(row) == width or width < 80
-
-
-# ------------------------------------------------------------------ a real terminal
-
-_SCENES = """
-import fcntl, json, os, struct, sys, termios
-from specgen.cli.app import main
-for name, (width, environment, arguments) in json.loads(sys.argv[1]).items():
-    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    os.environ.pop("NO_COLOR", None)
-    os.environ.update(environment)
-    sys.argv = ["specgen", *arguments]
-    try:
-        main()
-    except SystemExit as ended:
-        os.write(1, f"<<{name} ended with {ended.code}>>".encode())
-"""
-
-
-@pytest.fixture(scope="module")
-def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """What several commands, run one after the other on one pseudo-terminal, write to it."""
-    if sys.platform == "win32":
-        pytest.skip("no pseudo-terminals")
-    import pty
-
-    model = make_model("llama")
-    hostile = ("-t", save(model, tmp_path_factory.mktemp("hostile"), make_tokenizer(CONTROLS)))
-    usual = ["generate", *pair, "--ignore-eos", "-n", "30", PROMPT]
-    random = ["generate", *hostile, "--ignore-eos", "-n", "60", "--temperature", "50", "--seed", "1", "-m", "lookup", "abc"]
-    scenes: dict[str, tuple[int, dict[str, str], list[str]]] = {
-        "colours": (100, {}, usual),
-        "no colours": (120, {"NO_COLOR": "1"}, usual),
-        "no colours asked": (120, {}, [*usual, "--no-color"]),
-        "rounds": (100, {}, [*usual, "--rounds"]),
-        "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
-        "40": (40, {}, usual),
-        "60": (60, {}, usual),
-        "80": (80, {}, usual),
-        "hostile": (100, {}, random),
-        "hostile rounds": (100, {}, [*random, "--rounds"]),
-        "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
-        "error without a prompt": (100, {}, ["generate"]),
-        "error without colours": (60, {}, ["generate", "-m", "sivp", "--no-color", "hi"]),
-    }
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "COLORFGBG", "SPECGEN_THEME")
-    }
-    environment |= {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", _SCENES, json.dumps(scenes)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    seen = bytearray()
-    while data := _read(ours):
-        seen += data
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    parts = re.split(r"<<([a-z0-9 ]+) ended with (\d+)>>", seen.decode())
-    assert dict(zip(parts[1::3], parts[2::3], strict=True)) == {name: "2" if "error" in name else "0" for name in scenes}
-    return {name: text.replace("\r\n", "\n") for name, text in zip(parts[1::3], parts[::3], strict=False)}
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # Linux: the other end is closed
-        return b""
-
-
-def after_loading(screen: str) -> str:
-    """What stays on the screen: the lines that told of loading are erased."""
-    return screen.rpartition("\x1b[2K")[2]
-
-
-def plain(screen: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", screen)
-
-
-def styles(screen: str) -> dict[str, list[str]]:
-    """The pieces of text by the codes that they are shown with."""
-    pieces = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]+)\x1b\[0m", screen)
-    return {code: [text for _, text in group] for code, group in groupby(sorted(pieces), key=lambda piece: str(piece[0]))}
-
-
-def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> None:
-    answer, footer = after_loading(screens["colours"]).strip().rsplit("\n", 1)
-    assert "".join(styles(answer)["32"])
-    assert "accepted" in styles(footer)["32"]
-    assert set(styles(answer)) == {"32"}  # the target's own is plain
-
-
-@pytest.mark.parametrize("screen", ["no colours", "no colours asked"])
-def test_no_color_keeps_the_underline_and_says_how_many_were_the_targets(screens: Mapping[str, str], screen: str) -> None:
-    shown = after_loading(screens[screen])
-    assert plain(shown).splitlines()[:-1] == plain(after_loading(screens["colours"])).splitlines()[:-1]
-    assert set(styles(shown)) <= {"1", "2", "4"}
-    assert "".join(styles(shown)["4"])
-    assert re.search(r"30 tokens, \d+ the target's own", shown)
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
-def test_the_footer_fits_the_terminal(screens: Mapping[str, str], width: int) -> None:
-    screen = screens["colours" if width == 100 else str(width)]
-    blank, footer = plain(screen).rstrip("\n").split("\n")[-2:]
-    assert blank == ""
-    assert "30 tokens  " in footer
-    assert "accepted" in footer
-    assert len(footer) <= width
-
-
-def test_a_rounds_fates_differ_in_hue_and_in_more_than_hue(screens: Mapping[str, str]) -> None:
-    coloured, mono = styles(after_loading(screens["rounds"])), styles(after_loading(screens["rounds without colours"]))
-    assert "accepted" in coloured["32"]
-    assert "rejected" in coloured["9;31"]
-    assert "discarded" in coloured["2"]
-    assert "rejected" in mono["9"]
-    assert "discarded" in mono["2"]
-    assert "bonus" in mono["4"]
-    assert set(mono) <= {"1", "2", "4", "9"}  # each attribute stands alone: what is accepted is not dim as well
-
-
-@pytest.mark.parametrize("screen", ["hostile", "hostile rounds"])
-def test_no_control_character_of_the_models_reaches_the_terminal(screens: Mapping[str, str], screen: str) -> None:
-    shown = plain(after_loading(screens[screen]))
-    assert "␛[" in shown
-    assert "␇�" in shown
-    assert all(character.isprintable() for character in shown if character not in "\n\t")
-
-
-def test_an_error_on_a_terminal_has_its_cure_below(screens: Mapping[str, str]) -> None:
-    expected = "error: there is no method 'sivp'; did you mean svip?\n       All of them: specgen inspect --methods\n"
-    assert plain(screens["error"]) == expected
-    assert styles(screens["error"]) == {"1;31": ["error: "]}
-    assert styles(screens["error without colours"]) == {"1": ["error: "]}
-
-
-def test_a_terminal_is_not_waited_on_for_a_prompt(screens: Mapping[str, str]) -> None:
-    lead, cure = plain(screens["error without a prompt"]).splitlines()
-    assert lead == "error: there is no prompt"
-    assert cure.strip().startswith("Give one: specgen generate ")
