@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class SpecgenError(Exception):
@@ -36,5 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean svip?"` where `name` looks like a slip for one of `known`, else nothing."""
-    matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    from difflib import get_close_matches  # only where something is wrong: --help has no need of it
+
+    matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from specgen.decoding import policies
@@ -280,6 +279,8 @@ def make_policy(settings: Settings, seed: int) -> LengthPolicy:
 
 def _derived(seed: int, role: str) -> int:
     """A seed of its own for each source of randomness: neighbouring seeds of a user share none."""
+    from hashlib import blake2b
+
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
