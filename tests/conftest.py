@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too: threads of several wait for one another
 
 import pytest
 import torch
