@@ -16,39 +16,58 @@ from specgen.errors import SpecgenError, nearest
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
+    from specgen.decoding.parallel import Parallel, Window
     from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
     from specgen.models.session import Session
     from specgen.types import Context, SamplingParams
+    from specgen.workers import DraftWorker
 
-Value = int | float | str
+Value = bool | int | float | str
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 ALL_METHODS = "specgen inspect --methods"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A method's parameter: its default says its kind, the bounds what is sensible (both included)."""
+    """A method's parameter: its default says its kind, the bounds what is sensible (both included).
+
+    `word` may stand in place of a whole number.
+    """
 
     default: Value
     help: str
     low: float = -math.inf
     high: float = math.inf
+    word: str | None = None
 
     def parse(self, name: str, value: object) -> Value:
         """The value as a number or text of the default's kind, from a string or a Python value."""
-        if isinstance(self.default, str):
+        if isinstance(self.default, bool):
+            return _truth(name, value)
+        if self.word is not None and value == self.word:
+            return self.word
+        if self.word is None and isinstance(self.default, str):
             return str(value)
-        kind = type(self.default)
+        kind = int if self.word is not None or isinstance(self.default, int) else float
+        number: int | float
         try:
             if isinstance(value, bool):
                 raise ValueError
             number = kind(str(value).strip())
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
+            wanted = f"a whole number{f' or {self.word}' if self.word else ''}" if kind is int else "a number"
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
         if not self.low <= number <= self.high:  # false for NaN too
             raise SpecgenError(f"{name} is {value}", f"It has to lie between {self.low:g} and {self.high:g}")
         return number
+
+
+def _truth(name: str, value: object) -> bool:
+    found = _TRUTH.get(str(value).strip().lower())
+    if found is None:
+        raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +83,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table. `drafter` and `schedule` name factories below; `policy` None means that nothing is drafted.
+    """A row of the table. `drafter` and `schedule` name factories below; `policy` None means that none ends a draft.
 
     `any_policy` methods take `policy=` and then that policy's settings too; `defaults` are theirs where they differ.
     """
@@ -154,6 +173,21 @@ METHODS: Mapping[str, Method] = {
             settings={"ngram": Setting(3, "longest n-gram to look up", 1, 32)},
             defaults={"k": 10},
         ),
+        Method(
+            "pearl",
+            "model",
+            None,
+            "PEARL",
+            schedule="parallel",
+            any_policy=True,
+            settings={
+                "window": Setting(
+                    "auto", "tokens drafted during a target pass; auto: the measured ratio of times", 1, 1000, "auto"
+                ),
+                "pre_verify": Setting(True, "judge a draft's first token while the rest is drafted"),
+                "post_verify": Setting(True, "draft on while tokens are judged"),
+            },
+        ),
     )
 }
 
@@ -182,6 +216,9 @@ class Settings:
 
     policy: str | None
     values: Mapping[str, Value]
+
+    def with_value(self, name: str, value: Value) -> Settings:
+        return Settings(self.policy, {**self.values, name: value})
 
     def as_dict(self, method: Method) -> dict[str, Value]:
         """For traces: the values, and the policy where the method leaves a choice."""
@@ -247,7 +284,8 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a pair hands to the factories. `vocab_size` is the width of the target's logits."""
+    """What a pair hands to the factories. `vocab_size` is the width of the target's logits, `capacity` the tokens to make caches
+    for, `worker` what can draft beside the target and `window` what was measured for it, where there is one."""
 
     target: Session
     draft: Session | None
@@ -255,6 +293,9 @@ class Parts:
     eos_ids: frozenset[int]
     vocab_size: int
     seed: int
+    capacity: int = 0
+    worker: DraftWorker | None = None
+    window: Window | None = None
 
 
 def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
@@ -266,18 +307,18 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
         raise no_draft_model(method)
-    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, _derived(parts.seed, "draft"))
+    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, derived(parts.seed, "draft"))
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
     if settings.policy is None:
-        return policies.Fixed(k=1)
+        return policies.Always()
     row = POLICIES[settings.policy]
     own = {name: settings.values[name] for name in row.settings}
-    return row.maker(**own, seed=_derived(seed, "policy")) if row.random else row.maker(**own)
+    return row.maker(**own, seed=derived(seed, "policy")) if row.random else row.maker(**own)
 
 
-def _derived(seed: int, role: str) -> int:
+def derived(seed: int, role: str) -> int:
     """A seed of its own for each source of randomness: neighbouring seeds of a user share none."""
     from hashlib import blake2b
 
@@ -289,13 +330,21 @@ def make_verifier(parts: Parts) -> Verifier:
 
     if parts.sampling.greedy:
         return verifiers.Greedy()
-    return verifiers.RejectionSampling(parts.sampling, parts.target.device, _derived(parts.seed, "target"))
+    return verifiers.RejectionSampling(parts.sampling, parts.target.device, derived(parts.seed, "target"))
 
 
-def make_schedule(method: Method) -> Schedule:
-    from specgen.decoding.sequential import sequential
+def make_parallel(settings: Settings, parts: Parts) -> Parallel:
+    """PEARL's schedule with its drafter, which works beside the target. A window that is `auto` has to be in `parts`."""
+    from specgen.decoding.parallel import Parallel, Window
+    from specgen.workers.thread import ThreadWorker
 
-    return {"sequential": sequential}[method.schedule]
+    if parts.draft is None:
+        raise no_draft_model(METHODS["pearl"])
+    worker = parts.worker or ThreadWorker(parts.draft)
+    given = settings.values["window"]
+    window = Window(int(given), int(given)) if parts.window is None else parts.window
+    drafter = worker.drafter(settings, parts, window.size)
+    return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 
 
 def make_run(
@@ -303,14 +352,22 @@ def make_run(
 ) -> Run:
     """A method's parts put together on a context, to end after `limit` new tokens at the latest."""
     from specgen.decoding.run import Run
+    from specgen.decoding.sequential import sequential
 
+    schedule: Schedule
+    drafter: Drafter
+    if method.schedule == "parallel":
+        schedule = parallel = make_parallel(settings, parts)
+        drafter, policy = parallel.drafter, parallel.drafter.policy
+    else:
+        schedule, drafter, policy = sequential, make_drafter(method, settings, parts), make_policy(settings, parts.seed)
     return Run(
         context=context,
         target=parts.target,
-        drafter=make_drafter(method, settings, parts),
-        policy=make_policy(settings, parts.seed),
+        drafter=drafter,
+        policy=policy,
         verifier=make_verifier(parts),
-        schedule=make_schedule(method),
+        schedule=schedule,
         limit=limit,
         eos_ids=parts.eos_ids,
         stop_texts=stop_texts,

@@ -106,6 +106,13 @@ class Draft:
     top_probs: Sequence[float] = ()
     stop_reason: str | None = None
 
+    def part(self, start: int, stop: int | None = None) -> Draft:
+        """The tokens `start` to `stop` of a chain, as a chain of its own."""
+        tokens = self.tokens[start:stop]
+        probs = None if self.probs is None else self.probs[start:stop]
+        figures = self.entropies[start:stop], self.top_probs[start:stop]
+        return Draft(tokens, range(-1, len(tokens) - 1), probs, *figures, self.stop_reason)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -16,6 +16,8 @@ class Summary:
         self.rounds = 0
         self.drafted = 0
         self.accepted = 0
+        self.rejections = 0
+        self.parallel = False  # rounds were drafted beside the target's passes, as PEARL does
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def add(self, round_: Round) -> None:
@@ -23,6 +25,8 @@ class Summary:
         self.token_ids += round_.token_ids
         self.drafted += len(round_.draft.tokens)
         self.accepted += len(round_.verdict.path)
+        self.rejections += round_.verdict.source == "correction"
+        self.parallel |= round_.mode in ("pre-verify", "post-verify")
         for phase, seconds in round_.seconds.items():
             self.phase_seconds[phase] += seconds
 
@@ -66,6 +70,12 @@ class Summary:
         """Generated tokens a target pass: 1 for plain decoding."""
         return self.new_tokens / self.target_passes if self.target_passes else None
 
+    @property
+    def mean_accepted_run(self) -> float | None:
+        """Accepted draft tokens a rejection: how far the draft gets until it is refused, over as many rounds as that takes
+        (PEARL, Table 4). Not to be mistaken for block efficiency. None where nothing was refused."""
+        return self.accepted / self.rejections if self.rejections else None
+
     def share_of_time(self, phase: str) -> float:
         return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
 
@@ -87,5 +97,6 @@ class Summary:
             "draft_share": self.draft_share,
             "harmonic_mean": self.harmonic_mean,
             "block_efficiency": self.block_efficiency,
+            "mean_accepted_run": self.mean_accepted_run,
             "phase_seconds": dict(self.phase_seconds),
         }

@@ -77,7 +77,8 @@ def generate(
     request = _check(prompt, chosen, methods.parse_pairs(settings or []), sampling, chat, system)
     if trace is not None:
         check_writable(trace)
-    with open_pair(models, theme.console(stderr=True, no_color=no_color), quiet=quiet) as pair:
+    err = theme.console(stderr=True, no_color=no_color)
+    with open_pair(models, err, quiet=quiet, parallel=chosen.schedule == "parallel") as pair:
         return _run(pair, request, Output(rounds, json, trace, quiet, no_color))
 
 
@@ -122,9 +123,14 @@ def _standard_input(*, asked_for: bool) -> str:
 def _run(pair: Pair, request: Request, output: Output) -> int | None:
     from specgen.cli.interrupts import Interrupts
     from specgen.cli.output import Sink
+    from specgen.ui import theme
+    from specgen.ui.progress import LoadingLine
 
     prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
-    plan = pair.plan(prompt, request.method, request.sampling, **request.settings)
+    silent = output.quiet or methods.find(request.method).schedule != "parallel"  # only there is something to wait for
+    with LoadingLine(theme.console(stderr=True, no_color=output.no_color), quiet=silent) as loading:
+        loading.still("getting ready")
+        plan = pair.plan(prompt, request.method, request.sampling, **request.settings)
     interrupted = False
     with closing(Sink(pair, plan, output)) as sink, Interrupts() as interrupts:
         try:

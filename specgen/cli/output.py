@@ -50,7 +50,10 @@ class Sink:
         self._rounds: RoundsView | None = None
         if output.rounds:
             eos_ids = pair.target.eos_ids
-            self._rounds = RoundsView(self._err, pair.tokenizer.text_of, eos_ids, len(plan.prompt_ids))
+            parallel = plan.method.schedule == "parallel"
+            self._rounds = RoundsView(
+                self._err, pair.tokenizer.text_of, eos_ids, len(plan.prompt_ids), parallel=parallel, window=_window(plan)
+            )
 
     def start(self) -> None:
         if self._records:
@@ -116,6 +119,10 @@ class Sink:
         notes = []
         if not self._plan.method.lossless:
             notes.append("lossy")
+        if self._plan.costs is not None:
+            notes.append(f"window {self._plan.costs.window.size}, c {self._plan.costs.ratio:.1f}")
+        elif "window" in self._plan.settings.values:
+            notes.append(f"window {self._plan.settings.values['window']}")
         if self._plan.method.name == "lookup" and self._pair.draft is None:
             notes.append("no draft model")
         if self._plan.context_ends and finish_reason == "length":
@@ -123,3 +130,15 @@ class Sink:
         if finish_reason == "interrupted":
             notes.append("interrupted")
         return notes
+
+
+def _window(plan: Plan) -> str:
+    """How PEARL's window was found, in words; nothing where it was set."""
+    costs = plan.costs
+    if costs is None:
+        return ""
+    first = f"; {costs.window.first} beside a pass over one" if costs.window.first != costs.window.size else ""
+    return (
+        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.1f} ms, "
+        f"a draft pass {costs.draft_pass * 1e3:.1f} ms, c {costs.ratio:.1f}{first}"
+    )

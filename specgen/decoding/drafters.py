@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -41,15 +41,18 @@ class DraftModel:
         self._generator = distributions.generator(session.device, seed)
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = min(limit, self._session.context_limit - len(context))
+    def propose(self, context: Context, policy: LengthPolicy, limit: int, pending: Sequence[int] = ()) -> Draft:
+        """`pending` are tokens drafted before, not judged yet, that stand between the context and the new ones."""
+        tokens = list(pending)
+        limit = min(limit, self._session.context_limit - len(context) - len(tokens))
         if limit < 1 or context.largest_id >= self._session.known_ids:
             return Draft()
         chain = _Chain(self._sampling, self._generator, policy.needs)
         reason = "length"
         while len(chain.tokens) < limit:
-            rows = self._session.logits(context, chain.tokens, start=len(chain.tokens))
+            rows = self._session.logits(context, tokens, start=len(tokens))
             step = chain.append(rows.logits[0, : self._vocab_size])
+            tokens.append(chain.tokens[-1])
             if chain.tokens[-1] in self._eos_ids:
                 reason = "eos"
                 break

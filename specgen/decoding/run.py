@@ -92,9 +92,13 @@ class Run:
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)
 
-    def commit(self, mode: Mode, draft: Draft, verdict: Verdict) -> Round:
-        """Append what the verdict accepts, up to where the output ends; tell the policy; close the round."""
-        drafted, accepted = len(draft.tokens), len(verdict.path)
+    def commit(self, mode: Mode, draft: Draft, verdict: Verdict, ahead: int = 0) -> Round:
+        """Append what the verdict accepts, up to where the output ends; tell the policy; close the round.
+
+        The last `ahead` tokens of a chain were not judged yet: where all others stand and the run goes on, they are left out of
+        the round, since a later one tells what became of them.
+        """
+        drafted, accepted = len(draft.tokens) - ahead, len(verdict.path)
         verdict = self._cut(draft, verdict)
         tokens = [draft.tokens[node] for node in verdict.path]
         if verdict.token is not None:
@@ -103,6 +107,8 @@ class Run:
         self.policy.observe(drafted, accepted)
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
+        if ahead and verdict.token is None and self.finish_reason is None:
+            draft = replace(draft.part(0, drafted), stop_reason=f"{draft.stop_reason}, {ahead} ahead")
         shown = draft if draft.probs is None else replace(draft, probs=None)  # a kept round keeps no tensors alive
         round_ = Round(self._index, mode, shown, verdict, self.clock.seconds(), self.policy.state())
         self._index += 1

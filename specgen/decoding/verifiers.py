@@ -21,7 +21,10 @@ class Verifier(Protocol):
     lossless: ClassVar[bool]
 
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1)."""
+        """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1).
+
+        The row behind a chain's last token may be missing: a draft that is accepted whole then gets no token of the target's.
+        """
         ...
 
 
@@ -40,6 +43,8 @@ class Greedy:
             if draft.parents[child] == node and draft.tokens[child] == token:
                 path.append(child)
                 node = child
+                if child + 1 == len(choices):
+                    return Verdict(tuple(path))
                 token = _sound(choices[child + 1])
         return Verdict(tuple(path), token, _source(draft, len(path), node))
 
@@ -70,20 +75,24 @@ class RejectionSampling:
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         # the draft's row behind the last token is zero, so that the residual there is the target's own distribution: the bonus
-        row = target_probs.index_select(0, accepted[None])[0]
-        residual = (row - draft_probs.index_select(0, accepted[None])[0]).clamp_min_(0)
+        place = accepted.clamp_max(target_probs.shape[0] - 1)[None]
+        row = target_probs.index_select(0, place)[0]
+        residual = (row - draft_probs.index_select(0, place)[0]).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p and q are the same
         token = distributions.draw(residual, self._generator)  # a NaN refuses its token, and so arrives here
         count, own = torch.stack((accepted, token)).tolist()
+        if count == target_probs.shape[0]:
+            return Verdict(tuple(range(count)))
         return Verdict(tuple(range(count)), _sound(own), "bonus" if count == length else "correction")
 
     def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-        """q [drafted + 1, vocabulary], its last row zero."""
+        """q, as many rows as `target_probs` [drafted or drafted + 1, vocabulary] has: behind the draft's last token, zeros."""
+        length = len(draft.tokens)
         if draft.probs is None:
             one_hot = torch.zeros_like(target_probs)
-            one_hot[:-1].scatter_(1, tokens[:, None], 1.0)
+            one_hot[:length].scatter_(1, tokens[:, None], 1.0)
             return one_hot
-        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, 1))
+        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
 
 
 def _source(draft: Draft, accepted: int, last: int) -> Source | None:
