@@ -18,6 +18,7 @@ from specgen.decoding import verifiers
 from specgen.decoding.run import Clock
 from specgen.models.session import Rows, Session
 from specgen.types import Context, Draft, SamplingParams, Verdict
+from specgen.workers.thread import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
 RUNS = 2000
@@ -47,6 +48,7 @@ class TableSession:
 
 
 TARGET, DRAFT = TableSession(1), TableSession(2)
+WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
 PROMPT = [0, 3, 1, 2, 3, 1]  # prompt lookup finds something in it
 
 WARPS = {
@@ -63,14 +65,20 @@ SETTINGS = {
     "svip": {"threshold": 0.42},
     "beta-ts": {},
     "lookup": {"ngram": 2, "k": 2},
+    "pearl": {"window": 2},
+    "pearl:window=1": {"window": 1},
+    "pearl:window=3": {"window": 3},
+    "pearl:pre_verify": {"window": 2, "pre_verify": False},
+    "pearl:post_verify": {"window": 2, "post_verify": False},
+    "pearl:policy": {"window": 3, "policy": "svip", "threshold": 0.42},
 }
 
 
 def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
-    method = methods.find(name)
-    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed)  # type: ignore[arg-type]
+    method = methods.find(name.partition(":")[0])
+    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER)  # type: ignore[arg-type]
     run = methods.make_run(
         method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
@@ -161,11 +169,12 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
-    method = methods.find(name)
+    method = methods.find(name.partition(":")[0])
     sessions = Session(target, 64), Session(draft, 64)
+    worker = ThreadWorker(sessions[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed)
+        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker)
         made = methods.make_run(
             method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
         )

@@ -62,7 +62,7 @@ class Window:
         """The tokens to draft during a pass over `width`: as many as it takes, so that both models end together."""
         if width >= self.size:
             return self.size
-        return self.first + (self.size - self.first) * (width - 1) // max(self.size - 1, 1)
+        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
 
 
 @dataclass(frozen=True, slots=True)

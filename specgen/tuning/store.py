@@ -8,7 +8,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class CostStore:
         try:
             found = json.loads(self._path(key).read_text(encoding="utf-8"))
             costs = Costs(**found["costs"])
-            sound = found["key"] == key and costs.draft_pass > 0 and costs.target_pass > 0 and costs.width >= 1
+            sound = found["key"] == key and min(astuple(costs)) > 0
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return costs if sound else None
