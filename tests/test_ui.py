@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -157,6 +159,61 @@ def a_summary() -> Summary:
 )
 def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> None:
     assert footer(a_summary(), notes, width).plain == line
+
+
+def a_parallel_summary() -> Summary:
+    """Two rejections after 30 accepted tokens, waiting for the draft for a tenth of the time."""
+    summary = Summary("pearl")
+    seconds = {"prefill": 0.0, "draft": 0.1, "verify": 0.85, "sample": 0.03, "other": 0.02}
+    first = a_round(1, [1] * 20, 18, 1, "correction", seconds=seconds)
+    summary.add(a_round(0, (), 0, 1))
+    summary.add(replace(first, mode="pre-verify"))
+    summary.add(replace(a_round(2, [1] * 20, 12, 1, "correction"), mode="post-verify"))
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (
+            150,
+            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 tokens a pass  15.0 until a rejection"
+            "  10% waiting for the draft, 85% verifying",
+        ),
+        (
+            100,
+            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass  15.0 until a rejection",
+        ),
+        (90, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass"),
+        (60, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s"),
+        (40, "pearl (window 8, c 8.2)  33 tokens"),
+    ],
+)
+def test_pearls_footer_says_what_it_waited_for(width: int, line: str) -> None:
+    """Its tokens until a rejection (PEARL, Table 4) are another figure than those a pass."""
+    summary = a_parallel_summary()
+    assert footer(summary, ["window 8, c 8.2"], width).plain == line
+    assert summary.as_dict("", "length")["mean_accepted_run"] == 15
+    assert summary.block_efficiency == 11
+
+
+def test_pearls_rounds_are_named_as_in_its_figure() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=90, theme=theme.theme("mono"))
+    view = RoundsView(console, text_of, {0}, 3, parallel=True, window="window 4: c 4.2")
+    view.legend()
+    view.show(a_round(0, (), 0, 10))
+    view.show(replace(a_round(1, (1,), 1, None, None, "window 4, 3 ahead"), mode="pre-verify"))
+    view.show(replace(a_round(2, (2, 3, 4, 5, 6, 7, 8), 3, 9, "correction", "window 4"), mode="post-verify"))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[1] == "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
+    assert lines[2] == "window 4: c 4.2"
+    assert [len(line) for line in lines[3:]] == [90] * 3, "reasons stand at the right"
+    assert [re.split("  {2,}", line.strip()) for line in lines[3:]] == [
+        ["0", "Hello", "prompt, 3 tokens"],
+        ["1  pre", "1/1  starts", "window 4, 3 ahead"],
+        ["2  post", "3/7  with 24 pencils ✗. 3 packs of → baskets", "window 4"],
+    ]
 
 
 def test_without_colours_the_footer_counts_the_targets_own_tokens() -> None:

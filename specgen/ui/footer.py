@@ -43,6 +43,7 @@ def _versions(summary: Summary, notes: Sequence[str], mono: bool) -> list[list[S
     head = named or name
     return [
         head + tokens_long + speed + accepted + a_pass_long + runs + shares_long,
+        *([head + tokens + speed + accepted + a_pass + runs + more for more in (shares, [])] if runs else []),
         head + tokens_long + speed + accepted + a_pass_long + shares_long,
         head + tokens_long + speed + accepted + a_pass + shares,
         head + tokens_long + speed + accepted + a_pass if own else head + tokens + speed + accepted + a_pass + shares,
