@@ -176,13 +176,13 @@ def a_parallel_summary() -> Summary:
     ("width", "line"),
     [
         (
-            150,
-            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 tokens a pass  15.0 until a rejection"
+            140,
+            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 tokens a pass  runs of 15.0"
             "  10% waiting for the draft, 85% verifying",
         ),
         (
             100,
-            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass  15.0 until a rejection",
+            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass  runs of 15.0",
         ),
         (90, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass"),
         (60, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s"),
@@ -212,7 +212,7 @@ def test_pearls_rounds_are_named_as_in_its_figure() -> None:
     assert [re.split("  {2,}", line.strip()) for line in lines[3:]] == [
         ["0", "Hello", "prompt, 3 tokens"],
         ["1  pre", "1/1  starts", "window 4, 3 ahead"],
-        ["2  post", "3/7  with 24 pencils ✗. 3 packs of → baskets", "window 4"],
+        ["2  post", "3/7  with 24 pencils✗. 3 packs of → baskets", "window 4"],
     ]
 
 

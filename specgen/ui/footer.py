@@ -36,7 +36,7 @@ def _versions(summary: Summary, notes: Sequence[str], mono: bool) -> list[list[S
     a_pass = [(f"{efficiency:.2f} a pass", "")] if rate is not None else []
     a_pass_long = [(f"{efficiency:.2f} tokens a pass", "")] if rate is not None else []
     run = summary.mean_accepted_run
-    runs = [(f"{run:.1f} until a rejection", "")] if summary.parallel and run is not None else []
+    runs = [(f"runs of {run:.1f}", "")] if summary.parallel and run is not None else []
     words = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")  # what drafting beside costs
     shares = [(f"{drafting:.0%} {words[1]} {verifying:.0%} verify", "quiet")] if rate is not None else []
     shares_long = [(f"{drafting:.0%} {words[0]}, {verifying:.0%} verifying", "quiet")] if rate is not None else []

@@ -98,7 +98,7 @@ class ProcessDrafter:
         self._process = self._worker.ready()
         self._threads = torch.get_num_threads()
         if self._worker.threads is not None:
-            torch.set_num_threads(self._worker.threads)
+            torch.set_num_threads(min(self._threads, self._worker.threads))
         if sampled:
             self._offset = self._worker.share(self._process, 2 * self._window * parts.vocab_size * 4)
             self._slots = shared_slots(self._process.memory, self._offset, self._window, parts.vocab_size)

@@ -16,7 +16,7 @@ from specgen import methods
 from specgen.decoding.drafters import DraftModel
 from specgen.decoding.policies import LengthPolicy
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.models.devices import DTYPES
+from specgen.models.devices import DTYPES, pick_threads
 from specgen.models.load import Source, load_weights, new_session
 from specgen.models.penalties import Penalties
 from specgen.models.session import Session
@@ -73,9 +73,15 @@ class Worker:
         torch.set_num_threads(wanted["threads"])
         source = Source(wanted["name"], trust_remote_code=wanted["trust_remote_code"])
         self._model = load_weights(Path(wanted["folder"]), source, DTYPES[wanted["dtype"]], torch.device(wanted["device"]))
-        warm = new_session(self._model)
-        for length in range(4):
-            warm.logits(Context([0, 1]), [1] * length, start=length)
+        session = new_session(self._model)
+
+        def a_draft() -> None:
+            for length in range(4):
+                session.logits(Context([0, 1]), [1] * length, start=length)
+
+        a_draft()
+        if wanted["device"] == "cpu":
+            pick_threads(a_draft)  # of those that it may have at most
 
     def _begin(self, number: int, wanted: dict[str, Any]) -> None:
         """Make the run's drafter and policy just as a pair makes them in its own process, and read the prompt."""
