@@ -133,7 +133,7 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatc
     short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
     assert short.context_ends
     assert short.run.limit == 13, "the token behind the boundary is never run"
-    monkeypatch.setattr("specgen.models.session.PREFILL_CHUNK", 10)
+    monkeypatch.setattr("specgen.models.slots.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (36, 15, 60, 32, 33, 31, 20):  # beginnings of one another: nothing is shared across the change
         limit = min(40, pair.target.limit_for(length) - length)

@@ -178,7 +178,7 @@ class InterruptAt:
         self.left = line
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("session.py", "cache.py")):
+        if not frame.f_code.co_filename.endswith(("session.py", "slots.py", "cache.py")):
             return None
         if event == "line":
             self.left -= 1
@@ -224,7 +224,7 @@ def test_an_interruption_at_any_line_leaves_the_session_usable() -> None:
 
 
 def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.models.session.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("specgen.models.slots.PREFILL_CHUNK", 5)
     model = make_model("gemma2")
     session = Session(model, CONTEXT)
     context = Context([1, *range(3, 27)])
