@@ -33,10 +33,13 @@ class Setting:
     help: str
     low: float = -math.inf
     high: float = math.inf
+    choices: tuple[str, ...] = ()
 
     def parse(self, name: str, value: object) -> Value:
         """The value as a number or text of the default's kind, from a string or a Python value."""
         if isinstance(self.default, str):
+            if self.choices and str(value) not in self.choices:
+                raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
             return str(value)
         kind = type(self.default)
         try:
@@ -64,7 +67,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table. `drafter` and `schedule` name factories below; `policy` None means that nothing is drafted.
+    """A row of the table. `drafter`, `verifier` and `schedule` name factories below; `policy` None means that nothing is drafted.
 
     `any_policy` methods take `policy=` and then that policy's settings too; `defaults` are theirs where they differ.
     """
@@ -74,6 +77,7 @@ class Method:
     policy: str | None
     paper: str
     lossless: bool = True
+    verifier: str = "exact"
     schedule: str = "sequential"
     any_policy: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -81,13 +85,16 @@ class Method:
 
     @property
     def needs_draft_model(self) -> bool:
-        return self.drafter == "model"
+        return self.drafter not in ("none", "lookup")
 
 
 FEEDS: Mapping[str, policies.Feeds] = {
     "none": frozenset(),
     "model": frozenset({"entropy", "prob"}),
     "lookup": frozenset(),
+    "beams": frozenset(),
+    "fallback": frozenset({"entropy"}),
+    "chains": frozenset(),
 }
 
 _K = Setting(5, "tokens in a draft", 1, 1000)
@@ -132,6 +139,9 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
+_DRAFTS = {"drafts": Setting(4, "drafts at once", 1, 64)}
+
+
 def _draft_model(name: str, paper: str) -> Method:
     return Method(name, "model", name, paper)
 
@@ -153,6 +163,45 @@ METHODS: Mapping[str, Method] = {
             any_policy=True,
             settings={"ngram": Setting(3, "longest n-gram to look up", 1, 32)},
             defaults={"k": 10},
+        ),
+        Method(
+            "mtad",
+            "beams",
+            "fixed",
+            "MTAD, section 3.2",
+            lossless=False,
+            verifier="joint",
+            settings={
+                "beams": Setting(8, "width of the beam search", 1, 256),
+                "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
+                "beam": Setting("greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")),
+            },
+            defaults={"k": 4},
+        ),
+        Method(
+            "bild",
+            "fallback",
+            "fixed",
+            "BiLD, Kim et al. 2023",
+            lossless=False,
+            verifier="rollback",
+            settings={
+                "fallback": Setting(0.9, "the draft hands over where its top probability is below this", 0, 1),
+                "rollback": Setting(2.0, "the target refuses tokens with a -log probability above this", 0, 1000),
+            },
+            defaults={"k": 10},
+        ),
+        Method(
+            "spectr", "chains", "fixed", "SpecTr, Sun et al. 2023", verifier="k-sequential", settings=_DRAFTS, defaults={"k": 4}
+        ),
+        Method(
+            "specinfer",
+            "chains",
+            "fixed",
+            "SpecInfer, Miao et al. 2023",
+            verifier="multi-round",
+            settings=_DRAFTS,
+            defaults={"k": 4},
         ),
     )
 }
@@ -266,7 +315,21 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
         raise no_draft_model(method)
-    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, _derived(parts.seed, "draft"))
+    common = (parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, _derived(parts.seed, "draft"))
+    values = settings.values
+    if method.drafter == "beams":
+        from specgen.decoding.beams import BeamSearch
+
+        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample")
+    if method.drafter == "fallback":
+        from specgen.decoding.bild import Fallback
+
+        return Fallback(*common, fallback=float(values["fallback"]))
+    if method.drafter == "chains":
+        from specgen.decoding.multi_draft import SampledChains
+
+        return SampledChains(*common, drafts=int(values["drafts"]))
+    return drafters.DraftModel(*common)
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
@@ -284,12 +347,21 @@ def _derived(seed: int, role: str) -> int:
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
-def make_verifier(parts: Parts) -> Verifier:
-    from specgen.decoding import verifiers
+def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
+    """The method's; whichever is lossless comes to the same thing in greedy decoding, on chains and trees alike."""
+    from specgen.decoding import bild, joint, multi_draft, verifiers
 
+    common = (parts.sampling, parts.target.device, _derived(parts.seed, "target"))
+    if method.verifier == "joint":
+        return joint.JointLikelihood(*common, tau=float(settings.values["tau"]))
+    if method.verifier == "rollback":
+        return bild.Rollback(*common, rollback=float(settings.values["rollback"]))
     if parts.sampling.greedy:
         return verifiers.Greedy()
-    return verifiers.RejectionSampling(parts.sampling, parts.target.device, _derived(parts.seed, "target"))
+    judges = {"k-sequential": multi_draft.k_sequential, "multi-round": multi_draft.multi_round}
+    if method.verifier in judges:
+        return multi_draft.TreeSampling(judges[method.verifier], *common)
+    return verifiers.RejectionSampling(*common)
 
 
 def make_schedule(method: Method) -> Schedule:
@@ -309,7 +381,7 @@ def make_run(
         target=parts.target,
         drafter=make_drafter(method, settings, parts),
         policy=make_policy(settings, parts.seed),
-        verifier=make_verifier(parts),
+        verifier=make_verifier(method, settings, parts),
         schedule=make_schedule(method),
         limit=limit,
         eos_ids=parts.eos_ids,
