@@ -22,6 +22,8 @@ LENGTH_SETTING = {
     "svip": "max_draft",
     "beta-ts": "max_draft",
     "lookup": "k",
+    "spectr": "k",
+    "specinfer": "k",
 }
 COUNT = 40
 AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
