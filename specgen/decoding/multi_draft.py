@@ -17,7 +17,7 @@ from specgen.types import Context, Draft, SamplingParams, Source, Verdict
 if TYPE_CHECKING:
     from specgen.models.session import Rows, Session
 
-_BISECTIONS = 24  # of rho's interval: what is left of it costs a millionth of the acceptance at most
+_BISECTIONS = 16  # of rho's interval: what is left of it costs less than a thousandth of the acceptance
 
 
 class SampledChains:
@@ -136,22 +136,26 @@ def k_sequential(
     exact = torch.float32 if target_probs.device.type == "mps" else torch.float64
     target, draft = target_probs.to(exact), drawn_from(0, len(counts)).to(exact)
     number = torch.tensor(counts, dtype=exact, device=target.device)[:, None]
-
-    def shared(rho: torch.Tensor) -> torch.Tensor:
-        return torch.minimum(draft, target / rho)
-
-    low, high = torch.ones_like(number), number.clone()
-    for _ in range(_BISECTIONS if max(counts) > 1 else 0):
-        middle = (low + high) / 2
-        mass = shared(middle).sum(dim=-1, keepdim=True)
-        valid = 1 - (1 - mass) ** number <= middle * mass
-        high, low = torch.where(valid, middle, high), torch.where(valid, low, middle)
-    common = shared(high)
+    rho = number.clone()
+    if several := sum(count > 1 for count in counts):
+        rho[:several] = _smallest_rho(target[:several], draft[:several], number[:several])
+    common = torch.minimum(draft, target / rho)
     mass = common.sum(dim=-1, keepdim=True)
     taken = torch.where(mass > 0, (1 - (1 - mass) ** number) / mass, 0)
     rest = (target - common * taken).clamp_min_(0)
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
-    return Odds(target.gather(1, tokens) / (high * draft.gather(1, tokens)), rest)
+    return Odds(target.gather(1, tokens) / (rho * draft.gather(1, tokens)), rest)
+
+
+def _smallest_rho(target: torch.Tensor, draft: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """rho [nodes, 1] between 1 and the number of candidates, by bisection."""
+    low, high = torch.ones_like(number), number
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        mass = torch.minimum(draft, target / middle).sum(dim=-1, keepdim=True)
+        valid = 1 - (1 - mass) ** number <= middle * mass
+        high, low = torch.where(valid, middle, high), torch.where(valid, low, middle)
+    return high
 
 
 class TreeSampling:
