@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from specgen.bench.energy import Energy
 from specgen.types import PHASES, Round
 
 
@@ -17,6 +19,8 @@ class Summary:
         self.drafted = 0
         self.accepted = 0
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.log_likelihood: float | None = None
+        self.energy: Energy | None = None
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
@@ -25,6 +29,14 @@ class Summary:
         self.accepted += len(round_.verdict.path)
         for phase, seconds in round_.seconds.items():
             self.phase_seconds[phase] += seconds
+
+    def add_log_likelihood(self, nats: float) -> None:
+        """That of one run's output under the target at temperature 1; once for each run, or the perplexity means nothing."""
+        self.log_likelihood = nats + (self.log_likelihood or 0.0)
+
+    def add_energy(self, energy: Energy) -> None:
+        """What one run took; likewise."""
+        self.energy = energy if self.energy is None else self.energy + energy
 
     @property
     def new_tokens(self) -> int:
@@ -66,6 +78,21 @@ class Summary:
         """Generated tokens a target pass: 1 for plain decoding."""
         return self.new_tokens / self.target_passes if self.target_passes else None
 
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-likelihood of the generated tokens; None where it was not measured or is no number."""
+        if self.log_likelihood is None or not self.new_tokens:
+            return None
+        mean = -self.log_likelihood / self.new_tokens
+        return math.exp(mean) if mean < 700 else None
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Above idle; None where there is no counter."""
+        if self.energy is None or self.energy.joules is None or not self.new_tokens:
+            return None
+        return self.energy.joules / self.new_tokens
+
     def share_of_time(self, phase: str) -> float:
         return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
 
@@ -87,5 +114,8 @@ class Summary:
             "draft_share": self.draft_share,
             "harmonic_mean": self.harmonic_mean,
             "block_efficiency": self.block_efficiency,
+            "perplexity": self.perplexity,
+            "joules_per_token": self.joules_per_token,
+            "energy": None if self.energy is None else self.energy.as_dict(),
             "phase_seconds": dict(self.phase_seconds),
         }
