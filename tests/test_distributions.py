@@ -65,8 +65,8 @@ SETTINGS = {
     "svip": {"threshold": 0.42},
     "beta-ts": {},
     "lookup": {"ngram": 2, "k": 2},
-    "spectr": {"k": 2, "drafts": 3},
-    "specinfer": {"k": 2, "drafts": 3},
+    "spectr": {"k": 2, "drafts": 2},
+    "specinfer": {"k": 2, "drafts": 2},
 }
 
 

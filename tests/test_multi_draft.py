@@ -302,3 +302,26 @@ def test_one_draft_is_speculative_sampling() -> None:
         rates[name] = accepted / drafted
     assert rates["spectr"] == pytest.approx(rates["sd"], abs=0.03)
     assert rates["specinfer"] == pytest.approx(rates["sd"], abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["mtad", "bild", "spectr", "specinfer"])
+def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None:
+    def length(context_limit: int, known_ids: int, limit: int) -> int:
+        session = TableSession(2)
+        session.context_limit, session.known_ids = context_limit, known_ids
+        method = methods.find(name)
+        settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
+        parts = methods.Parts(session, session, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
+        draft = methods.make_drafter(method, settings, parts).propose(Context([0, 3, 1]), Fixed(4), limit)
+        return max((len(path_to(draft, node)) for node in range(len(draft.tokens))), default=0)
+
+    assert length(1000, 6, 10) == 4
+    assert length(1000, 6, 2) == 2
+    assert length(5, 6, 10) == 2
+    assert length(3, 6, 10) == 0
+    assert length(1000, 3, 10) == 0, "the context holds token 3"
+    assert length(1000, 6, 0) == 0
+
+
+def path_to(draft: Draft, node: int) -> list[int]:
+    return [*path_to(draft, draft.parents[node]), node] if node >= 0 else []

@@ -85,18 +85,21 @@ class BeamSearch:
         growing = [beam for beam in beams if not beam.finished]
         finished = [beam for beam in beams if beam.finished]
         logits = tree.rows([beam.node for beam in growing])
-        before = torch.tensor([beam.log_likelihood for beam in (*growing, *finished)], device=logits.device)
         vocabulary = logits.shape[-1]
-        joint = (before[: len(growing), None] + distributions.warp(logits, self._warping).log()).flatten()
+        best = max(beam.log_likelihood for beam in beams)
+        scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
+        before = torch.tensor(scale, device=logits.device)  # relative to the best, so that no product of many tokens underflows
+        joint = (before[: len(growing), None] * distributions.warp(logits, self._warping)).flatten()
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
         chosen = self._keys(joint).topk(min(self._width, joint.shape[0])).indices
         found = torch.stack(((chosen // vocabulary).float(), (chosen % vocabulary).float(), joint[chosen])).tolist()
         after = []
-        for parent, token, value in zip(*found, strict=True):  # ids stay exact up to 2^24
-            if math.isnan(value):
+        for parent, token, relative in zip(*found, strict=True):  # ids stay exact up to 2^24
+            if math.isnan(relative):
                 raise nan_logits("draft")
-            if value == -math.inf:  # fewer continuations are possible than there are beams
+            if not relative:  # fewer continuations are possible than there are beams
                 continue
+            value = best + math.log(relative)
             if parent >= len(growing):
                 after.append(finished[int(token)])
                 continue
@@ -106,10 +109,10 @@ class BeamSearch:
         return after
 
     def _keys(self, joint: torch.Tensor) -> torch.Tensor:
-        """What the largest are kept of: with Gumbel noise on log-likelihoods that is drawing without replacement."""
+        """What the largest are kept of. Likelihoods divided by exponential noise are beams drawn without replacement."""
         if self._generator is None:
             return joint
-        return joint - torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(1e-30).log_()
+        return joint / torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(1e-30)
 
     def _draft(self, tree: GrowingTree, node: int, likelihoods: Sequence[float], reason: str) -> Draft:
         path: list[int] = []
