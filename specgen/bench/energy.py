@@ -7,7 +7,7 @@ too. Imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,7 +168,7 @@ def _span(begin: tuple[float, float], end: tuple[float, float]) -> tuple[float, 
     return end[0] - begin[0], end[1] - begin[1]
 
 
-def meter_for(devices: Iterable[Any], root: Path = RAPL) -> Meter | NoMeter:
+def meter_for(devices: Sequence[Any], root: Path = RAPL) -> Meter | NoMeter:
     """A meter for all that runs on these torch devices."""
     kinds = {device.type for device in devices}
     try:
