@@ -18,6 +18,7 @@ from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
 from specgen.models.devices import pick_device, pick_dtype, pick_threads, synchronizer
+from specgen.models.likelihood import log_likelihood
 from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.models.session import Session
 from specgen.models.tokenizer import check_same
@@ -89,16 +90,30 @@ class Pair:
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        perplexity: bool = False,
         **parameters: object,
     ) -> Result:
-        """Decode to the end."""
+        """Decode to the end. The summary tells the output's perplexity where that is asked for or the method is lossy."""
         plan = self.plan(prompt, method, sampling, **parameters)
         rounds = list(plan.run.rounds())
         summary = Summary(plan.method.name)
         for round_ in rounds:
             summary.add(round_)
+        if perplexity or not plan.method.lossless:
+            summary.add_log_likelihood(self.log_likelihood(plan.prompt_ids, summary.token_ids))
         text = self.text(plan, summary.token_ids)
         return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
+
+    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Of `token_ids` behind the prompt, under the target at temperature 1 (nats): one pass, but for what is cached."""
+        session = self.target.session() if self.target.has_penalties else self._target_session
+        return log_likelihood(session, prompt_ids, token_ids)
+
+    def devices(self, method: Method) -> list[torch.device]:
+        """Where the method's models run."""
+        draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
+        return [model.device for model in (self.target, *draft)]
 
     def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
         """The answer's text, up to a stop string."""

@@ -96,6 +96,8 @@ class Draft:
     """Proposed tokens, as a tree: node i follows node `parents[i]`, -1 being the context. A chain's parents are -1, 0, 1, ...
 
     `probs[i]` is the distribution that node i was drawn from: a tensor [nodes, vocabulary], None for a deterministic draft.
+    `draws` lists nodes in the order in which they were drawn, one that was drawn twice twice; None is each node once, in order.
+    `log_likelihoods[i]` (nats) is the draft's own for the whole path to node i, empty where no verifier asks for it.
     `entropies` (nats) and `top_probs` are those of the draft's unwarped distributions, empty where the drafter has none.
     """
 
@@ -105,6 +107,8 @@ class Draft:
     entropies: Sequence[float] = ()
     top_probs: Sequence[float] = ()
     stop_reason: str | None = None
+    draws: Sequence[int] | None = None
+    log_likelihoods: Sequence[float] = ()
 
     def part(self, start: int, stop: int | None = None) -> Draft:
         """The tokens `start` to `stop` of a chain, as a chain of its own."""

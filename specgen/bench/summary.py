@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from specgen.bench.energy import Energy
 from specgen.types import PHASES, Round
 
 
@@ -19,6 +21,8 @@ class Summary:
         self.rejections = 0
         self.parallel = False  # rounds were drafted beside the target's passes, as PEARL does
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.log_likelihood: float | None = None
+        self.energy: Energy | None = None
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
@@ -29,6 +33,14 @@ class Summary:
         self.parallel |= round_.mode in ("pre-verify", "post-verify")
         for phase, seconds in round_.seconds.items():
             self.phase_seconds[phase] += seconds
+
+    def add_log_likelihood(self, nats: float) -> None:
+        """That of one run's output under the target at temperature 1; once for each run, or the perplexity means nothing."""
+        self.log_likelihood = nats + (self.log_likelihood or 0.0)
+
+    def add_energy(self, energy: Energy) -> None:
+        """What one run took; likewise."""
+        self.energy = energy if self.energy is None else self.energy + energy
 
     @property
     def new_tokens(self) -> int:
@@ -76,6 +88,21 @@ class Summary:
         (PEARL, Table 4). Not to be mistaken for block efficiency. None where nothing was refused."""
         return self.accepted / self.rejections if self.rejections else None
 
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-likelihood of the generated tokens; None where it was not measured or is no number."""
+        if self.log_likelihood is None or not self.new_tokens:
+            return None
+        mean = -self.log_likelihood / self.new_tokens
+        return math.exp(mean) if mean < 700 else None
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Above idle; None where there is no counter."""
+        if self.energy is None or self.energy.joules is None or not self.new_tokens:
+            return None
+        return self.energy.joules / self.new_tokens
+
     def share_of_time(self, phase: str) -> float:
         return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
 
@@ -98,5 +125,8 @@ class Summary:
             "harmonic_mean": self.harmonic_mean,
             "block_efficiency": self.block_efficiency,
             "mean_accepted_run": self.mean_accepted_run,
+            "perplexity": self.perplexity,
+            "joules_per_token": self.joules_per_token,
+            "energy": None if self.energy is None else self.energy.as_dict(),
             "phase_seconds": dict(self.phase_seconds),
         }

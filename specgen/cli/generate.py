@@ -57,6 +57,8 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     rounds: options.Rounds = False,
     trace: options.Trace = None,
+    perplexity: options.Perplexity = False,
+    energy: options.Energy = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
@@ -79,7 +81,7 @@ def generate(
         check_writable(trace)
     err = theme.console(stderr=True, no_color=no_color)
     with open_pair(models, err, quiet=quiet, parallel=chosen.schedule == "parallel") as pair:
-        return _run(pair, request, Output(rounds, json, trace, quiet, no_color))
+        return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy))
 
 
 def _check(

@@ -84,5 +84,14 @@ Json = Annotated[bool, typer.Option("--json", help="JSON lines on standard outpu
 Rounds = Annotated[
     bool, typer.Option("--rounds", help="Show each round: accepted, rejected, discarded.", rich_help_panel=_OUTPUT)
 ]
+Perplexity = Annotated[
+    bool,
+    typer.Option(
+        "--perplexity", help="The answer's perplexity under the target; lossy methods show it anyway.", rich_help_panel=_OUTPUT
+    ),
+]
+Energy = Annotated[
+    bool, typer.Option("--energy", help="Joules a token above idle, where there are counters.", rich_help_panel=_OUTPUT)
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no footer.", rich_help_panel=_OUTPUT)]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Attributes instead of colours.", rich_help_panel=_OUTPUT)]

@@ -10,7 +10,7 @@ import torch
 
 from specgen.decoding import sampling as distributions
 from specgen.decoding.policies import Feeds, LengthPolicy, Step
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams
 
@@ -116,9 +116,7 @@ class _Chain:
 def _sound(token: int, figure: float = 0.0) -> int:
     """The token, unless it or the figure that came with it says that the row held a NaN."""
     if token < 0 or math.isnan(figure):
-        raise RunError(
-            "the draft model's logits hold NaN", "Its weights are damaged, or the dtype is too narrow: try --dtype float32"
-        )
+        raise nan_logits("draft")
     return token
 
 

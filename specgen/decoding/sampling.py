@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isnan
 
 import torch
@@ -39,17 +40,31 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token from the distribution [vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
+    """One token from each distribution [..., vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
 
     By inversion, in float64 where the device has it: the rounding of a sum over a vocabulary stays far below any sample's reach.
     torch.multinomial draws as many random numbers as there are tokens, and its checks would stop a GPU.
     """
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     cumulative = probs.cumsum(dim=-1, dtype=exact)
-    total = cumulative[-1:]
-    point = torch.rand(1, dtype=exact, device=probs.device, generator=generator) * total
+    total = cumulative[..., -1:]
+    point = torch.rand(total.shape, dtype=exact, device=probs.device, generator=generator) * total
     token = torch.searchsorted(cumulative, point, right=True).clamp_max_(probs.shape[-1] - 1)
-    return token.masked_fill_(~(total > 0), -1)[0]
+    return token.masked_fill_(~(total > 0), -1)[..., 0]
+
+
+def choose(row: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
+    """One token from the logits [vocabulary]: the likeliest, or drawn after warping; -1 where they hold a NaN."""
+    if not sampling.greedy:
+        return draw(warp(row, sampling), generator)
+    value, token = row.max(dim=-1)
+    return token.masked_fill(value.isnan(), -1)
+
+
+def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
+    """How joint likelihoods are warped: as tokens are, but at temperature 1 in greedy decoding, where one-hot likelihoods would
+    leave nothing of them but the comparison with the target's argmax."""
+    return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
 def best(logits: torch.Tensor) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from specgen.decoding import sampling as distributions
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 from specgen.inference import inference
 from specgen.types import Draft, SamplingParams, Source, Verdict
 
@@ -103,8 +103,5 @@ def _source(draft: Draft, accepted: int, last: int) -> Source | None:
 
 def _sound(token: int) -> int:
     if token < 0:
-        raise RunError(
-            "the target model's logits hold NaN",
-            "Its weights are damaged, or the dtype is too narrow: try --dtype float32",
-        )
+        raise nan_logits("target")
     return token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
@@ -83,9 +82,8 @@ class RoundsView:
     def _tokens(self, round_: Round) -> Text:
         """The draft's tokens by fate, then the target's own."""
         line = Text()
-        fates = zip(round_.draft.tokens, round_.fates, strict=True)
-        for fate, group in groupby(fates, key=lambda entry: entry[1]):
-            shown = self._shown([token for token, _ in group])
+        for fate, tokens in _by_fate(round_):
+            shown = self._shown(tokens)
             if not line:
                 shown = shown.removeprefix(" ")
             if fate is Fate.REJECTED:
@@ -105,3 +103,17 @@ class RoundsView:
         if tokens and tokens[-1] in self._eos_ids:
             return (self._shown(tokens[:-1]) if tokens[:-1] else "") + "<eos>"
         return inline(self._text_of(tokens))
+
+
+def _by_fate(round_: Round) -> list[tuple[Fate, list[int]]]:
+    """The draft's tokens: what was accepted, each that was refused (a tree may have several), what was discarded, by branches."""
+    paths: list[tuple[int, ...]] = []
+    for node, parent in enumerate(round_.draft.parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), node))
+    fates = round_.fates
+    groups: list[tuple[Fate, list[int]]] = []
+    for node in sorted(range(len(paths)), key=lambda node: (list(Fate).index(fates[node]), paths[node])):
+        if not groups or groups[-1][0] is not fates[node] or fates[node] is Fate.REJECTED:
+            groups.append((fates[node], []))
+        groups[-1][1].append(round_.draft.tokens[node])
+    return groups
