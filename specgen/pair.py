@@ -18,6 +18,7 @@ from specgen.models.devices import pick_device, pick_threads, synchronizer
 from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.models.session import Session
 from specgen.models.tokenizer import check_same
+from specgen.models.uncached import uncached_row
 from specgen.types import Context, Round, SamplingParams
 
 RESERVED = 4096  # new tokens that caches are made for at once: a limit far above what is generated costs no memory
@@ -61,6 +62,11 @@ class Pair:
     @property
     def default_method(self) -> str:
         return methods.default_name(has_draft_model=self.draft is not None)
+
+    @property
+    def sessions(self) -> tuple[Session, Session | None]:
+        """The target's and the draft's, for whoever times passes."""
+        return self._target_session, self._draft_session
 
     def rounds(
         self,
@@ -170,6 +176,10 @@ class Pair:
         for session in (self._target_session, self._draft_session):
             if session is not None:
                 session.forget()
+
+    def uncached_row(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
+        """The target's logits [vocabulary] after these tokens, by one pass without a cache: for judging what sessions said."""
+        return uncached_row(self.target, prompt_ids, token_ids)
 
     def close(self) -> None:
         """End what the pair started. With one process there is nothing to end."""

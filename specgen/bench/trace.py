@@ -88,12 +88,18 @@ def check_writable(path: Path) -> None:
 
 
 class TraceFile:
-    """JSON lines on disk, each written whole as it comes: what an interruption leaves is complete lines."""
+    """JSON lines on disk, each written whole as it comes: what an interruption leaves is complete lines.
 
-    def __init__(self, path: Path) -> None:
+    `keep` writes on behind so many bytes of a file that is there.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
         self._path = path
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = path.open("wb" if keep is None else "r+b", buffering=0)
+            if keep is not None:
+                self._file.truncate(keep)
+                self._file.seek(keep)
         except OSError as error:
             raise SpecgenError(f"cannot write the trace {path}: {error.strerror}", "Name another file") from error
 
