@@ -247,7 +247,8 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a pair hands to the factories. `vocab_size` is the width of the target's logits."""
+    """What a pair hands to the factories. `vocab_size` is the width of the target's logits, `record` asks for both distributions'
+    agreement in each round."""
 
     target: Session
     draft: Session | None
@@ -255,6 +256,7 @@ class Parts:
     eos_ids: frozenset[int]
     vocab_size: int
     seed: int
+    record: bool = False
 
 
 def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
@@ -266,7 +268,8 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
         raise no_draft_model(method)
-    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, _derived(parts.seed, "draft"))
+    seed = _derived(parts.seed, "draft")
+    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, seed, keep_logits=parts.record)
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
@@ -292,6 +295,12 @@ def make_verifier(parts: Parts) -> Verifier:
     return verifiers.RejectionSampling(parts.sampling, parts.target.device, _derived(parts.seed, "target"))
 
 
+def recording(verifier: Verifier) -> Verifier:
+    from specgen.decoding.verifiers import Recording
+
+    return Recording(verifier)
+
+
 def make_schedule(method: Method) -> Schedule:
     from specgen.decoding.sequential import sequential
 
@@ -309,7 +318,7 @@ def make_run(
         target=parts.target,
         drafter=make_drafter(method, settings, parts),
         policy=make_policy(settings, parts.seed),
-        verifier=make_verifier(parts),
+        verifier=recording(make_verifier(parts)) if parts.record else make_verifier(parts),
         schedule=make_schedule(method),
         limit=limit,
         eos_ids=parts.eos_ids,

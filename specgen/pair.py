@@ -35,6 +35,7 @@ class Plan:
     seed: int
     prompt_ids: list[int]
     context_ends: bool  # the context is full before `max_new_tokens` are there
+    record: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,27 @@ class Pair:
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Iterator[Round]:
-        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once."""
-        return self.plan(prompt, method, sampling, **parameters).run.rounds()
+        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once.
+
+        `record` asks for each round's `verdict.agreement` of draft and target, which takes time.
+        """
+        return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
 
     def generate(
         self,
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Result:
         """Decode to the end."""
-        plan = self.plan(prompt, method, sampling, **parameters)
+        plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
         summary = Summary(plan.method.name)
         for round_ in rounds:
@@ -106,6 +114,8 @@ class Pair:
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Plan:
         """Check everything and put the method's parts together; nothing is computed yet."""
@@ -117,14 +127,15 @@ class Pair:
         limit = self._room(prompt_ids, sampling.max_new_tokens, context_limit)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset() if sampling.ignore_eos else self.target.eos_ids
-        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, self._target_session.vocab_size, seed)
+        width = self._target_session.vocab_size
+        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, width, seed, record)
         for session in (self._target_session, self._draft_session):
             if session is not None:
                 session.reserve(len(prompt_ids) + min(limit, RESERVED))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
-        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens)
+        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, record)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

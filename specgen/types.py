@@ -97,6 +97,7 @@ class Draft:
 
     `probs[i]` is the distribution that node i was drawn from: a tensor [nodes, vocabulary], None for a deterministic draft.
     `entropies` (nats) and `top_probs` are those of the draft's unwarped distributions, empty where the drafter has none.
+    `logits` are kept for the record alone: a tensor [nodes, vocabulary], None where nobody asked or the drafter has none.
     """
 
     tokens: Sequence[int] = ()
@@ -105,6 +106,16 @@ class Draft:
     entropies: Sequence[float] = ()
     top_probs: Sequence[float] = ()
     stop_reason: str | None = None
+    logits: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far draft and target agree at each drafted node, both unwarped: `overlap` is the sum of min(p, q), the chance of
+    acceptance at temperature 1, and `kl` is KL(q||p) in nats."""
+
+    overlap: Sequence[float]
+    kl: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +123,13 @@ class Verdict:
     """The accepted nodes, from the root on, and the target's own token after them.
 
     `source` is None where no draft was judged (plain decoding, the prefill) or the output ended inside the draft (`token` None).
+    `agreement` is there where it was to be recorded and the drafter has distributions.
     """
 
     path: tuple[int, ...] = ()
     token: int | None = None
     source: Source | None = None
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Runs of a comparison folded into a row a method: figures over all prompts, the speedup and its interval, the verdict.
 
-Of a prompt's repeats the run with the median seconds stands for it, with all its figures: so seconds, tokens and phases add up, and
-everything in a row can be computed again from the trace. Imports no torch.
+Of a prompt's repeats the run with the median seconds stands for it, with all its figures: so seconds, tokens and phases add up,
+and everything in a row can be computed again from the trace. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Run:
     @classmethod
     def of(cls, line: Mapping[str, Any], rounds: Sequence[Round]) -> Run:
         in_turn = all(
-            round_.mode in ("prefill", "sequential") and list(round_.draft.parents) == list(range(-1, len(round_.draft.tokens) - 1))
+            round_.mode in ("prefill", "sequential")
+            and list(round_.draft.parents) == list(range(-1, len(round_.draft.tokens) - 1))
             for round_ in rounds
         )
         return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None)
@@ -220,7 +221,7 @@ def speedup_interval(pairs: Sequence[tuple[int, float, int, float]]) -> tuple[fl
     """How many times as many tokens a second as plain decoding, with a 95 % interval: None with fewer than two prompts.
 
     `pairs` has a line a prompt: tokens and seconds of the method, tokens and seconds of plain decoding. Where the outputs are the
-    same this is plain decoding's seconds over the method's. The interval is a percentile bootstrap over prompts, with a fixed seed.
+    same this is plain decoding's seconds over the method's. The interval is a percentile bootstrap over prompts, its seed fixed.
     """
     import numpy as np
 

@@ -58,9 +58,7 @@ def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) 
 def predict(results: Results, costs: PassCosts) -> dict[str, Prediction]:
     """By method as written, for the runs that the table is made of."""
     turns = results.whole_turns()
-    prefill = {
-        index: float(run.line["phase_seconds"]["prefill"]) for index, run in median_runs(results, BASELINE, turns).items()
-    }
+    prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in median_runs(results, BASELINE, turns).items()}
     return {
         spec.written: _predicted(spec, median_runs(results, spec.written, turns), costs, prefill)
         for spec in results.specs

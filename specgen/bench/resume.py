@@ -51,7 +51,7 @@ class Earlier:
         return [parse_spec(name) for name in written]
 
     def fill(self, runner: Runner, contest: Contest, pair: Pair) -> None:
-        """Count its runs as far as this comparison asks for them. Raises SpecgenError where they were made under other settings."""
+        """Count its runs as far as this comparison asks for them. Raises SpecgenError where they were made otherwise."""
         specs = {spec.written: spec for spec in contest.specs}
         prompts = {prompt.index: prompt for prompt in contest.prompts}
         for earlier in sorted(self.runs, key=lambda run: run.start["spec"] != BASELINE):  # others are judged by plain decoding's
@@ -93,7 +93,8 @@ def read_earlier(path: Path) -> Earlier:
         place = (start.get("spec"), start.get("prompt_index"), start.get("repeat"))
         if not isinstance(place[0], str) or not all(type(number) is int and number >= 0 for number in place[1:]):
             raise SpecgenError(
-                f"{path}, line {traced.first_line:,} begins a run of no comparison", "Name a trace that specgen compare --trace wrote"
+                f"{path}, line {traced.first_line:,} begins a run of no comparison",
+                "Name a trace that specgen compare --trace wrote",
             )
         if traced.summary is None or traced.finish_reason == "interrupted":
             continue

@@ -1,7 +1,7 @@
-"""What people use today, to be measured beside us: transformers' own `generate`, plain and assisted, on the models that we loaded.
+"""What people use today, to be measured beside us: transformers' own `generate`, plain and assisted, on the models we loaded.
 
-Both are given the same prompts, limits, ends of sequence and sampling as our runs; penalties of the model's generation config hold
-for both. They report no rounds. Their passes are counted where the models are called, and from these follows what was drafted
+Both are given the same prompts, limits, ends of sequence and sampling as our runs; the generation config's penalties hold for
+both. They report no rounds. Their passes are counted where the models are called, and from these follows what was drafted
 (each pass of the draft is one token) and accepted (each pass of the target gives one token of its own).
 """
 

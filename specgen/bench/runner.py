@@ -1,4 +1,4 @@
-"""Methods measured against one another on one pair: runs taken in turn, prompt by prompt, so that a drifting machine is fair to all.
+"""Methods measured against one another on one pair: runs in turn, prompt by prompt, so that a drifting machine is fair to all.
 
 Plain decoding comes first in every turn. Each method runs once before anything is counted; caches are forgotten before each run.
 Nothing is written, shown or judged while a run is timed.
@@ -124,7 +124,13 @@ class Runner:
         yield self._step(todo, len(todo), None, None)
 
     def _step(
-        self, todo: Sequence[tuple[Spec, Prompt, int]], place: int, spec: Spec | None, prompt: Prompt | None, *, warming_up: bool = False
+        self,
+        todo: Sequence[tuple[Spec, Prompt, int]],
+        place: int,
+        spec: Spec | None,
+        prompt: Prompt | None,
+        *,
+        warming_up: bool = False,
     ) -> Step:
         results = self._results
         live = [
@@ -147,7 +153,7 @@ class Runner:
         try:
             ids = self.prompt_ids(prompt)
             finished = self._rival(spec, ids, sampling) if spec.is_rival else self._own(spec, ids, sampling)
-        except Exception as error:
+        except (SpecgenError, RuntimeError, MemoryError) as error:
             self._fail(spec, prompt, error)
             return None
         self._seconds[spec.written].append(time.perf_counter() - start)
@@ -168,7 +174,7 @@ class Runner:
             raise error
 
     def _own(self, spec: Spec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        plan = self._pair.plan(ids, spec.name, sampling, **spec.settings)
+        plan = self._pair.plan(ids, spec.name, sampling, record=self._contest.record, **spec.settings)
         self._pair.forget()
         rounds = list(plan.run.rounds())
         summary = Summary(spec.name)
@@ -203,7 +209,7 @@ class Runner:
     def _lines(self, finished: _Finished) -> Iterator[Mapping[str, Any]]:
         yield finished.start
         for round_ in finished.rounds:
-            yield traces.round_line(round_, self._pair.tokenizer.text_of)
+            yield traces.round_line(round_, self._pair.tokenizer.text_of, record=self._contest.record)
         yield traces.summary_line(finished.line)
 
     def add(self, spec: Spec, prompt: Prompt, repeat: int, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Methods as `compare` is told them: `svip`, `sd:k=8:policy=svip`, `selfsd:skip=3+5+7`, and the rivals by their names."""
+"""Methods as `compare` is told them: `svip`, `sd:policy=svip:threshold=0.3`, `selfsd:skip=3+5+7`, and the rivals."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def _settings(written: str, pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not name:
-            raise SpecgenError(f"cannot read {pair!r} in {written!r}", "Write settings like sd:k=8:policy=svip, lists like 3+5+7")
+            raise SpecgenError(
+                f"cannot read {pair!r} in {written!r}", "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7"
+            )
         settings[name] = value
     return settings

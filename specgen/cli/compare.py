@@ -68,7 +68,7 @@ def compare(
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
 ) -> int | None:
-    """Measure methods against plain decoding, and against transformers: speed, acceptance, and whether the output is the target's."""
+    """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
     from specgen.bench.prompts import load_prompts
     from specgen.bench.specs import EVERY, parse_specs
     from specgen.cli.comparing import Comparison, Files, Look
@@ -90,9 +90,9 @@ def compare(
         Files(trace, resume, csv, svg),
     )
     request.files.check()
-    with open_pair(models, theme.console(stderr=True, no_color=no_color), quiet=quiet) as pair:
-        with closing(Comparison(pair, request)) as comparison:
-            return comparison.run()
+    err = theme.console(stderr=True, no_color=no_color)
+    with open_pair(models, err, quiet=quiet) as pair, closing(Comparison(pair, request)) as comparison:
+        return comparison.run()
 
 
 def _recorded(record: list[str] | None, trace: Path | None) -> bool:

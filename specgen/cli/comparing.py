@@ -142,13 +142,12 @@ class Comparison:
                 if predictions is not None and costs is not None:
                     told = predictions.get(row.spec.written, Prediction(None, None))
                     line |= {"predicted": {"eq14": told.formula, "pass_costs": told.pass_costs}, "costs": costs.as_dict()}
-                text = escaped_json(traces.dumps(line)) + "\n"
-                sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
+                sys.stdout.buffer.write((escaped_json(traces.dumps(line)) + "\n").encode("utf-8", "surrogatepass"))
             sys.stdout.buffer.flush()
             return
         width = self._out.width if self._out.is_terminal else PIPED_WIDTH
-        for text in views.page(self.results, made, self._setting, self._view(predictions, interrupted=interrupted), width):
-            self._out.print(text)
+        for shown in views.page(self.results, made, self._setting, self._view(predictions, interrupted=interrupted), width):
+            self._out.print(shown)
 
     def _save(self, made: list[Row], predictions: Mapping[str, Prediction] | None, *, interrupted: bool) -> None:
         files = self._request.files

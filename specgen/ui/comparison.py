@@ -96,19 +96,21 @@ def _conclusion(results: Results, rows: Sequence[Row]) -> Text | None:
     top = best(rows)
     if top is None or top.overall is None or top.overall.speedup is None:
         return None
-    name, speedup = Text(inline(top.spec.written), "strong"), top.overall.speedup
+    name, speedup = Text().append(inline(top.spec.written), "strong"), top.overall.speedup
     if speedup <= 1:
-        return Text("Nothing here is faster than plain decoding (ar); the best is ").append_text(name).append(f" at {speedup:.2f}×.")
+        return (
+            Text("Nothing here is faster than plain decoding (ar); the best is ").append_text(name).append(f" at {speedup:.2f}×.")
+        )
     if top.overall.low is not None and top.overall.low <= 1:
-        name.append(f" comes first at {speedup:.2f}×, but its interval reaches down to {top.overall.low:.2f}×: ", "none")
-        return name.append("nothing here is clearly faster than plain decoding (ar).", "none")
+        name.append(f" comes first at {speedup:.2f}×, but its interval reaches down to {top.overall.low:.2f}×: ")
+        return name.append("nothing here is clearly faster than plain decoding (ar).")
     alone = sum(row.overall is not None and row.spec.lossless for row in rows) == 2
     keeps = "keeps the target's output" if results.greedy else "keeps the target's distribution"
     lead = f" {keeps} at" if alone else f" is the fastest that {keeps}:"
-    name.append(f"{lead} {speedup:.2f}× plain decoding (ar).", "none")
+    name.append(f"{lead} {speedup:.2f}× plain decoding (ar).")
     close = [inline(row.spec.written) for row in ordered(rows) if _overlaps(row, top)]
     if close:
-        name.append(f" Too close to call: {', '.join(close)}.", "none")
+        name.append(f" Too close to call: {', '.join(close)}.")
     return name
 
 
@@ -151,8 +153,8 @@ def _ties(results: Results, rows: Sequence[Row]) -> list[Text]:
                     names.append(row.spec.written)
     said = [
         Text(
-            f"tie at {difference.place} of {_label(results, difference)} ({inline(', '.join(names))}): the target scores both tokens the "
-            f"same there, {abs(difference.gap or 0):.2g} apart; rounding explains up to {difference.threshold:.2g}.",
+            f"tie at {difference.place} of {_label(results, difference)} ({inline(', '.join(names))}): "
+            f"the two tokens' logits are {abs(difference.gap or 0):.2g} apart, and rounding explains up to {difference.threshold:.2g}.",
             "quiet",
         )
         for difference, names in told.values()
@@ -207,7 +209,7 @@ CSV_COLUMNS = (
 
 
 def csv_text(rows: Sequence[Row], *, by_category: bool, predictions: Mapping[str, Prediction] | None) -> str:
-    """All figures, a line a method, and with `by_category` a line for each category of it; an empty category means all prompts."""
+    """All figures, a line a method, and with `by_category` one for each of its categories; an empty one means all prompts."""
     import csv
     import io
 

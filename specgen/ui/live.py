@@ -26,7 +26,12 @@ class LiveTable:
         self._live: Live | None = None
         if not quiet and console.is_terminal:
             self._live = Live(
-                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop"
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                vertical_overflow="crop",
             )
 
     def show(self, step: Step) -> None:

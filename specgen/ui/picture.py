@@ -20,7 +20,7 @@ _GROUNDS = {
 _FORMAT = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
-.{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: {char_height}px; line-height: {line_height}px; }}
+.{unique_id}-matrix {{ font: {char_height}px/{line_height}px "DejaVu Sans Mono", Menlo, Consolas, monospace; }}
 .{unique_id}-ground {{ fill: [[ground]]; }}
 {styles}
 [[dark]]
@@ -33,6 +33,7 @@ _FORMAT = """\
 {matrix}</g></g>
 </svg>
 """
+
 
 def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
     """The lines on a ground as wide as `width` cells."""

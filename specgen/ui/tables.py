@@ -140,7 +140,11 @@ def _prediction_columns(rows: Sequence[Row], predictions: Mapping[str, Predictio
 
     def told(figures: Figures, which: str) -> str:
         prediction = predictions.get(written.get(id(figures), ""))
-        return NONE if prediction is None else _number(getattr(prediction, which), ".2f") + "×" * (getattr(prediction, which) is not None)
+        return (
+            NONE
+            if prediction is None
+            else _number(getattr(prediction, which), ".2f") + "×" * (getattr(prediction, which) is not None)
+        )
 
     return [
         Column("by\nEq. 14", lambda figures: told(figures, "formula"), _PREDICTED_GOES),
@@ -154,7 +158,8 @@ def _laid_out(lines: Sequence[_Line], columns: list[Column], width: int) -> Layo
     output = max(6, *(len(word) for word in outputs))
     cells = {column.title: [column.value(line.figures) if line.figures else NONE for line in lines] for column in columns}
     widths = {
-        column.title: max(max(map(len, column.title.split("\n"))), *(len(cell) for cell in cells[column.title])) for column in columns
+        column.title: max(max(map(len, column.title.split("\n"))), *(len(cell) for cell in cells[column.title]))
+        for column in columns
     }
     kept, bar = list(columns), True
 
@@ -235,8 +240,8 @@ class _Grid:
         return [first, *(Text(" " * self.indent).append_text(part) for part in rest)]
 
     def _name(self, name: str, style: str) -> Text:
-        text = Text(name, style)
-        return text.append(" " * (self.indent - text.cell_len), "none")
+        text = Text().append(name, style)  # as a part: the style of a whole text would reach what is appended
+        return text.append(" " * (self.indent - text.cell_len))
 
     def _aligned(self, column: Column, text: str) -> str:
         width = self.widths[column.title]
