@@ -154,7 +154,7 @@ def _ties(results: Results, rows: Sequence[Row]) -> list[Text]:
     said = [
         Text(
             f"tie at {difference.place} of {_label(results, difference)} ({inline(', '.join(names))}): "
-            f"the two tokens' logits are {abs(difference.gap or 0):.2g} apart, and rounding explains up to {difference.threshold:.2g}.",
+            f"the two tokens' logits are {abs(difference.gap or 0):.2g} apart; rounding explains {difference.threshold:.2g}.",
             "quiet",
         )
         for difference, names in told.values()

@@ -16,8 +16,10 @@ from specgen.ui.visible import inline
 
 GAP = 2
 LONGEST_BAR, SHORTEST_BAR = 24, 6
+WIDEST_NAME = 0.45  # of the window
 NONE = ""
-_PHASE_TITLES = {"prefill": "prefill", "draft": "drafting", "verify": "verifying", "sample": "sampling", "other": "other"}
+_PHASE_TITLES = {"prefill": "prefill", "draft": "draft", "verify": "verify", "sample": "sample", "other": "other"}
+_SECONDS, _SHARES = 11, 7  # widths of a phase's cell with both, and with its share alone
 _CONSOLE = Console(width=200)  # for wrapping alone
 
 
@@ -161,21 +163,15 @@ def _laid_out(lines: Sequence[_Line], columns: list[Column], width: int) -> Layo
         column.title: max(max(map(len, column.title.split("\n"))), *(len(cell) for cell in cells[column.title]))
         for column in columns
     }
-    kept, bar = list(columns), True
-
-    def taken() -> int:
-        return named + GAP + output + sum(widths[column.title] + GAP for column in kept) + bar * (GAP + SHORTEST_BAR)
-
-    while taken() > width and (bar or any(column.goes for column in kept)):
-        next_to_go = max(kept, key=lambda column: column.goes)
-        if bar and next_to_go.goes < _BAR_GOES:
-            bar = False
-        else:
-            kept.remove(next_to_go)
-    stacked = taken() > width  # not even the speedup fits beside the longest name: names get a line of their own
-    indent = 2 if stacked else named + GAP
-    grid = _Grid(kept, widths, output, indent, width, stacked)
-    bars = min(LONGEST_BAR, width - taken() + SHORTEST_BAR) if bar else 0
+    stacked = named > width * WIDEST_NAME  # names get a line of their own
+    beside = GAP if stacked else named + GAP
+    kept, bar = _fitting(columns, widths, beside + output, width)
+    if not stacked and beside + output + _room(kept, widths, bar=bar) > width:  # not even the speedup fits beside a name
+        stacked, beside = True, GAP
+        kept, bar = _fitting(columns, widths, beside + output, width)
+    taken = beside + output + _room(kept, widths, bar=bar)
+    grid = _Grid(kept, widths, output, beside, width, stacked)
+    bars = min(LONGEST_BAR, width - taken + SHORTEST_BAR) if bar else 0
     highest = max((line.figures.high or line.figures.speedup or 0 for line in lines if line.figures), default=0)
     made = grid.titles()
     for place, line in enumerate(lines):
@@ -185,6 +181,22 @@ def _laid_out(lines: Sequence[_Line], columns: list[Column], width: int) -> Layo
             values = [cells[column.title][place] for column in kept]
             made += grid.figures(line, outputs[place], values, _bar(line, bars, highest))
     return Layout(made, len(kept) < len(columns))
+
+
+def _room(columns: Sequence[Column], widths: Mapping[str, int], *, bar: bool) -> int:
+    return sum(widths[column.title] + GAP for column in columns) + bar * (GAP + SHORTEST_BAR)
+
+
+def _fitting(columns: Sequence[Column], widths: Mapping[str, int], beside: int, width: int) -> tuple[list[Column], bool]:
+    """The columns that fit, and whether the bar does. The speedup stays whatever happens."""
+    kept, bar = list(columns), True
+    while beside + _room(kept, widths, bar=bar) > width and (bar or any(column.goes for column in kept)):
+        next_to_go = max(kept, key=lambda column: column.goes)
+        if bar and next_to_go.goes < _BAR_GOES:
+            bar = False
+        else:
+            kept.remove(next_to_go)
+    return kept, bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +221,7 @@ class _Grid:
                 line.append(" " * GAP).append(self._aligned(column, head[level]), "quiet")
             line.rstrip()
             made.append(line)
-        return made
+        return [line for line in made if line]
 
     def figures(self, line: _Line, output: str, cells: Sequence[str], bar: Text) -> list[Text]:
         style = "quiet" if line.is_category else "strong" if line.is_best else "none"
@@ -267,22 +279,29 @@ def phases_table(rows: Sequence[Row], width: int) -> list[Text]:
     """Where each method's time went (EESD, Table 8): seconds and shares, or shares alone where the window is narrow."""
     shown = [row for row in ordered(rows) if row.overall is not None]
     named = max(6, *(Text(inline(row.spec.written)).cell_len for row in shown)) if shown else 6
-    with_seconds = named + 6 * 13 <= width
-    size = 11 if with_seconds else 9
-    if named + 6 * (size + GAP) > width:
-        size = 5  # the shortest titles
-    heads = [_PHASE_TITLES[phase][: size if size > 5 else 4] for phase in PHASES]
+    phases = list(PHASES)
+    stacked = named + (len(phases) + 1) * (_SHARES + GAP) > width
+    if stacked:
+        named = 0
+        phases = phases if (len(phases) + 1) * (_SHARES + GAP) <= width else ["draft", "verify", "sample"]
+    with_seconds = named + (len(phases) + 1) * (_SECONDS + GAP) <= width
+    size = _SECONDS if with_seconds else _SHARES
+    heads = "".join(f"{'':{GAP}}{head:>{size}}" for head in [*(_PHASE_TITLES[phase] for phase in phases), "all"])
     lines = [Text("Where the time goes, in seconds and shares" if with_seconds else "Where the time goes"), Text()]
-    lines.append(Text("method".ljust(named) + "".join(f"{'':{GAP}}{head:>{size}}" for head in [*heads, "all"]), "quiet"))
+    lines.append(Text(("" if stacked else "method").ljust(named) + heads, "quiet"))
     for row in shown:
         assert row.overall is not None
-        summary = row.overall.summary
-        line = Text(inline(row.spec.written))
-        line.append(" " * (named - line.cell_len))
-        for phase in PHASES:
-            share = f"{summary.share_of_time(phase):.0%}"
-            cell = f"{summary.phase_seconds[phase]:.2f} {share:>4}" if with_seconds else share
-            line.append(f"{'':{GAP}}{NONE if summary.unsplit_seconds else cell:>{size}}")
-        line.append(f"{'':{GAP}}{f'{summary.seconds:.2f} s':>{size}}")
-        lines.append(line)
+        name = inline(row.spec.written)
+        cells = _phase_cells(row.overall, phases, size, with_seconds=with_seconds)
+        lines += [Text(name), Text(cells)] if stacked else [Text(name + " " * (named - Text(name).cell_len) + cells)]
     return lines
+
+
+def _phase_cells(figures: Figures, phases: Sequence[str], size: int, *, with_seconds: bool) -> str:
+    summary = figures.summary
+    cells = []
+    for phase in phases:
+        share = f"{summary.share_of_time(phase):.0%}"
+        cell = f"{summary.phase_seconds[phase]:.2f} {share:>4}" if with_seconds else share
+        cells.append(NONE if summary.unsplit_seconds else cell)  # a rival tells its seconds alone
+    return "".join(f"{'':{GAP}}{cell:>{size}}" for cell in [*cells, f"{summary.seconds:.2f} s"])
