@@ -243,7 +243,8 @@ class _Grid:
         said = Text("waiting", "quiet")
         if error is not None:
             cure = error.cure[:1].lower() + error.cure[1:]
-            said = Text("not run", "strong").append(f": {inline(error.message)}{'; ' + inline(cure) if cure else ''}", "none")
+            why = inline(error.message).removeprefix(f"{line.row.spec.name} ")
+            said = Text().append("not run", "strong").append(f": {why}{'; ' + inline(cure) if cure else ''}")
         wrapped = said.wrap(_CONSOLE, max(self.width - self.indent, 16))
         for part in wrapped:
             part.rstrip()
