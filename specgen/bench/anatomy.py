@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -153,6 +153,10 @@ class Anatomy:
             self.summary.add(traced.round)
             self.drafts += bool(traced.round.draft.tokens)
             self.tokens.add(traced)
+        if not run.rounds and run.summary is not None:  # another program's: all that is known stands in its summary
+            self.summary.token_ids += run.summary["token_ids"]
+            self.summary.rounds += known_number(run.summary, "target_passes")
+            self.summary.phase_seconds["other"] += known_number(run.summary, "seconds")
         if self.summary.seconds > seconds:
             self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
 
@@ -233,6 +237,12 @@ def setting(run: TracedRun, name: str) -> float | None:
     return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
+def known_number(line: Mapping[str, Any], name: str) -> Any:
+    """A number of a line that is not checked for it; 0 where there is none."""
+    value = line.get(name)
+    return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
+
+
 def _bin(entropy: float) -> int:
     return next(place for place in range(len(EDGES) - 1) if entropy < EDGES[place + 1] or place == len(EDGES) - 2)
 
@@ -282,7 +292,7 @@ def beliefs(rounds: Iterable[Round], most: int = 120) -> list[Belief]:
 
 def _has_posterior(round_: Round) -> bool:
     state = round_.policy_state
-    return state is not None and state.get("alpha", 0) > 0 and state.get("beta", 0) > 0
+    return state is not None and state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0
 
 
 def _belief(round_: Round) -> Belief:

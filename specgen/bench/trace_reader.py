@@ -171,7 +171,9 @@ def _closed(run: TracedRun, lines: _Lines, *, is_last: bool) -> TracedRun:
         run.notes.append(f"the trace was cut in line {lines.number:,}: what is whole before it is shown")
     elif run.summary is None:
         run.notes.append("the run has no summary: it was cut off")
-    if run.summary is not None:
+    if run.summary is not None and not run.rounds and run.summary["token_ids"]:
+        run.notes.append("no rounds were recorded: another program decoded this")
+    elif run.summary is not None:
         joined = [token for traced in run.rounds for token in traced.round.token_ids]
         if joined != run.summary["token_ids"]:
             run.notes.append("the summary's tokens are not those of the rounds: lines are missing, or were changed")

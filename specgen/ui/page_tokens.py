@@ -18,17 +18,26 @@ _SHORT = {Fate.ACCEPTED: "acc", Fate.REJECTED: "gone rej", Fate.DISCARDED: "gone
 
 def answer(run: TracedRun, name: str) -> Iterator[str]:
     """The text, a span a token, and the switch that shows what was thrown away. `name` tells this answer's switch from others."""
+    if not any(traced.round.draft.tokens for traced in run.rounds):  # plain decoding: nothing to tell apart
+        yield '<div class="box"><div class="answer plain">'
+        yield from _spans(run)
+        yield "</div></div>\n"
+        return
     yield '<p class="keys"><span class="acc">drafted, accepted</span><span class="own">the target\'s own</span></p>\n'
     yield (
         f'<input type="checkbox" class="gone-switch" id="{name}"><label class="reveal" for="{name}">'
         '<span>show what was thrown away: <span class="rej">rejected</span>, <span class="dis">discarded</span></span></label>\n'
     )
     yield '<div class="box"><div class="answer">'
+    yield from _spans(run)
+    yield "</div></div>\n"
+
+
+def _spans(run: TracedRun) -> Iterator[str]:
     texts = committed_texts(run)
     ends = run.finish_reason == "eos"
     for place, traced in enumerate(run.rounds):
         yield from _round_spans(traced, texts, is_last=ends and place == len(run.rounds) - 1)
-    yield "</div></div>\n"
 
 
 def committed_texts(run: TracedRun) -> Iterator[str]:

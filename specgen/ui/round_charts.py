@@ -32,7 +32,7 @@ def rounds_chart(rounds: Sequence[Round]) -> str:
     up = max((column.accepted + column.own for column in columns), default=1.0)
     down = max((column.rejected + column.discarded for column in columns), default=0.0)
     unit = min(13.0, 200 / (up + down)) if up + down else 13.0
-    step = max(1, round(tick_step(max(up, 1), 3)))
+    step = max(1, round(tick_step(max(up, 1), 3)), math.ceil(24 / unit))
     mean = sum(column.accepted + column.own for column in columns) / len(columns) if columns else 0.0
     if group > 1:
         mean = sum(len(round_.token_ids) for round_ in rounds) / len(rounds)
