@@ -14,6 +14,7 @@ from typing import Any
 from specgen.bench.prompts import Prompt
 from specgen.bench.specs import BASELINE, Spec
 from specgen.bench.summary import Summary
+from specgen.bench.trace_reader import TracedRun
 from specgen.bench.verdict import Difference
 from specgen.errors import SpecgenError
 from specgen.types import Round
@@ -51,6 +52,7 @@ class Results:
     runs: dict[Key, Run] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     failures: dict[str, SpecgenError] = field(default_factory=dict)
+    examples: dict[str, TracedRun] = field(default_factory=dict)  # the first prompt's first run, by method
     skipped: set[int] = field(default_factory=set)  # later turns that the context had no room for
 
     def whole_turns(self) -> set[tuple[int, int]]:

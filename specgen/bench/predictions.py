@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from specgen.methods import METHODS
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-SAMPLES = 7  # of each pass; the first two warm up
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # tokens of a pass; those between are taken from a straight line
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,35 +85,16 @@ def _predicted(spec: Spec, runs: Mapping[int, Run], costs: PassCosts, prefill: M
 
 def measure_costs(pair: Pair, results: Results) -> PassCosts:
     """Time single passes behind a context as long as the runs' own, for the widths that the runs needed."""
-    from specgen.models.devices import synchronizer
-    from specgen.types import Context
+    from specgen.tuning.passes import target_pass_seconds
 
-    lengths = {length for run in results.runs.values() for length in run.draft_lengths or ()}
-    widest = max(lengths, default=0) + 1
-    ids = _typical_context(pair, results)
-    wait = synchronizer(pair.target.device) or (lambda: None)
+    runs = list(results.runs.values())
+    widest = max((length for run in runs for length in run.draft_lengths or ()), default=0) + 1
+    widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
+    plain = {key[1]: run for key, run in results.runs.items() if key[0] == BASELINE}
+    prompts = [prompt for prompt in results.prompts if prompt.index in plain]
+    # half of an answer is what a pass sees on average
+    lengths = [len(pair.tokenizer.encode(prompt.text)) + len(plain[prompt.index].line["token_ids"]) // 2 for prompt in prompts]
+    context = max(int(median(lengths)), 1) if lengths else 1
     target, draft = pair.sessions
-
-    def seconds(session: Any, tokens: int) -> float:
-        context, drafted = Context(ids), [ids[-1]] * (tokens - 1)
-        samples = []
-        for _ in range(SAMPLES):
-            session.logits(context)  # all but the last token cached
-            wait()
-            start = time.perf_counter()
-            session.logits(context, drafted)
-            wait()
-            samples.append(time.perf_counter() - start)
-        return median(samples[2:])
-
-    widths = sorted({width for width in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, widest) if width <= widest})
-    return PassCosts(None if draft is None else seconds(draft, 1), {width: seconds(target, width) for width in widths})
-
-
-def _typical_context(pair: Pair, results: Results) -> Sequence[int]:
-    """The first answer's beginning, half of it: what passes see on average."""
-    index = min((index for written, index, _ in results.runs if written == BASELINE), default=0)
-    prompt = next(prompt for prompt in results.prompts if prompt.index == index)
-    run = results.runs[BASELINE, index, 0]
-    answer = run.line["token_ids"]
-    return [*pair.tokenizer.encode(prompt.text), *answer[: len(answer) // 2]]
+    a_draft = None if draft is None else target_pass_seconds(draft, [1], context)[1]
+    return PassCosts(a_draft, target_pass_seconds(target, widths, context))

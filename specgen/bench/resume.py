@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.bench.figures import Run
 from specgen.bench.runner import Contest, Runner, settings_of
 from specgen.bench.specs import BASELINE, Spec, parse_spec
-from specgen.bench.trace_reader import read_trace
+from specgen.bench.trace_reader import TracedRun, read_trace
 from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class EarlierRun:
     start: Mapping[str, Any]
     run: Run
     line: int
+    traced: TracedRun | None  # kept whole for the first prompt's first run alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class Earlier:
                     "Give the same --prompts (and --chat, --turns) as then",
                 )
             runner.add(spec, prompt, start["repeat"], earlier.run)
+            if earlier.traced is not None and prompt is contest.prompts[0]:
+                runner.results.examples[spec.written] = earlier.traced
 
     def _check_settings(self, start: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         before = {name: start.get(name) for name in now if name != "sampling"} | dict(start["sampling"])
@@ -85,7 +88,7 @@ def _shown(value: object) -> str:
 
 def read_earlier(path: Path) -> Earlier:
     """The whole runs of a comparison's trace. Raises SpecgenError for what is none."""
-    runs = []
+    runs: list[EarlierRun] = []
     end = 0
     for traced in read_trace(path):
         end = traced.end
@@ -99,7 +102,9 @@ def read_earlier(path: Path) -> Earlier:
         if traced.summary is None or traced.finish_reason == "interrupted":
             continue
         _check_summary(traced.summary, f"{path}, the run on line {traced.first_line:,}")
-        runs.append(EarlierRun(start, Run.of(traced.summary, [entry.round for entry in traced.rounds]), traced.first_line))
+        run = Run.of(traced.summary, [entry.round for entry in traced.rounds])
+        is_example = start["repeat"] == 0 and start["prompt_index"] == runs[0].start["prompt_index"] if runs else True
+        runs.append(EarlierRun(start, run, traced.first_line, traced if is_example else None))
     return Earlier(path, runs, end)
 
 

@@ -20,6 +20,7 @@ from specgen.bench.prompts import Prompt
 from specgen.bench.rivals import Rival, rival_settings
 from specgen.bench.specs import BASELINE, Spec
 from specgen.bench.summary import Summary
+from specgen.bench.trace_reader import TracedRound, TracedRun
 from specgen.bench.verdict import judge
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Round, SamplingParams
@@ -72,7 +73,7 @@ class Runner:
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
         held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._pair, self._contest, self._results, self._write, self._held = pair, contest, results, write, held
+        self._pair, self._contest, self.results, self._write, self._held = pair, contest, results, write, held
         given = contest.sampling.seed
         self._seed = secrets.randbits(32) if given is None else given
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of whole runs on the clock, warm-up included, for the guess
@@ -91,7 +92,7 @@ class Runner:
         """Later turns stand behind plain decoding's answers to the earlier ones, for all methods alike."""
         if prompt.index not in self._ids:
             first = prompt.index - len(prompt.earlier)
-            answers = [str(self._results.runs[BASELINE, first + turn, 0].line["text"]) for turn in range(len(prompt.earlier))]
+            answers = [str(self.results.runs[BASELINE, first + turn, 0].line["text"]) for turn in range(len(prompt.earlier))]
             before = list(zip(prompt.earlier, answers, strict=True))
             if self._contest.chat:
                 ids = self._pair.tokenizer.chat(prompt.text, None, before)
@@ -108,13 +109,13 @@ class Runner:
             for repeat in range(self._contest.repeats)
             for prompt in self._contest.prompts
             for spec in self._contest.specs
-            if (spec.written, prompt.index, repeat) not in self._results.runs
+            if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
         for spec in [spec for spec in self._contest.specs if any(spec is other for other, _, _ in todo)]:
             yield self._step(todo, 0, spec, self._contest.prompts[0], warming_up=True)
             self._attempt(spec, self._contest.prompts[0], 0)
         for place, (spec, prompt, repeat) in enumerate(todo):
-            if spec.written in self._results.failures or prompt.index in self._results.skipped:
+            if spec.written in self.results.failures or prompt.index in self.results.skipped:
                 continue
             yield self._step(todo, place, spec, prompt)
             finished = self._attempt(spec, prompt, repeat)
@@ -132,7 +133,7 @@ class Runner:
         *,
         warming_up: bool = False,
     ) -> Step:
-        results = self._results
+        results = self.results
         live = [
             (entry[0].written, at >= place)
             for at, entry in enumerate(todo)
@@ -146,7 +147,7 @@ class Runner:
 
     def _attempt(self, spec: Spec, prompt: Prompt, repeat: int) -> _Finished | None:
         """One run; None, with the reason kept, where this method or this prompt cannot be had."""
-        if prompt.index in self._results.skipped or spec.written in self._results.failures:
+        if prompt.index in self.results.skipped or spec.written in self.results.failures:
             return None
         sampling = replace(self._contest.sampling, seed=(self._seed + repeat) % 2**63)
         start = time.perf_counter()
@@ -167,9 +168,9 @@ class Runner:
         if not isinstance(error, SpecgenError):
             raise error
         if spec.written != BASELINE:
-            self._results.failures[spec.written] = error
+            self.results.failures[spec.written] = error
         elif prompt.earlier and not isinstance(error, RunError):
-            self._results.skipped.add(prompt.index)
+            self.results.skipped.add(prompt.index)
         else:
             raise error
 
@@ -204,6 +205,8 @@ class Runner:
     def _record(self, spec: Spec, prompt: Prompt, repeat: int, finished: _Finished) -> None:
         if self._write is not None:
             self._write(self._lines(finished))
+        if repeat == 0 and prompt is self._contest.prompts[0]:
+            self.results.examples[spec.written] = self._traced(finished)
         self.add(spec, prompt, repeat, Run.of(finished.line, finished.rounds))
 
     def _lines(self, finished: _Finished) -> Iterator[Mapping[str, Any]]:
@@ -212,9 +215,19 @@ class Runner:
             yield traces.round_line(round_, self._pair.tokenizer.text_of, record=self._contest.record)
         yield traces.summary_line(finished.line)
 
+    def _traced(self, finished: _Finished) -> TracedRun:
+        """The run as a reader of its trace would have it."""
+        text_of = self._pair.tokenizer.text_of
+        rounds = []
+        for round_ in finished.rounds:
+            texts = tuple(text_of([token]) for token in round_.draft.tokens)
+            own = None if round_.verdict.token is None else text_of([round_.verdict.token])
+            rounds.append(TracedRound(round_, texts, own))
+        return TracedRun(finished.start, 0, rounds, finished.line)
+
     def add(self, spec: Spec, prompt: Prompt, repeat: int, run: Run) -> None:
         """Count a finished run, and judge its output where that can be done."""
-        results = self._results
+        results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
         reference = results.runs.get((BASELINE, prompt.index, repeat))

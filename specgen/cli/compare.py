@@ -65,6 +65,7 @@ def compare(
     json: options.Json = False,
     csv: options.Csv = None,
     svg: options.Svg = None,
+    html: options.Html = None,
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
 ) -> int | None:
@@ -87,7 +88,7 @@ def compare(
         chat,
         _recorded(record, trace or resume),
         Look(by_category, phases, predict, json, quiet, no_color),
-        Files(trace, resume, csv, svg),
+        Files(trace, resume, csv, svg, html),
     )
     request.files.check()
     err = theme.console(stderr=True, no_color=no_color)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from specgen.bench import trace as traces
 from specgen.bench.figures import Results, Row, rows
+from specgen.bench.machine import describe
 from specgen.bench.predictions import PassCosts, Prediction, measure_costs, predict
 from specgen.bench.resume import Earlier, read_earlier
 from specgen.bench.runner import Contest, Runner
@@ -21,6 +23,7 @@ from specgen.errors import RunError, SpecgenError
 from specgen.ui import comparison as views
 from specgen.ui import theme
 from specgen.ui.live import LiveTable
+from specgen.ui.page import check_page_writable, write_page
 from specgen.ui.visible import escaped_json
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class Files:
     resume: Path | None
     csv: Path | None
     svg: Path | None
+    html: Path | None
 
     def check(self) -> None:
         """Refuse what cannot be written before anything is loaded. Raises SpecgenError."""
@@ -60,6 +64,8 @@ class Files:
         for what, path in (("trace", self.resume or self.trace), ("CSV file", self.csv), ("picture", self.svg)):
             if path is not None:
                 traces.check_writable(path, what)
+        if self.html is not None:
+            check_page_writable(self.html)
 
 
 class Comparison:
@@ -159,6 +165,12 @@ class Comparison:
 
             lines = views.page(self.results, made, self._setting, self._view(predictions, interrupted=interrupted), PIPED_WIDTH)
             _write_file(files.svg, svg(lines, PIPED_WIDTH))
+        if files.html is not None:
+            from specgen.ui import compare_page
+
+            versions = ", ".join(f"{name} {version}" for name, version in traces.versions().items())
+            about = compare_page.About(describe(self._pair), versions, f"specgen {shlex.join(sys.argv[1:])}")
+            write_page(files.html, compare_page.page(self.results, made, self._setting, self.results.examples, about))
 
     def _verdict(self, made: list[Row]) -> int:
         """The exit code, and a line on standard error where a method broke its promise or broke down."""

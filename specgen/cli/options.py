@@ -122,6 +122,10 @@ Resume = Annotated[
     typer.Option(metavar="FILE.jsonl", help="Go on from an interrupted comparison's trace, and in it.", rich_help_panel=_OUTPUT),
 ]
 Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, for pandas.", rich_help_panel=_OUTPUT)]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="One page with all of it, an example of each method too.", rich_help_panel=_OUTPUT),
+]
 Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="The table as a picture, for a README.", rich_help_panel=_OUTPUT)]
 
 Trace = Annotated[
