@@ -30,7 +30,7 @@ from specgen.types import Draft, Verdict
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
 CATEGORIES = ["prose", "prose", "code", "code"]
-METHODS = "svip,sd:k=3,lookup,transformers,transformers-assisted:k=3:schedule=constant:threshold=0"
+METHODS = "svip,sd:k=3,lookup,transformers,transformers-assisted"
 FIGURES = set(SUMMARY.split()) - {"method", "text", "token_ids", "finish_reason"}
 
 Lines = list[dict[str, Any]]

@@ -114,8 +114,8 @@ class Comparison:
             made = rows(self.results)
             predictions = predict(self.results, costs) if costs is not None else None
             with interrupts.held():
+                self._save(made, predictions, interrupted=interrupted)  # first: whoever reads the answer may go away
                 self._show(made, predictions, costs, interrupted=interrupted)
-                self._save(made, predictions, interrupted=interrupted)
         return INTERRUPTED if interrupted else self._verdict(made)
 
     def close(self) -> None:

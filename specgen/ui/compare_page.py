@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import shorten
 
 from specgen.bench.anatomy import Anatomy
 from specgen.bench.figures import Figures, Results, Row
@@ -151,7 +150,8 @@ def _examples(results: Results, rows: Sequence[Row], examples: Mapping[str, Trac
 
 
 def _prompt(prompt: Prompt) -> str:
-    return f'<p class="note">{text(prompt.label)}: {code(shorten(prompt.text, PROMPT_SHOWN, placeholder=" …"))}</p>\n'
+    shown = prompt.text if len(prompt.text) <= PROMPT_SHOWN else prompt.text[: PROMPT_SHOWN - 2] + " …"
+    return f'<p class="note">{text(prompt.label)}: {code(shown)}</p>\n'
 
 
 def _example(run: TracedRun, switch: str) -> Iterator[str]:
