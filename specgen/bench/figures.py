@@ -20,6 +20,7 @@ from specgen.errors import SpecgenError
 from specgen.types import Round
 
 RESAMPLES = 2000
+FEW_RESAMPLES = 200  # while it runs, where the intervals still move
 LEVEL = 0.95
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
 
@@ -128,7 +129,7 @@ class Row:
         }
 
 
-def rows(results: Results) -> list[Row]:
+def rows(results: Results, resamples: int = RESAMPLES) -> list[Row]:
     """A row a method, in the order asked for, `ar` first."""
     turns = results.whole_turns()
     categories = {prompt.index: prompt.category for prompt in results.prompts}
@@ -147,10 +148,12 @@ def rows(results: Results) -> list[Row]:
         ]
         own = medians[spec.written]
         by_category = {
-            category: _figures(results, spec, _only(own, categories, category), _only(baseline, categories, category), different)
+            category: _figures(
+                results, spec, _only(own, categories, category), _only(baseline, categories, category), different, resamples
+            )
             for category in dict.fromkeys(categories[index] for index in sorted(own))
         }
-        made.append(Row(spec, _figures(results, spec, own, baseline, different), by_category, different))
+        made.append(Row(spec, _figures(results, spec, own, baseline, different, resamples), by_category, different))
     return made
 
 
@@ -177,11 +180,12 @@ def _figures(
     own: Mapping[int, Run],
     baseline: Mapping[int, Run],
     differences: Sequence[Difference],
+    resamples: int,
 ) -> Figures:
     summary = Summary(spec.name)
     for run in own.values():
         summary.include(run.line)
-    speedup, low, high = speedup_interval([_pace(own[index]) + _pace(baseline[index]) for index in own])
+    speedup, low, high = speedup_interval([_pace(own[index]) + _pace(baseline[index]) for index in own], resamples)
     identical = tied = diverged = None
     if spec.written == BASELINE:
         identical, tied, diverged, low, high = len(own), 0, 0, None, None
@@ -219,7 +223,9 @@ def _mean(runs: Iterable[Run], key: str, *, geometric: bool = False) -> float | 
     return sum(value * tokens for value, tokens in told) / total
 
 
-def speedup_interval(pairs: Sequence[tuple[int, float, int, float]]) -> tuple[float | None, float | None, float | None]:
+def speedup_interval(
+    pairs: Sequence[tuple[int, float, int, float]], resamples: int = RESAMPLES
+) -> tuple[float | None, float | None, float | None]:
     """How many times as many tokens a second as plain decoding, with a 95 % interval: None with fewer than two prompts.
 
     `pairs` has a line a prompt: tokens and seconds of the method, tokens and seconds of plain decoding. Where the outputs are the
@@ -233,7 +239,7 @@ def speedup_interval(pairs: Sequence[tuple[int, float, int, float]]) -> tuple[fl
     speedup = _ratio(table.sum(axis=0))
     if len(table) < 2:
         return float(speedup), None, None
-    drawn = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
+    drawn = np.random.default_rng(0).integers(0, len(table), (resamples, len(table)))
     edges = np.quantile(_ratio(table[drawn].sum(axis=1)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(speedup), float(edges[0]), float(edges[1])
 

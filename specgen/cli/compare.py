@@ -14,6 +14,7 @@ from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
     from specgen.bench.prompts import Prompt
+    from specgen.bench.resume import Earlier
     from specgen.bench.specs import Spec
     from specgen.cli.comparing import Files, Look
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Request:
     """What was asked for, checked as far as that can be done without a model."""
 
-    specs: list[Spec] | None  # None: those of the trace that is resumed
+    specs: list[Spec]
     prompts: list[Prompt]
     repeats: int
     sampling: SamplingParams
@@ -30,6 +31,7 @@ class Request:
     record: bool
     look: Look
     files: Files
+    earlier: Earlier | None  # what a trace that is resumed holds
 
 
 @reported
@@ -71,6 +73,7 @@ def compare(
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
     from specgen.bench.prompts import load_prompts
+    from specgen.bench.resume import read_earlier
     from specgen.bench.specs import EVERY, parse_specs
     from specgen.cli.comparing import Comparison, Files, Look
     from specgen.cli.models import ModelOptions, open_pair
@@ -80,17 +83,20 @@ def compare(
     if repeats < 1 or (limit is not None and limit < 1):
         name, value = ("--repeats", repeats) if repeats < 1 else ("--limit", limit)
         raise SpecgenError(f"{name} is {value}", "It has to be a whole number of at least 1")
+    files = Files(trace, resume, csv, svg, html)
+    files.check()
+    earlier = read_earlier(resume) if resume is not None else None
     request = Request(
-        parse_specs(methods or [EVERY]) if methods or resume is None else None,
+        earlier.specs() if earlier is not None and not methods else parse_specs(methods or [EVERY]),
         load_prompts(prompts, category=category, limit=limit, all_turns=turns),
         repeats,
         SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos),
         chat,
         _recorded(record, trace or resume),
         Look(by_category, phases, predict, json, quiet, no_color),
-        Files(trace, resume, csv, svg, html),
+        files,
+        earlier,
     )
-    request.files.check()
     err = theme.console(stderr=True, no_color=no_color)
     with open_pair(models, err, quiet=quiet) as pair, closing(Comparison(pair, request)) as comparison:
         return comparison.run()

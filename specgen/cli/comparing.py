@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from specgen.bench import trace as traces
-from specgen.bench.figures import Results, Row, rows
+from specgen.bench.figures import FEW_RESAMPLES, Results, Row, rows
 from specgen.bench.machine import describe
 from specgen.bench.predictions import PassCosts, Prediction, measure_costs, predict
-from specgen.bench.resume import Earlier, read_earlier
 from specgen.bench.runner import Contest, Runner
 from specgen.cli.interrupts import Interrupts
 from specgen.cli.reporting import INTERRUPTED, report
@@ -74,11 +73,9 @@ class Comparison:
     def __init__(self, pair: Pair, request: Request) -> None:
         self._pair, self._request = pair, request
         files, look = request.files, request.look
-        earlier: Earlier | None = read_earlier(files.resume) if files.resume is not None else None
-        specs = request.specs if request.specs is not None or earlier is None else earlier.specs()
-        assert specs is not None
-        self._contest = Contest(specs, request.prompts, request.repeats, request.sampling, request.chat, request.record)
-        self.results = Results(specs, request.prompts, request.sampling.greedy)
+        earlier = request.earlier
+        self._contest = Contest(request.specs, request.prompts, request.repeats, request.sampling, request.chat, request.record)
+        self.results = Results(request.specs, request.prompts, request.sampling.greedy)
         self._interrupts = Interrupts()
         self._runner = Runner(pair, self._contest, self.results, self._write, self._interrupts.held)
         self._runner.check()
@@ -99,8 +96,8 @@ class Comparison:
 
     def run(self) -> int:
         """All of it. Returns the exit code."""
-        interrupted = False
-        costs = None
+        interrupted, costs = False, None
+        failure: SpecgenError | None = None
         with self._interrupts as interrupts:
             try:
                 with LiveTable(self._err, self._live_page, quiet=self._request.look.quiet) as live:
@@ -111,11 +108,17 @@ class Comparison:
                     costs = measure_costs(self._pair, self.results)
             except KeyboardInterrupt:
                 interrupted = True
+            except SpecgenError as error:  # what was measured before is shown
+                if not self.results.runs:
+                    raise
+                failure = error
             made = rows(self.results)
             predictions = predict(self.results, costs) if costs is not None else None
             with interrupts.held():
                 self._save(made, predictions, interrupted=interrupted)  # first: whoever reads the answer may go away
                 self._show(made, predictions, costs, interrupted=interrupted)
+        if failure is not None:
+            raise failure
         return INTERRUPTED if interrupted else self._verdict(made)
 
     def close(self) -> None:
@@ -136,7 +139,7 @@ class Comparison:
         return views.View(self._request.look.by_category, self._request.look.phases, predictions, said, is_live)
 
     def _live_page(self, width: int) -> list[Text]:
-        return views.page(self.results, rows(self.results), self._setting, self._view(is_live=True), width)
+        return views.page(self.results, rows(self.results, FEW_RESAMPLES), self._setting, self._view(is_live=True), width)
 
     def _show(
         self, made: list[Row], predictions: Mapping[str, Prediction] | None, costs: PassCosts | None, *, interrupted: bool

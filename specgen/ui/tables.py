@@ -240,7 +240,7 @@ class _Grid:
     def not_run(self, line: _Line) -> list[Text]:
         """Why, and what to do, in the place of the figures."""
         error = line.row.failure
-        said = Text("waiting", "quiet")
+        said = Text("not measured yet", "quiet")
         if error is not None:
             cure = error.cure[:1].lower() + error.cure[1:]
             why = inline(error.message).removeprefix(f"{line.row.spec.name} ")
