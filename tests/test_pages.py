@@ -140,10 +140,9 @@ def test_the_rounds_and_their_chart(browser: Browser, monkeypatch: pytest.Monkey
         "round 4: the target's own token",
         "round 5: 4 of 4 accepted",
     ]
-    heights = [
-        [float(browser_rect.get_attribute("height")) for browser_rect in browser.find(f"svg.rounds.gutter rect.{kind}")]
-        for kind in ("acc", "rej", "dis")
-    ]
+    heights = []
+    for kind in ("acc", "rej", "dis"):
+        heights.append([float(found.get_attribute("height")) for found in browser.find(f"svg.rounds.gutter rect.{kind}")])
     assert heights == [[38, 38, 51], [12, 12], [12]]  # 13 pixels a token, one of them a gap
     details = browser.find("details")[0]
     assert not browser.find(".list li")[0].is_displayed()
