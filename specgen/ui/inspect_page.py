@@ -16,6 +16,9 @@ from specgen.ui.round_charts import posterior_chart, rounds_chart
 MOST_SHOWN = 12  # runs whose text and charts stand on the page; the table holds all
 
 
+ENDED = {"length": "at the limit", "eos": "by itself", "stop": "at a stop text", "interrupted": "by an interruption"}
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """A method in a trace: `label` names it, `anatomy` has the figures over all its runs, `run` is the one to look at."""
@@ -84,7 +87,7 @@ def _article(entry: Shown, switch: str, *, is_only: bool) -> Iterator[str]:
     yield f"<h2>{text('How one answer came about' if is_only else entry.label)}</h2>\n"
     about = f"{code(run.method)}{text(', ' + settings) if settings else ''}. {len(start['prompt_ids']):,} tokens of prompt."
     where = f" From {code(entry.source)}, line {run.first_line:,}."
-    ended = f" Ended by {text(run.finish_reason)}." if run.finish_reason else ""
+    ended = f" Ended {ENDED[run.finish_reason]}." if run.finish_reason else ""
     yield f'<p class="note">{about}{ended}{where}</p>\n'
     for note in run.notes:
         yield f'<p class="note warn"><b>Note:</b> {text(note)}.</p>\n'

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from specgen.bench.anatomy import Anatomy, Bin, Bounds, beliefs
 from specgen.types import Round
-from specgen.ui.inspect_page import Shown
+from specgen.ui.inspect_page import ENDED, Shown
 from specgen.ui.rounds import RoundsView
 from specgen.ui.visible import inline
 
@@ -81,7 +81,7 @@ def block(entry: Shown, width: int) -> Iterator[Text]:
         yield from _wrapped(Text("note: ", "bad").append(note, "none"), width)
     yield from _wrapped(Text("  ").join(_figures(anatomy)), width)
     if run.finish_reason is not None and anatomy.runs == 1:
-        yield Text(f"ended by {run.finish_reason}", "quiet")
+        yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
     if summary.seconds:
         yield from _titled("where the time went", f"{summary.seconds:.3g} s", width)

@@ -16,7 +16,7 @@ from pathlib import Path
 from specgen.errors import RunError, SpecgenError
 from specgen.ui.visible import inline, streamed
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def text(content: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from specgen.bench.trace_reader import TracedRound, TracedRun
 from specgen.types import Fate
@@ -84,23 +85,29 @@ def _round_spans(traced: TracedRound, texts: Iterator[str], *, is_last: bool) ->
             next(texts, None)
     for node, fate in enumerate(fates):
         if fate is Fate.REJECTED or (fate is Fate.DISCARDED and is_chain):
-            yield _span(_SHORT[fate], _spaced(inline(traced.draft_texts[node])), _drafted_tip(traced, node, count, fate))
+            yield _span(_SHORT[fate], _spaced(_word(traced.draft_texts[node])), _drafted_tip(traced, node, count, fate))
     if round_.verdict.token is not None:
         shown = next(texts)
         yield _span("own", _committed("⟨eos⟩" if is_last else shown, is_last), _own_tip(traced, shown))
 
 
 def _span(kind: str, content: str, tip: str) -> str:
-    return f'<span class="tok {kind}" tabindex="-1" data-tip="{text(tip)}">{content}</span>'
+    """`content` and `tip` are HTML."""
+    return f'<span class="tok {kind}" tabindex="-1" data-tip="{tip}">{content}</span>'
+
+
+@lru_cache(1 << 16)
+def _word(token: str) -> str:
+    """A token's text, made visible and escaped once: a long trace holds few different ones."""
+    return text(token)
 
 
 def _committed(shown: str, is_end: bool) -> str:
-    return f'<i class="eos">{shown}</i>' if is_end else _spaced(running_text(shown), escaped=True)
+    return f'<i class="eos">{shown}</i>' if is_end else _spaced(running_text(shown))
 
 
-def _spaced(shown: str, *, escaped: bool = False) -> str:
-    """White space stands outside what is underlined or struck through."""
-    shown = shown if escaped else text(shown)
+def _spaced(shown: str) -> str:
+    """White space stands outside what is underlined or struck through; `shown` is HTML."""
     core = shown.strip(" \n\t")
     if not core:
         return shown or "<i></i>"
@@ -110,27 +117,29 @@ def _spaced(shown: str, *, escaped: bool = False) -> str:
 
 def _drafted_tip(traced: TracedRound, node: int, count: int, fate: Fate) -> str:
     draft = traced.round.draft
-    figures = [
-        f"entropy {draft.entropies[node]:.2f}" if draft.entropies else "",
-        f"top probability {draft.top_probs[node]:.0%}" if draft.top_probs else "",
-        f"overlap {traced.overlap[node]:.2f}" if traced.overlap and not math.isnan(traced.overlap[node]) else "",
-        f"divergence {traced.kl[node]:.2f}" if traced.kl and not math.isnan(traced.kl[node]) else "",
-    ]
-    told = ", ".join(filter(None, figures))
-    name = f"“{traced.draft_texts[node]}”, id {draft.tokens[node]}: drafted, {fate.value}."
+    figures = (
+        ("entropy", draft.entropies, ".2f"),
+        ("top probability", draft.top_probs, ".0%"),
+        ("overlap", traced.overlap, ".2f"),
+        ("divergence", traced.kl, ".2f"),
+    )
+    told = ", ".join(
+        f"{name} {values[node]:{shape}}" for name, values, shape in figures if values and not math.isnan(values[node])
+    )
+    name = f"“{_word(traced.draft_texts[node])}”, id {draft.tokens[node]}: drafted, {fate.value}."
     return f"{name} Round {traced.round.index}, {node + 1} of {count}." + (f" {told[0].upper()}{told[1:]}." if told else "")
 
 
 def _own_tip(traced: TracedRound, shown: str) -> str:
     round_ = traced.round
-    name = f"“{shown}”, id {round_.verdict.token}: the target's own"
+    name = f"“{_word(shown)}”, id {round_.verdict.token}: the target's own"
     if round_.verdict.source == "bonus":
         why = ", after a draft that was wholly right"
     elif round_.mode == "prefill":
         why = ", from reading the prompt"
     else:
         refused = [word for word, fate in zip(traced.draft_texts, round_.fates, strict=True) if fate is Fate.REJECTED]
-        why = f", instead of the draft's {' or '.join(f'“{word}”' for word in refused[:4])}" if refused else ""
+        why = f", instead of the draft's {' or '.join(f'“{_word(word)}”' for word in refused[:4])}" if refused else ""
     return f"{name}{why}. Round {round_.index}."
 
 
@@ -141,7 +150,7 @@ def rounds_list(run: TracedRun) -> Iterator[str]:
     texts = run.texts()
 
     def shown(ids: Sequence[int]) -> str:
-        return inline("".join(texts[token] for token in ids))
+        return inline("".join(texts[token] for token in ids))  # together: a space before spaces makes an indentation
 
     for traced in run.rounds:
         round_ = traced.round

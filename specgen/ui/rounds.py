@@ -102,8 +102,13 @@ class RoundsView:
         line.append("discarded", "token.discarded").append("   ")
         line.append("→", "mark").append("correction", "token.target").append("   ")
         line.append("⊕", "mark").append("bonus", "token.target")
-        line.append("\n" if self._console.width < NARROW else "   ").append("3/5 accepted of drafted", "quiet")
-        self._console.print(line)
+        key = Text("3/5 accepted of drafted", "quiet")
+        if line.cell_len + 3 + key.cell_len <= self._console.width:
+            self._console.print(line.append("   ").append_text(key))
+            return
+        for part in (*line.wrap(self._console, self._console.width), key):
+            part.rstrip()
+            self._console.print(part)
 
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)
