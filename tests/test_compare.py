@@ -428,6 +428,22 @@ def test_rivals_end_where_we_end_and_sample_where_we_sample(compare: Compare, tm
     assert runs["transformers"][0][0]["token_ids"] != runs["ar"][0][0]["token_ids"]  # other draws
 
 
+def test_rivals_take_over_penalties_and_no_sampling_of_the_models_own(compare: Compare, tmp_path: Path) -> None:
+    model = make_model("llama")
+    draft = near_copy(model)
+    for config in (model.generation_config, draft.generation_config):
+        config.update(do_sample=True, temperature=0.3, top_k=2, top_p=0.5, repetition_penalty=1.7)
+    models = ("-t", save(model, tmp_path / "target"), "-d", save(draft, tmp_path / "draft"))
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", rivals, "-n", "25", "--repeats", "1", "--json", "--trace", str(trace), models=models)
+    assert code == 0
+    assert all(line["identical"] == 4 for line in parsed(out))
+    run = runs_of(trace)["ar"][0][0]
+    assert run["token_ids"] == plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.7)
+    assert run["token_ids"] != plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.0)
+
+
 def test_later_turns_stand_behind_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
     path, trace = tmp_path / "question.jsonl", tmp_path / "t.jsonl"
     path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["hello there", "and now"]}))

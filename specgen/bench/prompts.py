@@ -52,6 +52,8 @@ def load_prompts(
 
     Raises SpecgenError naming the file and the place in it.
     """
+    if limit is not None and limit < 1:
+        raise SpecgenError(f"--limit is {limit}", "It has to be a whole number of at least 1")
     path = examples_file() if path is None else path
     questions = list(_questions(path))
     if not questions:

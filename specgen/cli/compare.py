@@ -33,6 +33,10 @@ class Request:
     files: Files
     earlier: Earlier | None  # what a trace that is resumed holds
 
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise SpecgenError(f"--repeats is {self.repeats}", "It has to be a whole number of at least 1")
+
 
 @reported
 def compare(
@@ -80,11 +84,7 @@ def compare(
     from specgen.ui import theme
 
     models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
-    if repeats < 1 or (limit is not None and limit < 1):
-        name, value = ("--repeats", repeats) if repeats < 1 else ("--limit", limit)
-        raise SpecgenError(f"{name} is {value}", "It has to be a whole number of at least 1")
     files = Files(trace, resume, csv, svg, html)
-    files.check()
     earlier = read_earlier(resume) if resume is not None else None
     request = Request(
         earlier.specs() if earlier is not None and not methods else parse_specs(methods or [EVERY]),

@@ -56,7 +56,7 @@ class Files:
     svg: Path | None
     html: Path | None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse what cannot be written before anything is loaded. Raises SpecgenError."""
         if self.trace is not None and self.resume is not None and self.trace != self.resume:
             raise SpecgenError(f"--trace {self.trace} stands beside --resume {self.resume}", "--resume goes on in its own file")
