@@ -134,7 +134,7 @@ def _read(path: Path, largest: int) -> str:
 
 
 def _too_large(path: Path, largest: int) -> SpecgenError:
-    return SpecgenError(f"the prompts {path} are larger than {largest >> 20} MB", "Take fewer, or --limit on a smaller file")
+    return SpecgenError(f"the prompts {path} are larger than {largest >> 20} MB", "Name a smaller file: a part of it will do")
 
 
 def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
