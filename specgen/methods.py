@@ -334,7 +334,8 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a pair hands to the factories. `vocab_size` is the width of the target's logits, `capacity` the tokens to make caches
-    for, `worker` what can draft beside the target and `window` what was measured for it, where there is one."""
+    for, `worker` what can draft beside the target and `window` what was measured for it, where there is one; `record` asks for
+    both distributions' agreement in each round."""
 
     target: Session
     draft: Session | None
@@ -345,6 +346,7 @@ class Parts:
     capacity: int = 0
     worker: DraftWorker | None = None
     window: Window | None = None
+    record: bool = False
 
 
 def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
@@ -370,7 +372,7 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         from specgen.decoding.multi_draft import SampledChains
 
         return SampledChains(*common, drafts=int(values["drafts"]))
-    return drafters.DraftModel(*common)
+    return drafters.DraftModel(*common, keep_logits=parts.record)
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
@@ -405,6 +407,12 @@ def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
     return verifiers.RejectionSampling(*common)
 
 
+def recording(verifier: Verifier) -> Verifier:
+    from specgen.decoding.verifiers import Recording
+
+    return Recording(verifier)
+
+
 def make_parallel(settings: Settings, parts: Parts) -> Parallel:
     """PEARL's schedule with its drafter, which works beside the target. A window that is `auto` has to be in `parts`."""
     from specgen.decoding.parallel import Parallel, Window
@@ -433,12 +441,13 @@ def make_run(
         drafter, policy = parallel.drafter, parallel.drafter.policy
     else:
         schedule, drafter, policy = sequential, make_drafter(method, settings, parts), make_policy(settings, parts.seed)
+    verifier = make_verifier(method, settings, parts)
     return Run(
         context=context,
         target=parts.target,
         drafter=drafter,
         policy=policy,
-        verifier=make_verifier(method, settings, parts),
+        verifier=recording(verifier) if parts.record else verifier,
         schedule=schedule,
         limit=limit,
         eos_ids=parts.eos_ids,

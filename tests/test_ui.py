@@ -113,8 +113,9 @@ def test_a_line_a_round_as_in_the_mock_up() -> None:
 
 
 def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
-    legend, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
-    assert legend.startswith("accepted   ✗rejected")
+    legend, more, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
+    assert legend == "accepted   ✗rejected   discarded"
+    assert more == "→correction   ⊕bonus"
     assert key == "3/5 accepted of drafted"
     assert all(len(line) <= 40 for line in lines)
     assert lines[0].startswith("  2    3/7  pencils. 3 ✗packs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from specgen.bench.energy import Energy
@@ -16,6 +17,7 @@ class Summary:
         self.method = method
         self.token_ids: list[int] = []
         self.rounds = 0
+        self.drafts = 0  # rounds with a draft
         self.drafted = 0
         self.accepted = 0
         self.rejections = 0
@@ -23,10 +25,12 @@ class Summary:
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
+        self.unsplit_seconds = 0.0  # of runs that tell no phases: not ours
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
         self.token_ids += round_.token_ids
+        self.drafts += bool(round_.draft.tokens)
         self.drafted += len(round_.draft.tokens)
         self.accepted += len(round_.verdict.path)
         self.rejections += round_.verdict.source == "correction"
@@ -42,6 +46,20 @@ class Summary:
         """What one run took; likewise."""
         self.energy = energy if self.energy is None else self.energy + energy
 
+    def include(self, line: Mapping[str, Any]) -> None:
+        """Count a whole run by its summary line, which in a comparison has `drafts` too."""
+        self.rounds += line["rounds"]
+        self.token_ids += line["token_ids"]
+        self.drafts += line["drafts"]
+        self.drafted += line["drafted"]
+        self.accepted += line["accepted"]
+        self.rejections += line.get("rejections", 0)
+        if line["phase_seconds"] is None:
+            self.unsplit_seconds += line["seconds"]
+        else:
+            for phase, seconds in line["phase_seconds"].items():
+                self.phase_seconds[phase] += seconds
+
     @property
     def new_tokens(self) -> int:
         return len(self.token_ids)
@@ -54,7 +72,7 @@ class Summary:
     @property
     def seconds(self) -> float:
         """Time spent decoding, prefill included; what a consumer did between rounds is not in it."""
-        return sum(self.phase_seconds.values())
+        return sum(self.phase_seconds.values()) + self.unsplit_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -102,6 +120,11 @@ class Summary:
         if self.energy is None or self.energy.joules is None or not self.new_tokens:
             return None
         return self.energy.joules / self.new_tokens
+
+    @property
+    def mean_draft_length(self) -> float | None:
+        """Drafted tokens a draft; rounds without one do not count."""
+        return self.drafted / self.drafts if self.drafts else None
 
     def share_of_time(self, phase: str) -> float:
         return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0

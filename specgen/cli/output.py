@@ -71,7 +71,7 @@ class Sink:
         self._summary.add(round_)
         pieces = self._answer.add(round_)
         if self._records:  # before what may wait for a reader: an interruption there leaves a record that agrees with the summary
-            self._line(traces.round_line(round_, self._pair.tokenizer.text_of))
+            self._line(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._plan.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)

@@ -87,6 +87,20 @@ def figures(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linalg.vecdot(log_probs.exp(), log_probs), log_probs.amax(dim=-1)
 
 
+def agreement(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
+    """For each row the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [rows, vocabulary], unwarped.
+
+    A draft that knows fewer tokens gives the others the probability 0. Where p is 0 and q is not, the divergence is cut at 1e30.
+    """
+    p = target.float().log_softmax(dim=-1)
+    q = draft.to(target.device).float().log_softmax(dim=-1)
+    q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]), value=-torch.inf)
+    overlap = torch.minimum(p, q).exp().sum(dim=-1)
+    kl = (q.exp() * (q.clamp_min(-1e30) - p.clamp_min(-1e30))).sum(dim=-1)
+    both: list[list[float]] = torch.stack((overlap.clamp(0, 1), kl.clamp(0, 1e30))).tolist()
+    return both[0], both[1]
+
+
 def to_host(*values: torch.Tensor) -> list[float]:
     """Scalars as numbers, in one transfer where there is one to make. Ids stay exact up to 2^24."""
     if values[0].device.type == "cpu":

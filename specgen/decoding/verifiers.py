@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from specgen.decoding import sampling as distributions
 from specgen.errors import nan_logits
 from specgen.inference import inference
-from specgen.types import Draft, SamplingParams, Source, Verdict
+from specgen.types import Agreement, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
     from specgen.models.session import Rows
@@ -93,6 +94,23 @@ class RejectionSampling:
             one_hot[:length].scatter_(1, tokens[:, None], 1.0)
             return one_hot
         return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
+
+
+class Recording:
+    """Another verifier, and for the record how far both distributions agree at each drafted token of a chain."""
+
+    lossless: ClassVar[bool] = True  # it judges nothing itself
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    @inference
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        verdict = self._verifier.verify(draft, rows)
+        if draft.logits is None or not isinstance(draft.parents, range):
+            return verdict
+        overlap, kl = distributions.agreement(rows.logits[: len(draft.tokens)], draft.logits)
+        return replace(verdict, agreement=Agreement(overlap, kl))
 
 
 def _source(draft: Draft, accepted: int, last: int) -> Source | None:
