@@ -128,14 +128,14 @@ class Pair:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset() if sampling.ignore_eos else self.target.eos_ids
         width = self._target_session.vocab_size
-        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, width, seed, record)
+        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, width, seed, record=record)
         for session in (self._target_session, self._draft_session):
             if session is not None:
                 session.reserve(len(prompt_ids) + min(limit, RESERVED))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
-        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, record)
+        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, record=record)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -118,7 +118,7 @@ class _Chain:
             if probs.shape[-1] < vocab_size:
                 probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[-1]))
         logits = torch.stack(self._rows) if keep_logits else None
-        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason, logits)
+        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason, logits=logits)
 
 
 def _sound(token: int, figure: float = 0.0) -> int:
