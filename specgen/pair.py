@@ -174,7 +174,7 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
-        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record)
+        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
 
     def _worker(self, method: Method) -> DraftWorker | None:
         """What drafts beside the target, ready to; None for a method that has no need of it."""
