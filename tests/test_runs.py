@@ -28,7 +28,10 @@ LENGTH_SETTINGS = {
     "confidence": "max_draft",
     "svip": "max_draft",
     "beta-ts": "max_draft",
+    "spectr": "k",
+    "specinfer": "k",
 }
+LOSSY = {"mtad", "bild"}
 
 
 @settings(max_examples=200, deadline=None)
@@ -187,7 +190,8 @@ def test_rounds_keep_no_tensors(pair_of: Callable[[str, str], Pair]) -> None:
 
 
 def test_the_python_interface(demo_pair: Pair) -> None:
-    assert set(specgen.METHODS) == set(METHODS) == set(METHOD_NAMES)
+    assert set(specgen.METHODS) == set(METHODS) == {*METHOD_NAMES, *LOSSY}
+    assert {name for name, method in METHODS.items() if not method.lossless} == LOSSY
     with specgen.load() as pair:
         rounds = list(pair.rounds("User: Hi\nAssistant:", method="sd", sampling=SamplingParams(max_new_tokens=12), k="3"))
         assert all(isinstance(round_, Round) for round_ in rounds)
