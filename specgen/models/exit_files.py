@@ -1,0 +1,175 @@
+"""An exit layer on disk: `exit.safetensors`, and beside it `exit.yaml`, which says what it is and whom it was trained for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from specgen.errors import SpecgenError
+from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
+from specgen.models.fingerprint import weights_fingerprint
+
+if TYPE_CHECKING:
+    from specgen.models.load import LoadedModel
+
+WEIGHTS, DESCRIPTION = "exit.safetensors", "exit.yaml"
+FORMAT = 1
+_ABOUT = "# Early exit for `specgen generate -m eesd`: the weights lie beside this file, in exit.safetensors.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `exit.yaml` says. `fingerprint` is that of the target's weights; the exit stands behind its layer `after` (N).
+
+    `figures` are what training measured, `made_with` the settings and versions that made it: for the reader, never relied on.
+    """
+
+    target: str
+    fingerprint: str
+    after: int
+    layers: int = 1
+    own_head: bool = True
+    predictor: bool = False
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A trained exit, ready on its target's device. `predictor` None: only Beta-TS and fixed lengths can control it."""
+
+    layer: ExitLayer
+    predictor: Predictor | None
+    description: Description
+
+    @property
+    def after(self) -> int:
+        """N: how many of the target's layers stand before it."""
+        return self.description.after
+
+
+def save_exit(
+    folder: Path,
+    layer: ExitLayer,
+    predictor: Predictor | None,
+    description: Description,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write both files into `folder`, each whole or not at all; returns the weights' path. OSError where the disk refuses."""
+    tensors = {f"exit.{name}": weight for name, weight in layer.state_dict().items()}
+    if not description.own_head:
+        tensors = {name: weight for name, weight in tensors.items() if not name.startswith("exit.head.")}
+    if predictor is not None:
+        tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
+    metadata = {"specgen": f"exit {FORMAT}", "fingerprint": description.fingerprint}
+    partial = _written(folder / WEIGHTS, save(stored, metadata))
+    write_text(folder / DESCRIPTION, _ABOUT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True))
+    partial.replace(folder / WEIGHTS)
+    return folder / WEIGHTS
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all: written beside, then moved into place."""
+    _written(path, text.encode()).replace(path)
+
+
+def _written(path: Path, content: bytes) -> Path:
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return partial
+
+
+def load_exit(path: Path, target: LoadedModel) -> Exit:
+    """The exit in `path`: its folder, its weights or its description. SpecgenError where it is damaged or another target's."""
+    folder = path if path.is_dir() else path.parent
+    description = read_description(folder / DESCRIPTION)
+    weights = folder / WEIGHTS
+    if description.fingerprint != weights_fingerprint(target.folder):
+        raise SpecgenError(
+            f"the exit layer {weights} was trained for {description.target} ({description.fingerprint}), not for {target.name}",
+            "Train one for this target: specgen tune --train --methods eesd",
+        )
+    count = len(decoder_of(target.model).layers) if hasattr(decoder_of(target.model), "layers") else 0
+    if not 1 <= description.after <= max(1, count):
+        raise SpecgenError(f"{folder / DESCRIPTION}: after is {description.after}", f"It has to lie between 1 and {count}")
+    layer = ExitLayer.of(target.model, description.layers)
+    if not description.own_head:
+        layer.head = target.model.lm_head
+    predictor = Predictor(target.model.config.get_text_config().hidden_size) if description.predictor else None
+    tensors = _read_tensors(weights, description.fingerprint)
+    _fill(layer, {n.removeprefix("exit."): w for n, w in tensors.items() if n.startswith("exit.")}, weights, description.own_head)
+    if predictor is not None:
+        _fill(predictor, {n.removeprefix("predictor."): w for n, w in tensors.items() if n.startswith("predictor.")}, weights)
+        predictor.to(target.device).requires_grad_(False)
+    return Exit(layer, predictor, description)
+
+
+def read_description(path: Path) -> Description:
+    """What an exit's YAML file says. Raises SpecgenError for one that is missing, unreadable or of another format."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SpecgenError(
+            f"there is no exit layer in {path.parent} (no {path.name})", "Train one: specgen tune --train --methods eesd"
+        ) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecgenError(f"cannot read {path}", "Train the exit layer anew, or restore the file") from error
+    if not isinstance(found, dict):
+        raise SpecgenError(f"{path} describes no exit layer", "Train the exit layer anew, or restore the file")
+    if found.get("format") != FORMAT:
+        raise SpecgenError(f"{path} has the format {found.get('format')!r}, this version reads {FORMAT}", "Train it anew")
+    kinds = {"target": str, "fingerprint": str, "after": int, "layers": int, "own_head": bool, "predictor": bool}
+    for name, kind in kinds.items():
+        if type(found.get(name)) is not kind:
+            raise SpecgenError(f"{path}: {name} is {found.get(name)!r}", f"It has to be of the kind {kind.__name__}")
+    unknown = set(found) - {entry.name for entry in fields(Description)}
+    if unknown:
+        raise SpecgenError(f"{path} holds {min(unknown)!r}, which nothing here knows", "Take the line out, or train it anew")
+    return Description(**found)
+
+
+def _read_tensors(path: Path, fingerprint: str) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    except (OSError, SafetensorError) as error:
+        raise SpecgenError(f"cannot read the exit layer {path}", "Train it anew, or restore the file") from error
+    if metadata.get("fingerprint") != fingerprint:
+        raise SpecgenError(f"{path} and its {DESCRIPTION} do not belong together", "Restore the one that was there before")
+    return tensors
+
+
+def _fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor], path: Path, own_head: bool = True) -> None:
+    """Copy what was read into the module, whose dtype and device stay."""
+    wanted = {n: w for n, w in module.state_dict().items() if own_head or not n.startswith("head.")}
+    wrong = sorted(set(wanted) ^ set(tensors)) or sorted(n for n in wanted if wanted[n].shape != tensors[n].shape)
+    if wrong:
+        raise SpecgenError(f"the exit layer {path} does not fit its description (the first tensor: {wrong[0]})", "Train it anew")
+    for name, weight in wanted.items():
+        weight.copy_(tensors[name])
+    if any(not weight.isfinite().all() for weight in wanted.values()):
+        raise SpecgenError(f"the exit layer {path} holds NaN", "Its training went astray: train it anew")
+
+
+def _plain(value: Any) -> Any:
+    """For YAML: mappings and lists of plain values, figures to four places."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
