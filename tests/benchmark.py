@@ -86,7 +86,7 @@ class ForwardClock:
         self.seconds = 0.0
         for session in (pair._target_session, pair._draft_session):
             if session is not None:
-                session._model = self._timed(session._model)
+                session._body._model = self._timed(session._body._model)
 
     def _timed(self, model: Callable[..., Any]) -> Callable[..., Any]:
         def timed(**kwargs: Any) -> Any:

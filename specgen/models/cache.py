@@ -62,6 +62,36 @@ class BufferLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not
         return -1
 
 
+class RowBuffer:
+    """Hidden rows [1, slots, width], written and gathered as a layer's keys are."""
+
+    def __init__(self, cache: BufferCache) -> None:
+        self._cache = cache
+        self._buffer: torch.Tensor | None = None
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Write [1, n, width] behind the cache's length."""
+        start = self._cache.length
+        end = start + rows.shape[1]
+        if self._buffer is None or end > self._buffer.shape[1]:
+            old = self._buffer
+            capacity = max(end, self._cache.capacity, 0 if old is None else 2 * old.shape[1])
+            self._buffer = rows.new_empty(1, capacity, rows.shape[2])
+            if old is not None:
+                self._buffer[:, :start] = old[:, :start]
+        self._buffer[:, start:end] = rows
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """[1, last - first, width], a view."""
+        assert self._buffer is not None
+        return self._buffer[:, first:last]
+
+    def gather(self, source: torch.Tensor, start: int) -> None:
+        """Move the rows at the slots `source` to `start`, `start + 1`, ..."""
+        if self._buffer is not None:
+            self._buffer[:, start : start + source.shape[0]] = self._buffer.index_select(1, source)
+
+
 class BufferCache(Cache):  # type: ignore[misc]
     """The layers' buffers, and the one length that they share.
 

@@ -136,7 +136,7 @@ class Session:
         return rows
 
     def producing_row(self, context: Context) -> torch.Tensor | None:
-        """The hidden row [width] of the last call that the context's last token was chosen by, if it was, and if there are any."""
+        """The hidden row [width] of the last call that the context's last token was chosen by; None where it was not."""
         row = self._slots.row_before_last(context)
         if row is None or self._hidden is None or row < self._hidden[0]:
             return None

@@ -1,0 +1,126 @@
+"""Early exit: two sessions over one model, whose first layers run once for every token."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from families import CONTEXT, make_model
+from test_session import check, random_path, random_tree
+
+from specgen.errors import SpecgenError
+from specgen.models.early_exit import EarlyExit
+from specgen.models.exit_layer import ExitLayer, Predictor
+from specgen.types import Context
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2")
+
+
+def four_kinds(family: str) -> dict[str, Any]:
+    """Four layers' kinds of attention, where a family's config lists them."""
+    kinds = getattr(make_model(family).config, "layer_types", None)
+    return {"layer_types": [kinds[place % len(kinds)] for place in range(4)]} if kinds else {}
+
+
+def early_exit(model: Any, after: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
+    """With an untrained exit: copies of the last layers."""
+    return EarlyExit(model, ExitLayer.of(model, layers), after, predictor, context_limits=(CONTEXT, None))
+
+
+def exit_model(model: Any, after: int) -> Any:
+    """What an untrained exit behind layer `after` computes, as a model of its own: the first layers, then the last one."""
+    layers = model.model.layers
+    kinds = getattr(model.config, "layer_types", None)
+    changes = {"layer_types": [*kinds[:after], kinds[-1]]} if kinds else {}
+    short = make_model(model.config.model_type, num_hidden_layers=after + 1, **changes)
+    state = {name: weight for name, weight in model.state_dict().items() if "layers." not in name}
+    for place, layer in enumerate([*layers[:after], layers[-1]]):
+        state |= {f"model.layers.{place}.{name}": weight for name, weight in layer.state_dict().items()}
+    short.load_state_dict(state)
+    return short
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.parametrize("after", [1, 2])
+def test_both_sessions_say_what_their_models_say_without_a_cache(family: str, after: int) -> None:
+    """Whatever is asked for in whatever order: chains, trees, level by level, commits, other contexts."""
+    model = make_model(family, num_hidden_layers=4, **four_kinds(family))
+    drafts = exit_model(model, after)
+    both = early_exit(model, after)
+    rng = random.Random(f"{family} {after}")
+    context = Context([1, 5, 6, 7])
+    for step in range(12):
+        if step == 7:
+            context = Context([*context.ids[:6], 9, 9])
+        tokens, parents = random_tree(rng, rng.randrange(0, 7))
+        if step % 3 == 0:
+            parents = list(range(-1, len(tokens) - 1))
+        grown = range(len(tokens) + 1) if step % 2 and parents == list(range(-1, len(tokens) - 1)) else ()
+        for size in grown:
+            rows = both.draft.logits(context, tokens[:size], parents[:size], start=size).logits
+            check(drafts, rows, context, tokens[:size], parents[:size], size)
+        check(drafts, both.draft.logits(context, tokens, parents).logits, context, tokens, parents)
+        check(model, both.target.logits(context, tokens, parents).logits, context, tokens, parents)
+        context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
+def test_families_that_are_not_built_as_llama_is_are_refused(family: str) -> None:
+    with pytest.raises(SpecgenError, match=f"early exit needs a model built as Llama is, and {family} is not"):
+        early_exit(make_model(family))
+
+
+def test_attention_biases_are_refused() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.raises(SpecgenError, match="bloom is not"):
+        early_exit(model)
+
+
+@pytest.mark.parametrize("after", [0, 3, 4])
+def test_an_exit_that_leaves_nothing_to_verify_with_is_refused(after: int) -> None:
+    with pytest.raises(SpecgenError, match=f"behind layer {after} of 3"):
+        early_exit(make_model("llama"), after)
+
+
+class CountedLayers:
+    """Tokens that each of a model's layers, and an exit's, is run on."""
+
+    def __init__(self, model: Any, layer: ExitLayer) -> None:
+        self.tokens: Counter[str] = Counter()
+        for name, found in [*enumerate(model.model.layers), *((f"exit {i}", own) for i, own in enumerate(layer.layers))]:
+            found.register_forward_pre_hook(self._count(str(name)), with_kwargs=True)
+
+    def _count(self, name: str) -> Any:
+        def count(_: Any, args: Any, __: Any) -> None:
+            self.tokens[name] += args[0].shape[1]
+
+        return count
+
+
+def test_layers_times_tokens_are_the_least_there_can_be() -> None:
+    """Chains and trees, accepted in part, whole or not at all: the first layers run once for each token and each drafted node,
+    verification goes on from layer N, and the exit layer has a token that is drafted last only if it is committed."""
+    model = make_model("llama", num_hidden_layers=4)
+    layer = ExitLayer.of(model)
+    both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
+    counted = CountedLayers(model, layer)
+    rng, context = random.Random(3), Context([1, 5, 6, 7])
+    both.target.logits(context)
+    context.extend([8])
+    first = 4
+    for accepted in (0, 2, 4, 1, 4, 4, 0, 3):
+        draft = [rng.randrange(3, 40) for _ in range(4)]
+        for size in range(4):
+            both.draft.logits(context, draft[:size], start=size)
+        both.target.logits(context, draft)
+        first += 1 + 4  # the target's own token, and the drafted ones
+        context.extend([*draft[:accepted], 50 + accepted])
+    assert counted.tokens["0"] == counted.tokens["1"] == first
+    assert counted.tokens["2"] == counted.tokens["3"] == first, "each token once, from layer N on"
+    # behind the prompt, a round runs its committed tokens that the exit has not seen and all drafted ones but the last
+    assert counted.tokens["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
