@@ -40,6 +40,7 @@ class Setting:
     low: float = -math.inf
     high: float = math.inf
     word: str | None = None
+    choices: tuple[str, ...] = ()
 
     def parse(self, name: str, value: object) -> Value:
         """The value as a number or text of the default's kind, from a string or a Python value."""
@@ -48,6 +49,8 @@ class Setting:
         if self.word is not None and value == self.word:
             return self.word
         if self.word is None and isinstance(self.default, str):
+            if self.choices and str(value) not in self.choices:
+                raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
             return str(value)
         kind = int if self.word is not None or isinstance(self.default, int) else float
         number: int | float
@@ -83,7 +86,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table. `drafter` and `schedule` name factories below; `policy` None means that none ends a draft.
+    """A row of the table. `drafter`, `verifier` and `schedule` name factories below; `policy` None means that none ends a draft.
 
     `any_policy` methods take `policy=` and then that policy's settings too; `defaults` are theirs where they differ.
     """
@@ -93,6 +96,7 @@ class Method:
     policy: str | None
     paper: str
     lossless: bool = True
+    verifier: str = "exact"
     schedule: str = "sequential"
     any_policy: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -100,13 +104,16 @@ class Method:
 
     @property
     def needs_draft_model(self) -> bool:
-        return self.drafter == "model"
+        return self.drafter not in ("none", "lookup")
 
 
 FEEDS: Mapping[str, policies.Feeds] = {
     "none": frozenset(),
     "model": frozenset({"entropy", "prob"}),
     "lookup": frozenset(),
+    "beams": frozenset(),
+    "fallback": frozenset({"entropy"}),
+    "chains": frozenset(),
 }
 
 _K = Setting(5, "tokens in a draft", 1, 1000)
@@ -151,6 +158,9 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
+_DRAFTS = {"drafts": Setting(4, "drafts at once", 1, 64)}
+
+
 def _draft_model(name: str, paper: str) -> Method:
     return Method(name, "model", name, paper)
 
@@ -187,6 +197,45 @@ METHODS: Mapping[str, Method] = {
                 "pre_verify": Setting(True, "judge a draft's first token while the rest is drafted"),
                 "post_verify": Setting(True, "draft on while tokens are judged"),
             },
+        ),
+        Method(
+            "mtad",
+            "beams",
+            "fixed",
+            "MTAD, section 3.2",
+            lossless=False,
+            verifier="joint",
+            settings={
+                "beams": Setting(8, "width of the beam search", 1, 256),
+                "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
+                "beam": Setting("greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")),
+            },
+            defaults={"k": 4},
+        ),
+        Method(
+            "bild",
+            "fallback",
+            "fixed",
+            "BiLD, Kim et al. 2023",
+            lossless=False,
+            verifier="rollback",
+            settings={
+                "fallback": Setting(0.9, "the draft hands over where its top probability is below this", 0, 1),
+                "rollback": Setting(2.0, "the target refuses tokens with a -log probability above this", 0, 1000),
+            },
+            defaults={"k": 10},
+        ),
+        Method(
+            "spectr", "chains", "fixed", "SpecTr, Sun et al. 2023", verifier="k-sequential", settings=_DRAFTS, defaults={"k": 4}
+        ),
+        Method(
+            "specinfer",
+            "chains",
+            "fixed",
+            "SpecInfer, Miao et al. 2023",
+            verifier="multi-round",
+            settings=_DRAFTS,
+            defaults={"k": 4},
         ),
     )
 }
@@ -285,7 +334,8 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a pair hands to the factories. `vocab_size` is the width of the target's logits, `capacity` the tokens to make caches
-    for, `worker` what can draft beside the target and `window` what was measured for it, where there is one."""
+    for, `worker` what can draft beside the target and `window` what was measured for it, where there is one; `record` asks for
+    both distributions' agreement in each round."""
 
     target: Session
     draft: Session | None
@@ -296,6 +346,7 @@ class Parts:
     capacity: int = 0
     worker: DraftWorker | None = None
     window: Window | None = None
+    record: bool = False
 
 
 def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
@@ -307,7 +358,21 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
         raise no_draft_model(method)
-    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, derived(parts.seed, "draft"))
+    common = (parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, derived(parts.seed, "draft"))
+    values = settings.values
+    if method.drafter == "beams":
+        from specgen.decoding.beams import BeamSearch
+
+        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample")
+    if method.drafter == "fallback":
+        from specgen.decoding.bild import Fallback
+
+        return Fallback(*common, fallback=float(values["fallback"]))
+    if method.drafter == "chains":
+        from specgen.decoding.multi_draft import SampledChains
+
+        return SampledChains(*common, drafts=int(values["drafts"]))
+    return drafters.DraftModel(*common, keep_logits=parts.record)
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
@@ -325,12 +390,27 @@ def derived(seed: int, role: str) -> int:
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
-def make_verifier(parts: Parts) -> Verifier:
-    from specgen.decoding import verifiers
+def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
+    """The method's; whichever is lossless comes to the same thing in greedy decoding, on chains and trees alike."""
+    from specgen.decoding import bild, joint, multi_draft, verifiers
 
+    common = (parts.sampling, parts.target.device, derived(parts.seed, "target"))
+    if method.verifier == "joint":
+        return joint.JointLikelihood(*common, tau=float(settings.values["tau"]))
+    if method.verifier == "rollback":
+        return bild.Rollback(*common, rollback=float(settings.values["rollback"]))
     if parts.sampling.greedy:
         return verifiers.Greedy()
-    return verifiers.RejectionSampling(parts.sampling, parts.target.device, derived(parts.seed, "target"))
+    judges = {"k-sequential": multi_draft.k_sequential, "multi-round": multi_draft.multi_round}
+    if method.verifier in judges:
+        return multi_draft.TreeSampling(judges[method.verifier], *common)
+    return verifiers.RejectionSampling(*common)
+
+
+def recording(verifier: Verifier) -> Verifier:
+    from specgen.decoding.verifiers import Recording
+
+    return Recording(verifier)
 
 
 def make_parallel(settings: Settings, parts: Parts) -> Parallel:
@@ -361,12 +441,13 @@ def make_run(
         drafter, policy = parallel.drafter, parallel.drafter.policy
     else:
         schedule, drafter, policy = sequential, make_drafter(method, settings, parts), make_policy(settings, parts.seed)
+    verifier = make_verifier(method, settings, parts)
     return Run(
         context=context,
         target=parts.target,
         drafter=drafter,
         policy=policy,
-        verifier=make_verifier(parts),
+        verifier=recording(verifier) if parts.record else verifier,
         schedule=schedule,
         limit=limit,
         eos_ids=parts.eos_ids,

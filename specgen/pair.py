@@ -18,9 +18,11 @@ from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
 from specgen.models.devices import pick_device, pick_dtype, pick_threads, synchronizer
+from specgen.models.likelihood import log_likelihood
 from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.models.session import Session
 from specgen.models.tokenizer import check_same
+from specgen.models.uncached import uncached_row
 from specgen.tuning import costs as timing
 from specgen.tuning import store
 from specgen.types import Context, Round, SamplingParams
@@ -44,6 +46,7 @@ class Plan:
     prompt_ids: list[int]
     context_ends: bool  # the context is full before `max_new_tokens` are there
     costs: timing.Costs | None = None  # what PEARL's window was measured by
+    record: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +77,60 @@ class Pair:
     def default_method(self) -> str:
         return methods.default_name(has_draft_model=self.draft is not None)
 
+    @property
+    def sessions(self) -> tuple[Session, Session | None]:
+        """The target's and the draft's, for whoever times passes."""
+        return self._target_session, self._draft_session
+
     def rounds(
         self,
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Iterator[Round]:
-        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once."""
-        return self.plan(prompt, method, sampling, **parameters).run.rounds()
+        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once.
+
+        `record` asks for each round's `verdict.agreement` of draft and target, which takes time.
+        """
+        return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
 
     def generate(
         self,
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        perplexity: bool = False,
+        record: bool = False,
         **parameters: object,
     ) -> Result:
-        """Decode to the end."""
-        plan = self.plan(prompt, method, sampling, **parameters)
+        """Decode to the end. The summary tells the output's perplexity where that is asked for or the method is lossy."""
+        plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
         summary = Summary(plan.method.name)
         for round_ in rounds:
             summary.add(round_)
+        if perplexity or not plan.method.lossless:
+            summary.add_log_likelihood(self.log_likelihood(plan.prompt_ids, summary.token_ids))
         text = self.text(plan, summary.token_ids)
         return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
+
+    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Of `token_ids` behind the prompt, under the target at temperature 1 (nats): one pass, but for what is cached."""
+        session = self.target.session() if self.target.has_penalties else self._target_session
+        return log_likelihood(session, prompt_ids, token_ids)
+
+    def devices(self, method: Method) -> list[torch.device]:
+        """Where the method's models run."""
+        draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
+        return [model.device for model in (self.target, *draft)]
+
+    @property
+    def all_devices(self) -> list[torch.device]:
+        return [model.device for model in (self.target, self.draft) if model is not None]
 
     def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
         """The answer's text, up to a stop string."""
@@ -112,6 +144,8 @@ class Pair:
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Plan:
         """Check everything and put the method's parts together; nothing is computed yet."""
@@ -129,7 +163,9 @@ class Pair:
                 session.reserve(capacity)
         worker = self._worker(chosen)
         width = self._target_session.vocab_size
-        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, width, seed, capacity, worker)
+        parts = methods.Parts(
+            self._target_session, self._draft_session, sampling, eos_ids, width, seed, capacity, worker, None, record
+        )
         costs = None
         if settings.values.get("window") == "auto" and worker is not None:
             costs = self._costs(worker, parts, prompt_ids + prompt_ids[-1:] * (min(limit, RESERVED) // 2))
@@ -138,7 +174,7 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
-        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs)
+        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
 
     def _worker(self, method: Method) -> DraftWorker | None:
         """What drafts beside the target, ready to; None for a method that has no need of it."""
@@ -225,6 +261,10 @@ class Pair:
                 session.forget()
         if self._process_worker is not None:
             self._process_worker.forget()
+
+    def uncached_row(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
+        """The target's logits [vocabulary] after these tokens, by one pass without a cache: for judging what sessions said."""
+        return uncached_row(self.target, prompt_ids, token_ids)
 
     def close(self) -> None:
         """End what the pair started: the process or the thread that drafts beside the target."""

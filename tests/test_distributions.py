@@ -43,8 +43,10 @@ class TableSession:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> Rows:
-        ids = [*context.ids[-2:], *draft]
-        return Rows(torch.stack([self.row(ids[: 2 + row]) for row in range(start, len(draft) + 1)]))
+        paths = [context.ids[-2:]]
+        for node, token in enumerate(draft):
+            paths.append([*paths[node if parents is None else parents[node] + 1], token])
+        return Rows(torch.stack([self.row(path) for path in paths[start:]]))
 
 
 TARGET, DRAFT = TableSession(1), TableSession(2)
@@ -71,6 +73,8 @@ SETTINGS = {
     "pearl:pre_verify": {"window": 2, "pre_verify": False},
     "pearl:post_verify": {"window": 2, "post_verify": False},
     "pearl:policy": {"window": 3, "policy": "svip", "threshold": 0.42},
+    "spectr": {"k": 2, "drafts": 2},
+    "specinfer": {"k": 2, "drafts": 2},
 }
 
 
@@ -116,6 +120,15 @@ def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
     sampling = WARPS[warp]
     counts = Counter(decode(name, SETTINGS[name], sampling, seed) for seed in range(RUNS))
     assert p_value(counts, expected(sampling)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("beam", ["greedy", "sample"])
+def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: str) -> None:
+    """MTAD, section 5.2.2: all drafts are refused, and what is left is the target's own tokens."""
+    settings = {"tau": 1, "k": 2, "beams": 3, "beam": beam}
+    counts = Counter(decode("mtad", settings, WARPS[warp], seed) for seed in range(RUNS))
+    assert p_value(counts, expected(WARPS[warp])) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("name", SETTINGS)

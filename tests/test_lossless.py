@@ -26,6 +26,8 @@ LENGTH_SETTING = {
     "pearl": "window",
     "pearl:pre_verify=false": "window",
     "pearl:post_verify=false": "window",
+    "spectr": "k",
+    "specinfer": "k",
 }
 COUNT = 40
 AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from specgen.bench.energy import Energy
 from specgen.bench.summary import Summary
 from specgen.types import Draft, Round, Verdict
 from specgen.ui import theme
@@ -111,13 +113,23 @@ def test_a_line_a_round_as_in_the_mock_up() -> None:
 
 
 def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
-    legend, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
-    assert legend.startswith("accepted   ✗rejected")
+    legend, more, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
+    assert legend == "accepted   ✗rejected   discarded"
+    assert more == "→correction   ⊕bonus"
     assert key == "3/5 accepted of drafted"
     assert all(len(line) <= 40 for line in lines)
     assert lines[0].startswith("  2    3/7  pencils. 3 ✗packs")
     assert lines[1].startswith(" " * 12)
     assert lines[-1].endswith("limit 5")
+
+
+def test_a_trees_branches_stand_by_their_fate() -> None:
+    draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
+    refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
+    accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
+    lines = rounds_at(100, refused, accepted)
+    assert lines[0].split()[2:] == ["starts", "with", "✗3", "✗packs", "pencils.", "→", "baskets", "limit", "3"]
+    assert lines[1].split()[2:] == ["pencils.", "starts", "with", "3", "packs", "⊕", "baskets", "limit", "3"]
 
 
 def test_tokens_keep_their_styles() -> None:
@@ -214,6 +226,18 @@ def test_pearls_rounds_are_named_as_in_its_figure() -> None:
         ["1  pre", "1/1  starts", "window 4, 3 ahead"],
         ["2  post", "3/7  with 24 pencils✗. 3 packs of → baskets", "window 4"],
     ]
+
+
+def test_a_footer_tells_what_was_measured() -> None:
+    summary = a_summary()
+    summary.add_log_likelihood(-51 * math.log(2.5))
+    summary.add_energy(Energy("RAPL package-0", 102.0, 12.34, 0.9))
+    line = footer(summary, ["lossy"], 120).plain
+    assert line.startswith("svip (lossy)  51 tokens  58.0 tokens/s  perplexity 2.50  2 J/token above 12.3 W idle  81% accepted")
+    assert footer(summary, [], 80).plain == "51 tokens  58.0 tokens/s  perplexity 2.50  2 J/token above 12.3 W idle"
+    summary.add_energy(Energy("unavailable", reason="no counter"))
+    assert summary.joules_per_token is None
+    assert "J/token" not in footer(summary, [], 120).plain
 
 
 def test_without_colours_the_footer_counts_the_targets_own_tokens() -> None:

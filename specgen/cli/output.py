@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.bench import trace as traces
+from specgen.bench.energy import meter_for
 from specgen.bench.summary import Summary
 from specgen.bench.trace import check_writable
 from specgen.types import Round
@@ -33,6 +34,8 @@ class Output:
     trace: Path | None = None
     quiet: bool = False
     no_color: bool = False
+    perplexity: bool = False
+    energy: bool = False
 
 
 class Sink:
@@ -47,6 +50,7 @@ class Sink:
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer stands below them
         self._trace = traces.TraceFile(output.trace) if output.trace is not None else None
+        self._meter = meter_for(pair.devices(plan.method)) if output.energy else None
         self._rounds: RoundsView | None = None
         if output.rounds:
             eos_ids = pair.target.eos_ids
@@ -60,12 +64,14 @@ class Sink:
             self._line(traces.start_line(self._pair, self._plan))
         if self._rounds is not None:
             self._rounds.legend()
+        if self._meter is not None:
+            self._meter.start()
 
     def add(self, round_: Round) -> None:
         self._summary.add(round_)
         pieces = self._answer.add(round_)
         if self._records:  # before what may wait for a reader: an interruption there leaves a record that agrees with the summary
-            self._line(traces.round_line(round_, self._pair.tokenizer.text_of))
+            self._line(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._plan.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
@@ -82,6 +88,11 @@ class Sink:
 
     def finish(self, finish_reason: str) -> None:
         """The summary, to whoever wants one."""
+        if self._meter is not None:
+            self._summary.add_energy(self._meter.stop())
+        if self._output.perplexity or not self._plan.method.lossless:
+            token_ids = self._summary.token_ids
+            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.prompt_ids, token_ids))
         if self._records:
             self._line(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
         if self._output.quiet:
@@ -127,6 +138,9 @@ class Sink:
             notes.append("no draft model")
         if self._plan.context_ends and finish_reason == "length":
             notes.append(f"the context of {len(self._plan.run.context):,} tokens is full")
+        energy = self._summary.energy
+        if energy is not None and energy.joules is None:
+            notes.append(f"energy unavailable: {energy.reason}")
         if finish_reason == "interrupted":
             notes.append("interrupted")
         return notes

@@ -10,7 +10,7 @@ import torch
 
 from specgen.decoding import sampling as distributions
 from specgen.decoding.policies import Feeds, LengthPolicy, Step
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams
 
@@ -33,8 +33,18 @@ class DraftModel:
     context is drafted for that holds a token unknown to the draft.
     """
 
-    def __init__(self, session: Session, sampling: SamplingParams, eos_ids: Collection[int], vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        seed: int,
+        *,
+        keep_logits: bool = False,
+    ) -> None:
         self._session = session
+        self._keep_logits = keep_logits
         self._sampling = sampling
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
@@ -59,7 +69,7 @@ class DraftModel:
             if not policy.keep_drafting(step):
                 reason = policy.reason
                 break
-        return chain.draft(reason, self._vocab_size)
+        return chain.draft(reason, self._vocab_size, keep_logits=self._keep_logits)
 
 
 class _Chain:
@@ -97,7 +107,7 @@ class _Chain:
         self.tokens.append(_sound(int(chosen), step.entropy))
         return step
 
-    def draft(self, reason: str, vocab_size: int) -> Draft:
+    def draft(self, reason: str, vocab_size: int, *, keep_logits: bool) -> Draft:
         """The whole draft; `probs` padded with zeros to the target's vocabulary."""
         figures = self._figures
         if not figures:
@@ -110,15 +120,14 @@ class _Chain:
             probs = torch.stack(self._probs)
             if probs.shape[-1] < vocab_size:
                 probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[-1]))
-        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason)
+        logits = torch.stack(self._rows) if keep_logits else None
+        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason, logits=logits)
 
 
 def _sound(token: int, figure: float = 0.0) -> int:
     """The token, unless it or the figure that came with it says that the row held a NaN."""
     if token < 0 or math.isnan(figure):
-        raise RunError(
-            "the draft model's logits hold NaN", "Its weights are damaged, or the dtype is too narrow: try --dtype float32"
-        )
+        raise nan_logits("draft")
     return token
 
 

@@ -90,14 +90,13 @@ class Parallel:
         """One pass of the target over the pending tokens, one draft beside it. Returns the tokens that are pending then."""
         run.clock.start()
         if not pending.tokens and not self.pre_verify:
-            self._start(run, pending)
-            pending = self._finish()
+            pending = self._finish(self._start(run, pending))
             run.clock.lap("draft")
         mode: Mode = "post-verify" if pending.tokens else "pre-verify"
-        beside = (self.post_verify or not pending.tokens) and self._start(run, pending)
+        window = self._start(run, pending) if self.post_verify or not pending.tokens else 0
         rows = run.target.logits(run.context, pending.tokens, pending.parents)
         run.clock.lap("verify", synchronize=True)
-        fresh = self._finish() if beside else Draft(stop_reason=pending.stop_reason)
+        fresh = self._finish(window) if window else Draft(stop_reason=pending.stop_reason)
         run.clock.lap("draft")
         both = _joined(pending, fresh)
         ahead = max(
@@ -109,18 +108,19 @@ class Parallel:
         round_ = run.commit(mode, both, verdict, ahead)
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
-    def _start(self, run: Run, pending: Draft) -> bool:
-        """Begin to draft behind what is pending. False where that is pointless: the output ends there."""
+    def _start(self, run: Run, pending: Draft) -> int:
+        """Begin to draft behind what is pending. Returns the window, 0 where a draft is pointless: the output ends there."""
         room = run.remaining - len(pending.tokens)
         if room < 1 or (pending.tokens and pending.tokens[-1] in run.eos_ids):
-            return False
-        wanted = self.window.beside(len(pending.tokens) + 1)
-        self.drafter.start(run.context, pending.tokens, min(wanted, room))
-        return True
+            return 0
+        window = self.window.beside(len(pending.tokens) + 1)
+        self.drafter.start(run.context, pending.tokens, min(window, room))
+        return window
 
-    def _finish(self) -> Draft:
+    def _finish(self, window: int) -> Draft:
         draft = self.drafter.finish()
-        return replace(draft, stop_reason=f"window {len(draft.tokens)}") if draft.stop_reason == "length" else draft
+        filled = draft.stop_reason == "length" and len(draft.tokens) == window
+        return replace(draft, stop_reason=f"window {window}") if filled else draft
 
 
 def _joined(first: Draft, second: Draft) -> Draft:

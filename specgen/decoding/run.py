@@ -109,7 +109,8 @@ class Run:
             self.finish_reason = "length"
         if ahead and verdict.token is None and self.finish_reason is None:
             draft = replace(draft.part(0, drafted), stop_reason=f"{draft.stop_reason}, {ahead} ahead")
-        shown = draft if draft.probs is None else replace(draft, probs=None)  # a kept round keeps no tensors alive
+        held = draft.probs is not None or draft.logits is not None
+        shown = replace(draft, probs=None, logits=None) if held else draft  # a kept round keeps no tensors alive
         round_ = Round(self._index, mode, shown, verdict, self.clock.seconds(), self.policy.state())
         self._index += 1
         return round_
@@ -118,7 +119,7 @@ class Run:
         """The verdict up to the token that ends the output: an end-of-sequence, or the last one of a stop text."""
         for place, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
-                return Verdict(verdict.path[: place + 1], None, None)
+                return Verdict(verdict.path[: place + 1], None, None, verdict.agreement)
         if verdict.token is not None:
             self._ends(verdict.token)
         return verdict

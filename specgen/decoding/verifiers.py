@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from specgen.decoding import sampling as distributions
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 from specgen.inference import inference
-from specgen.types import Draft, SamplingParams, Source, Verdict
+from specgen.types import Agreement, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
     from specgen.models.session import Rows
@@ -95,6 +96,23 @@ class RejectionSampling:
         return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
 
 
+class Recording:
+    """Another verifier, and for the record how far both distributions agree at each drafted token of a chain."""
+
+    lossless: ClassVar[bool] = True  # it judges nothing itself
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    @inference
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        verdict = self._verifier.verify(draft, rows)
+        if draft.logits is None or not isinstance(draft.parents, range):
+            return verdict
+        overlap, kl = distributions.agreement(rows.logits[: len(draft.tokens)], draft.logits)
+        return replace(verdict, agreement=Agreement(overlap, kl))
+
+
 def _source(draft: Draft, accepted: int, last: int) -> Source | None:
     if not draft.tokens:
         return None
@@ -103,8 +121,5 @@ def _source(draft: Draft, accepted: int, last: int) -> Source | None:
 
 def _sound(token: int) -> int:
     if token < 0:
-        raise RunError(
-            "the target model's logits hold NaN",
-            "Its weights are damaged, or the dtype is too narrow: try --dtype float32",
-        )
+        raise nan_logits("target")
     return token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -135,3 +136,11 @@ def _free_memory() -> float:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
         return float("inf")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _free_memory()
+    return int(free) if device.type == "cpu" and math.isfinite(free) else None

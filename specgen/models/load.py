@@ -228,6 +228,11 @@ def _context_limits(config: Any) -> tuple[int, int | None]:
     return limit, original if "longrope" in kinds else None
 
 
+def context_limit(config: Any) -> int:
+    """The longest context of a model with this config, in tokens; `NO_LIMIT` where it tells none."""
+    return _context_limits(config.get_text_config())[0]
+
+
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Neither bars nor warnings of the library's own while it loads: what matters is raised, or announced by us."""

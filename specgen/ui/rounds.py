@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -15,11 +17,72 @@ LEAD = 12  # columns before a round's text: its number and how many were kept
 MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's rounds, in a column of their own
 MODE = 5  # its columns
 NARROW = 80  # below this the reason follows the text
-_STYLES = {
-    Fate.ACCEPTED: "token.accepted",
-    Fate.REJECTED: "token.rejected",
-    Fate.DISCARDED: "token.discarded",
+Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
+_STYLES: Mapping[Kind, str] = {
+    "accepted": "token.accepted",
+    "rejected": "token.rejected",
+    "discarded": "token.discarded",
+    "own": "token.target",
+    "cross": "mark.rejected",
+    "mark": "mark",
+    "space": "none",
 }
+_MARKS = {"correction": "→", "bonus": "⊕"}
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a round's line and what it is: tokens by their fate, the target's own, the marks between them."""
+
+    text: str
+    kind: Kind
+
+
+def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+    """A round's line: the draft by fate, `✗` before the first refused token, then the target's own behind its mark.
+
+    `shown` is the text of token ids on one line. Of a tree the accepted path stands, `²` behind a token that was the second
+    candidate of its place, and the refused candidates as `a|b`; its other branches are left out.
+    """
+    is_chain = all(parent == node - 1 for node, parent in enumerate(round_.draft.parents))
+    line = _chain(round_, shown) if is_chain else _tree(round_, shown)
+    if line:
+        line[0] = Part(line[0].text.removeprefix(" "), line[0].kind)
+        line = line if line[0].text else line[1:]
+    if round_.verdict.token is not None:
+        own = shown([round_.verdict.token])
+        if round_.verdict.source is None:
+            line.append(Part(own.removeprefix(" "), "own"))
+        else:
+            line += [Part(" ", "space"), Part(_MARKS[round_.verdict.source], "mark"), Part(own, "own")]
+    return line
+
+
+def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+    line: list[Part] = []
+    fates = zip(round_.draft.tokens, round_.fates, strict=True)
+    for fate, group in groupby(fates, key=lambda entry: entry[1]):
+        text = shown([token for token, _ in group])
+        if fate is Fate.REJECTED:
+            line += [Part(" " * (text[:1] == " "), "space"), Part("✗", "cross")]
+            text = text.removeprefix(" ")
+        line.append(Part(text, fate.value))
+    return line
+
+
+def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+    draft = round_.draft
+    line: list[Part] = []
+    for node in round_.verdict.path:
+        siblings = [other for other, parent in enumerate(draft.parents) if parent == draft.parents[node]]
+        rank = siblings.index(node) + 1
+        line.append(Part(shown([draft.tokens[node]]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
+    refused = [draft.tokens[node] for node, fate in enumerate(round_.fates) if fate is Fate.REJECTED]
+    if refused:
+        line += [Part(" ", "space"), Part("✗", "cross")]
+        line.append(Part("|".join(shown([token]).removeprefix(" ") for token in refused), "rejected"))
+    return line
 
 
 class RoundsView:
@@ -46,12 +109,17 @@ class RoundsView:
         line.append("discarded", "token.discarded").append("   ")
         line.append("→", "mark").append("correction", "token.target").append("   ")
         line.append("⊕", "mark").append("bonus", "token.target")
-        line.append("\n" if self._console.width < NARROW else "   ").append("3/5 accepted of drafted", "quiet")
+        key = Text("3/5 accepted of drafted", "quiet")
+        if line.cell_len + 3 + key.cell_len <= self._console.width:
+            self._console.print(line.append("   ").append_text(key))
+        else:
+            for part in (*line.wrap(self._console, self._console.width), key):
+                part.rstrip()
+                self._console.print(part)
         if self._parallel:
-            line.append("\npre, post", "quiet").append(": judged while the next tokens were drafted", "quiet")
-            line.append("   ahead: drafted, not judged yet", "quiet")
-            line.append(f"\n{self._window}" if self._window else "", "quiet")
-        self._console.print(line)
+            ahead = "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
+            for told in filter(None, (ahead, self._window)):
+                self._console.print(Text(told, "quiet"))
 
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)
@@ -82,24 +150,7 @@ class RoundsView:
 
     def _tokens(self, round_: Round) -> Text:
         """The draft's tokens by fate, then the target's own."""
-        line = Text()
-        fates = zip(round_.draft.tokens, round_.fates, strict=True)
-        for fate, group in groupby(fates, key=lambda entry: entry[1]):
-            shown = self._shown([token for token, _ in group])
-            if not line:
-                shown = shown.removeprefix(" ")
-            if fate is Fate.REJECTED:
-                line.append(" " * (shown[:1] == " ")).append("✗", "mark.rejected")
-                shown = shown.removeprefix(" ")
-            line.append(shown, _STYLES[fate])
-        if round_.verdict.token is not None:
-            own = self._shown([round_.verdict.token])
-            marks = {"correction": "→", "bonus": "⊕"}
-            if round_.verdict.source is None:
-                line.append(own.removeprefix(" "), "token.target")
-            else:
-                line.append(" ").append(marks[round_.verdict.source], "mark").append(own, "token.target")
-        return line
+        return Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
 
     def _shown(self, tokens: Sequence[int]) -> str:
         if tokens and tokens[-1] in self._eos_ids:

@@ -26,6 +26,10 @@ _STYLES = {
     "quiet": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
     "strong": {"ansi": "bold", "dark": "bold", "light": "bold", "mono": "bold"},
     "good": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "none"},
+    "command": {"ansi": "bold", "dark": "bold #79c0ff", "light": "bold #0550ae", "mono": "bold"},
+    "bar": {"ansi": "none", "dark": "#79c0ff", "light": "#0969da", "mono": "none"},
+    "bar.best": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "bold"},
+    "bar.plain": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
     "bad": {"ansi": "bold red", "dark": "bold #ff7b72", "light": "bold #b3261e", "mono": "bold"},
 }
 

@@ -1,0 +1,79 @@
+"""`specgen inspect --target T --draft D`: the pre-flight of a pair."""
+
+from __future__ import annotations
+
+import json as json_lines
+import os
+import shlex
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from specgen.cli.models import ModelOptions, open_pair
+from specgen.ui import preflight as view
+from specgen.ui import theme
+from specgen.ui.progress import LoadingLine
+from specgen.ui.visible import escaped_json
+
+if TYPE_CHECKING:
+    from specgen.tuning.preflight import PairReport
+
+
+def inspect_pair(models: ModelOptions, *, measure: bool, json: bool, quiet: bool, no_color: bool) -> None:
+    """Report on a pair; with `measure` load it and time its passes, where it can be used at all."""
+    err = theme.console(stderr=True, no_color=no_color)
+    report = _looked_at(models, err, quiet=quiet)
+    if measure and (report.tokenizers is None or report.tokenizers.refusal is None):
+        report = _measured(models, report, err, quiet=quiet)
+    if json:
+        line = escaped_json(json_lines.dumps({"type": "pair", **report.as_dict()}, ensure_ascii=False)) + "\n"
+        sys.stdout.buffer.write(line.encode("utf-8", "replace"))
+        sys.stdout.buffer.flush()
+        return
+    view.show(theme.console(no_color=no_color), report, _next_step(models, report))
+
+
+def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
+    if quiet or not err.is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
+    with LoadingLine(err, quiet=quiet) as loading:
+        from specgen import demo
+        from specgen.models.devices import pick_device
+        from specgen.models.load import Source
+        from specgen.models.preflight import look
+
+        on = pick_device(models.device)
+        draft_on = pick_device(models.draft_device) if models.draft_device is not None else on
+        draft: Source | None
+        if models.target is None:
+            target, draft = (Source(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft"))
+        else:
+            shared = (models.trust_remote_code, models.offline)
+            target = Source(models.target, None, models.revision, *shared)
+            draft = None if models.draft is None else Source(models.draft, None, models.draft_revision, *shared)
+        return look(target, draft, (on, draft_on), models.dtype, loading.announce)
+
+
+def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
+    from specgen.models.preflight import measure, refusals
+    from specgen.tuning.preflight import planned
+
+    with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
+        return replace(report, payoff=measure(pair, line.still), methods=planned(report.methods, refusals(pair)))
+
+
+def _next_step(models: ModelOptions, report: PairReport) -> str | None:
+    """The command to go on with, where the pair can be used."""
+    if report.tokenizers is not None and report.tokenizers.refusal is not None:
+        return None
+    named = [
+        ("--target", models.target),
+        ("--draft", models.draft),
+        ("--dtype", models.dtype if models.dtype != "auto" else None),
+    ]
+    options = "".join(f" {option} {shlex.quote(value)}" for option, value in named if value is not None)
+    if report.payoff is None:
+        return f"specgen inspect{options} --measure"
+    return f"specgen compare{options}"

@@ -1,0 +1,123 @@
+"""Looking at a pair by its files: configs, tokenizers and the headers of the weights, none of which takes long to read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from specgen import methods
+from specgen.errors import SpecgenError
+from specgen.models.devices import free_memory, pick_dtype
+from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare
+from specgen.models.tokenizer import Tokenizer, check_same
+from specgen.pair import Pair
+from specgen.tuning.passes import target_pass_seconds
+from specgen.tuning.payoff import WIDTHS, Payoff
+from specgen.tuning.preflight import PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
+from specgen.types import SamplingParams
+
+CONTEXT_LENGTH = 256  # tokens behind which passes are timed, less where the model's context is shorter
+
+
+def look(
+    target: Source, draft: Source | None, devices: tuple[torch.device, torch.device], dtype: str, announce: Callable[[str], None]
+) -> PairReport:
+    """A report of the pair, without reading its weights. A draft whose tokenizer differs is reported, not refused.
+
+    Raises SpecgenError where a model cannot be used at all.
+    """
+    ours = prepare(target, announce)
+    theirs = None if draft is None else prepare(draft, announce)
+    tokenizers = None if theirs is None else _compared(ours, theirs)
+    refusal = None if tokenizers is None else tokenizers.refusal
+    return PairReport(
+        _facts(ours, devices[0], dtype),
+        None if theirs is None else _facts(theirs, devices[1], dtype),
+        tokenizers,
+        free_memory(devices[0]),
+        all_methods(has_draft=theirs is not None, refusal=refusal),
+    )
+
+
+def measure(pair: Pair, announce: Callable[[str], None]) -> Payoff:
+    """Time passes of a loaded pair, on caches of their own."""
+    limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
+    length = max(1, min(CONTEXT_LENGTH, min(limits) - max(WIDTHS)))
+    widths = [width for width in WIDTHS if length + width <= min(limits)] or [1]
+    announce(f"timing passes over {widths[0]} to {widths[-1]} tokens")
+    seconds = target_pass_seconds(pair.target.session(), widths, length)
+    drafting = target_pass_seconds(pair.draft.session(), [1], length)[1] if pair.draft is not None else 0.0
+    return Payoff(seconds, drafting, length)
+
+
+def refusals(pair: Pair) -> dict[str, SpecgenError]:
+    """The methods with which this pair cannot even plan a run, and what each says."""
+    found = {}
+    for name in methods.METHODS:
+        try:
+            pair.plan([1], name, SamplingParams(max_new_tokens=1))
+        except SpecgenError as error:
+            found[name] = error
+    return found
+
+
+def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
+    config = prepared.config.get_text_config()
+    weights = pick_dtype(dtype, config, prepared.folder, device)
+    size = torch.empty(0, dtype=weights).element_size()
+    parameters = _parameters(prepared.folder)
+    if not parameters:
+        raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    limit = context_limit(prepared.config)
+    return ModelFacts(
+        prepared.name,
+        config.model_type,
+        parameters,
+        config.num_hidden_layers,
+        config.hidden_size,
+        str(weights).removeprefix("torch."),
+        str(device),
+        parameters * size,
+        2 * config.num_hidden_layers * heads * head_size * size,
+        None if limit >= NO_LIMIT else limit,
+        config.vocab_size,
+    )
+
+
+def _parameters(folder: Path) -> int:
+    """Counted in the files' headers; a table that two parts share is stored once."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
+        except Exception as error:  # safetensors' own exceptions share no base that it exports
+            raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them anew") from error
+    return total
+
+
+def _compared(target: Prepared, draft: Prepared) -> TokenizerFacts:
+    ours, theirs = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
+    shared, differences = first_differences(ours, theirs)
+    try:
+        check_same(target.tokenizer, draft.tokenizer, target.name, draft.name)
+        refusal = None
+    except SpecgenError as error:
+        refusal = error.message
+    probe = None if refusal is not None else _differing_probe(target.tokenizer, draft.tokenizer)
+    return TokenizerFacts(len(ours), len(theirs), shared, differences, refusal, probe)
+
+
+def _differing_probe(target: Tokenizer, draft: Tokenizer) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """A text that the two cut differently though their tables fit: another way of splitting words, another beginning."""
+    for text in PROBES:
+        ours, theirs = tuple(target.encode(text)), tuple(draft.encode(text))
+        if ours != theirs:
+            return text, ours, theirs
+    return None

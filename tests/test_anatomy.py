@@ -1,0 +1,132 @@
+"""The figures of a trace: each computed a second time, in another way, or by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+import traces
+from scipy import stats
+
+from specgen.bench import anatomy
+from specgen.bench.anatomy import Anatomy, beliefs, beta_quantile
+from specgen.bench.trace_reader import TracedRun, read_trace
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> TracedRun:
+    return next(read_trace(traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(300))))
+
+
+def folded(run: TracedRun) -> Anatomy:
+    found = Anatomy(run.method)
+    found.add(run)
+    return found
+
+
+def test_acceptance_by_entropy_counts_the_judged_tokens_only(recorded: TracedRun) -> None:
+    judged = []
+    for traced in recorded.rounds:
+        accepted = len(traced.round.verdict.path)
+        refused = traced.round.verdict.source == "correction"
+        judged += [
+            (entropy, place < accepted) for place, entropy in enumerate(traced.round.draft.entropies[: accepted + refused])
+        ]
+    bins = folded(recorded).acceptance_by_entropy()
+    assert sum(found.judged for found in bins) == len(judged)
+    for found in bins:
+        inside = [stood for entropy, stood in judged if found.low <= entropy < found.high]
+        assert (found.judged, found.accepted) == (len(inside), sum(inside))
+        expected = stats.binomtest(found.accepted, found.judged).proportion_ci(0.95, method="wilson")
+        assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
+
+
+def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
+    tokens = [
+        figures
+        for traced in recorded.rounds
+        for figures in zip(traced.round.draft.entropies, traced.overlap, traced.kl, strict=True)
+    ]
+    bounds = folded(recorded).bounds()
+    assert bounds is not None
+    assert bounds.count == len(tokens) == sum(found.count for found in bounds.by_entropy)
+    assert bounds.c == anatomy.AUTHORS_C
+    below = [overlap < max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, overlap, _ in tokens]
+    assert bounds.below_estimate == pytest.approx(np.mean(below))
+    ratio = median((entropy + kl) / entropy for entropy, _, kl in tokens if entropy > 0.01)
+    assert bounds.ratio == pytest.approx(ratio)
+    assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
+    for found in bounds.by_entropy:
+        inside = [token for token in tokens if found.low <= token[0] < found.high]
+        assert found.overlap == pytest.approx(median(overlap for _, overlap, _ in inside))
+        assert found.pinsker == pytest.approx(median(max(0.0, 1 - math.sqrt(kl / 2)) for _, _, kl in inside))
+        assert found.bretagnolle_huber == pytest.approx(median(1 - math.sqrt(1 - math.exp(-kl)) for _, _, kl in inside))
+        assert found.estimate == pytest.approx(median(max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, _, _ in inside))
+
+
+def test_pinsker_and_bretagnolle_huber_bound_the_true_acceptance_probability() -> None:
+    generator = np.random.default_rng(1)
+    broken = 0
+    for _ in range(500):
+        q, p = (generator.dirichlet(np.full(12, sharpness)) for sharpness in generator.choice([0.1, 0.5, 2.0], 2))
+        overlap, divergence, entropy = np.minimum(p, q).sum(), stats.entropy(q, p), stats.entropy(q)
+        assert anatomy.pinsker(divergence) <= overlap + 1e-9
+        assert anatomy.bretagnolle_huber(divergence) <= overlap + 1e-9
+        broken += anatomy.estimate(entropy, 0.15) > overlap
+    assert broken > 100  # it is no bound, and is not called one
+
+
+def test_a_run_uses_its_own_constant(tmp_path: Path) -> None:
+    run = traces.a_recorded_run(5, method="svip", settings={"c": 0.3, "threshold": 0.5, "max_draft": 40})
+    bounds = folded(next(read_trace(traces.write(tmp_path / "t.jsonl", *run)))).bounds()
+    assert bounds is not None
+    assert bounds.c == 0.3
+
+
+def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
+    paths = [traces.write(tmp_path / f"{seed}.jsonl", *traces.a_recorded_run(50, seed)) for seed in (1, 2)]
+    runs = [next(read_trace(path)) for path in paths]
+    both, (first, second) = Anatomy("beta-ts"), [folded(run) for run in runs]
+    for run in runs:
+        both.add(run)
+    assert both.runs == 2
+    assert both.summary.drafted == first.summary.drafted + second.summary.drafted
+    assert len(both.tokens) == len(first.tokens) + len(second.tokens)
+    assert both.speeds == pytest.approx([first.summary.tokens_per_second, second.summary.tokens_per_second])
+    assert both.mean_draft_length == pytest.approx(both.summary.drafted / 98)
+
+
+def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None:
+    start, *_ = traces.a_run("transformers")
+    summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length"}
+    summary |= {"seconds": 1.5, "target_passes": 3}
+    run = next(read_trace(traces.write(tmp_path / "t.jsonl", start, summary)))
+    assert run.notes == ["no rounds were recorded: another program decoded this"]
+    found = folded(run)
+    assert found.summary.tokens_per_second == 2.0
+    assert found.summary.block_efficiency == 1.0
+
+
+def test_beta_quantiles_are_scipys() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        alpha, beta, share = 10 ** rng.uniform(-2, 5), 10 ** rng.uniform(-2, 5), rng.choice((0.05, 0.5, 0.95))
+        assert beta_quantile(alpha, beta, share) == pytest.approx(stats.beta.ppf(share, alpha, beta), abs=2e-6)
+
+
+def test_beliefs_are_the_last_rounds_and_evenly_spread(recorded: TracedRun) -> None:
+    rounds = [traced.round for traced in recorded.rounds]
+    found = beliefs(rounds, most=30)
+    assert 25 <= len(found) <= 30
+    assert found[-1].index == 299
+    steps = {later.index - earlier.index for earlier, later in pairwise(found)}
+    assert len(steps) == 1
+    state = rounds[-1].policy_state
+    assert state is not None
+    assert found[-1].mean == state["alpha"] / (state["alpha"] + state["beta"])
+    assert beliefs([]) == []

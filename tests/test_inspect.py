@@ -1,0 +1,251 @@
+"""`specgen inspect` on traces: what is shown fits its width and recomputes, mistakes get one line, large ones stay quick."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+from test_cli import run as run_specgen
+
+from specgen.cli.app import main
+
+Inspect = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Inspect:
+    """Run `specgen inspect` in this process: what it wrote to stdout and stderr."""
+
+    def call(*arguments: str | Path, width: int = 100, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys, "argv", ["specgen", "inspect", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capfd.readouterr()
+        assert ended.value.code == code, captured.err
+        return captured.out, captured.err
+
+    return call
+
+
+def lines_of(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+
+
+def test_a_trace_as_text(inspect: Inspect, tmp_path: Path) -> None:
+    out, err = inspect(traces.write(tmp_path / "t.jsonl", *traces.a_run()))
+    assert err == ""
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0].startswith("accepted   ✗rejected   discarded")
+    assert re.fullmatch(r"  2    3/5  pencils\. 3 ✗packs of → baskets +√cH 0\.43 > 0\.40", lines[3])
+    assert lines[6].rstrip().endswith("eos")
+    assert "<eos>" in lines[6]
+    # by hand: 15 tokens in 6 passes, 10 of 13 drafted accepted, 5 * 0.75 + 0.125 seconds
+    assert "15 tokens  3.9 tokens/s  77% accepted  67% of the text from the draft  2.50 tokens a pass" in out
+    assert "ended by itself" in out
+    assert "where the time went  3.88 s" in out
+    assert re.search(r"drafting +32%  ━+", out)
+    assert "mean 3.2 and 2.5, longest 5" in out  # four drafts
+    assert re.search(r"0\.5–1 +83% +12  ━+", out)  # all entropies are 0.5: 10 of 12 judged
+
+
+@pytest.mark.parametrize("width", [40, 44, 60, 80, 100, 200])
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_line_fits_its_width(inspect: Inspect, tmp_path: Path, width: int, count: int) -> None:
+    paths = [
+        traces.write(
+            tmp_path / f"trace-{seed}.jsonl", *traces.a_recorded_run(30, seed, target="an-organisation/a-model-of-its-own")
+        )
+        for seed in range(count)
+    ]
+    out, _ = inspect(*paths, width=width)
+    assert max(map(len, out.splitlines())) <= width
+    assert out.count("where the time went") == count
+    assert out.count("Thompson sampling") == count
+    if count > 1:
+        assert "beta-ts (trace-1)" in out
+        beside = max(line.count("where the time went") for line in out.splitlines())
+        assert beside == max(1, min(count, (width + 4) // 48))
+
+
+def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(100))
+    assert "and 60 more rounds: --rounds 100" in inspect(path)[0]
+    assert "more round" not in inspect(path, "--rounds", "100")[0]
+    assert "✗rejected" not in inspect(path, "--rounds", "0")[0]
+    out, _ = inspect(path, path, "--rounds", "2")
+    assert out.count("and 98 more rounds") == 1  # the same file twice is the same run twice
+
+
+def test_json_figures_recompute_from_the_trace(inspect: Inspect, tmp_path: Path) -> None:
+    recorded = traces.a_recorded_run(200, prompt_index=3, category="code", repeat=1)
+    path = traces.write(tmp_path / "t.jsonl", *recorded, *traces.a_run())
+    first, second = lines_of(inspect(path, "--json")[0])
+    rounds = recorded[1:-1]
+    assert (first["type"], first["line"], first["method"], first["category"]) == ("inspect", 1, "beta-ts", "code")
+    assert (second["line"], second["method"], second["finish_reason"]) == (len(recorded) + 1, "svip", "eos")
+    drafted = sum(len(line["draft_ids"]) for line in rounds)
+    accepted = sum(len(line["accepted_ids"]) for line in rounds)
+    seconds = sum(sum(line["seconds"].values()) for line in rounds)
+    tokens = accepted + len(rounds)
+    assert (first["drafted"], first["accepted"], first["new_tokens"], first["rounds"]) == (drafted, accepted, tokens, 200)
+    assert first["acceptance_rate"] == pytest.approx(accepted / drafted)
+    assert first["draft_share"] == pytest.approx(accepted / tokens)
+    assert first["block_efficiency"] == pytest.approx(tokens / 200)
+    assert first["seconds"] == pytest.approx(seconds)
+    assert first["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert first["mean_draft_length"] == pytest.approx(drafted / 199)
+    assert first["draft_lengths"] == [len(line["draft_ids"]) for line in rounds]
+    assert first["accepted_lengths"] == [len(line["accepted_ids"]) for line in rounds]
+    judged = sum(found["judged"] for found in first["acceptance_by_entropy"])
+    assert judged == accepted + sum(line["source"] == "correction" for line in rounds)
+    assert first["bounds"]["tokens"] == drafted
+    last = first["posterior"][-1]
+    assert last["mean"] == pytest.approx(rounds[-1]["policy"]["alpha"] / sum(rounds[-1]["policy"].values()))
+    assert last["low"] < last["mean"] < last["high"]
+    assert second["bounds"] is None
+    assert second["posterior"] == []
+
+
+def test_several_methods_of_one_trace_stand_side_by_side(inspect: Inspect, tmp_path: Path) -> None:
+    runs = [
+        traces.a_run("ar", prompt_index=0),
+        traces.a_run("svip", prompt_index=0),
+        traces.a_run("ar", prompt_index=1),
+        traces.a_run("svip", prompt_index=1),
+        traces.a_run("sd", settings={"k": 4, "policy": "fixed"}),
+        traces.a_run("sd", settings={"k": 8, "policy": "fixed"}),
+    ]
+    path = traces.write(tmp_path / "t.jsonl", *(line for run in runs for line in run))
+    out, _ = inspect(path, width=150)
+    head, *rows = out.splitlines()
+    assert head.split() == ["tokens/s", "accepted", "a", "pass", "drafted", "runs"]
+    assert [row.split()[0] for row in rows[:4]] == ["ar", "svip", "sd:k=4", "sd:k=8"]
+    assert [row.split()[-1] for row in rows[:4]] == ["2", "2", "1", "1"]
+    _, err = inspect(path, "--run", "2", code=2)
+    assert "has no run 2 of sd: it holds 1" in err
+
+
+def test_a_cut_trace_shows_what_is_whole(inspect: Inspect, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.jsonl", *traces.a_run())
+    *lines, fifth, _ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + fifth[:80])
+    out, _ = inspect(path)
+    assert "note: the trace was cut in line 7: what is whole before it is shown" in out
+    assert "tokens/s" in out
+    (line,) = lines_of(inspect(path, "--json")[0])
+    assert line["finish_reason"] is None
+    assert line["rounds"] == 5
+
+
+def test_control_characters_never_reach_the_output(inspect: Inspect, tmp_path: Path) -> None:
+    start, first, *rest = traces.a_run(target="a\x1b[31mb\x07", draft="\x9b31m")
+    page = tmp_path / "page.html"
+    path = traces.write(tmp_path / "t.jsonl", start, first | {"token_text": "\x1b]0;title\x07\u202e"}, *rest)
+    out, _ = inspect(path)
+    assert "␛]0;title␇" in out
+    inspect(path, "--html", page)
+    out += inspect(path, "--json")[0] + page.read_text(encoding="utf-8")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out)
+
+
+def test_malformed_traces_get_one_line(inspect: Inspect, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.jsonl", traces.start_line(), {"type": "round", "index": "x\x1b[31m"})
+    for options in ((), ("--json",), ("--html", tmp_path / "page.html")):
+        out, err = inspect(path, *options, code=2)
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert err.startswith(f"error: {path}, line 2, is round 'x")
+        assert "\x1b" not in err
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((), "nothing to inspect"),
+        (("t.jsonl", "--pair"), "--pair is for a pair of models"),
+        (("t.jsonl", "--target", "x"), "--target is for a pair of models"),
+        (("t.jsonl", "--measure"), "--measure is for a pair of models"),
+        (("--pair", "--html", "x.html"), "--html stands without a trace"),
+        (("--pair", "--rounds", "3"), "--rounds stands without a trace"),
+        (("--pair", "--target", "x"), "--pair is the bundled pair"),
+        (("--draft", "x"), "--draft x stands without --target"),
+        (("t.jsonl", "--rounds", "-1"), "--rounds is -1"),
+        (("t.jsonl", "--run", "0"), "--run is 0"),
+        (("nowhere.jsonl",), "cannot read the trace nowhere.jsonl"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(inspect: Inspect, arguments: tuple[str, ...], named: str) -> None:
+    out, err = inspect(*arguments, code=2)
+    assert out == ""
+    assert named in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", ["a folder", "nowhere/page.html"])
+def test_pages_that_cannot_be_written_are_refused_at_once(inspect: Inspect, tmp_path: Path, place: str) -> None:
+    (tmp_path / "a folder").mkdir()
+    _, err = inspect(tmp_path / "no-trace.jsonl", "--html", tmp_path / place, code=2)
+    assert "cannot write the page" in err
+
+
+def test_a_page_is_written_whole_or_not_at_all(inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, page = traces.write(tmp_path / "t.jsonl", *traces.a_run()), tmp_path / "page.html"
+    inspect(path, "--html", page)
+    before = page.read_text(encoding="utf-8")
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("specgen.ui.page.Path.replace", fails)
+    _, err = inspect(path, "--html", page, code=1)
+    assert "No space left on device" in err
+    assert page.read_text(encoding="utf-8") == before
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["page.html", "t.jsonl"]
+
+
+def test_ten_thousand_rounds_take_seconds_and_no_torch(tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(10_000))
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))\n"
+        "from specgen.cli.app import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    for options in ((), ("--html", str(tmp_path / "page.html")), ("--json",)):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", limited, "inspect", "-q", str(path), *options], capture_output=True, text=True, check=False
+        )
+        assert time.perf_counter() - start < 5
+        assert (done.returncode, done.stderr) == (0, "False\n")
+    assert (tmp_path / "page.html").stat().st_size < 20 << 20
+
+
+def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(3000))
+    code, _, err = run_specgen("inspect", str(path), "--rounds", "3000", stdout=open("/dev/full", "w"))  # noqa: SIM115
+    assert code == 1
+    assert err.startswith(b"error: cannot write the output")
+
+
+def test_nothing_shown_is_nan(inspect: Inspect, tmp_path: Path) -> None:
+    start, first, second, *_ = traces.a_run()
+    nulls = second | {"entropies": [None, 0.5, None], "overlap": [None, 0.5, 0.25], "kl": [0.5, None, 0.5], "top_probs": []}
+    path = traces.write(tmp_path / "t.jsonl", start, first, nulls)
+    page = tmp_path / "page.html"
+    inspect(path, "--html", page)
+    out = inspect(path)[0] + inspect(path, "--json")[0] + page.read_text(encoding="utf-8")
+    assert not re.search(r"\bnan\b", out.lower())
+    assert math.isfinite(lines_of(inspect(path, "--json")[0])[0]["seconds"])

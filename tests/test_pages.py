@@ -1,0 +1,245 @@
+"""The pages in a real browser: what they show and tell on hover, that they ask for nothing and complain of nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+
+from specgen.cli.app import main
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None, reason="no chromium and chromedriver here: apt-get install chromium chromium-driver"
+)
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"""
+DARK, LIGHT = "rgb(20, 22, 26)", "rgb(251, 250, 247)"
+
+
+class Browser:
+    """Chromium, and what it was asked for and had to say since the last page was opened."""
+
+    def __init__(self, profile: Path) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = BROWSER
+        for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+
+    def open(self, page: Path, *, width: int = 1100, dark: bool = False) -> None:
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.driver.get_log("performance")
+        self.driver.get_log("browser")
+        self.driver.get(page.as_uri())
+
+    def requests(self) -> list[str]:
+        messages = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
+        return [entry["params"]["request"]["url"] for entry in messages if entry["method"] == "Network.requestWillBeSent"]
+
+    def find(self, selector: str) -> list[Any]:
+        found: list[Any] = self.driver.find_elements("css selector", selector)
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        """Text as it stands in the page, in one call."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)"
+        found: list[str] = self.driver.execute_script(script, selector)
+        return found
+
+    def css(self, selector: str, name: str, pseudo: str = "") -> str:
+        script = "return getComputedStyle(document.querySelector(arguments[0]), arguments[2] || null)[arguments[1]]"
+        return str(self.driver.execute_script(script, selector, name, pseudo))
+
+    def point_at(self, element: Any) -> None:
+        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+        webdriver.ActionChains(self.driver).move_to_element(element).perform()
+
+    def overflow(self) -> int:
+        """By how many pixels the page is wider than its window."""
+        return int(self.driver.execute_script("return document.documentElement.scrollWidth - innerWidth"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.driver.quit()
+
+
+def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: list[traces.Line]) -> Path:
+    """The page of these runs, each from a trace of its own."""
+    paths = [traces.write(folder / f"run-{place}.jsonl", *run) for place, run in enumerate(runs)]
+    page = folder / "page.html"
+    monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "-q", *map(str, paths), "--html", str(page)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    return page
+
+
+def check_silent(browser: Browser, page: Path) -> None:
+    """Nothing was asked for but the page itself, and nothing was complained of."""
+    assert [url for url in browser.requests() if not url.startswith("data:,")] == [page.as_uri()]
+    assert browser.driver.get_log("browser") == []
+    assert browser.find("script") == []
+
+
+def test_tokens_tell_their_details_on_hover_and_on_tap(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = made(monkeypatch, tmp_path, traces.a_run())
+    browser.open(page)
+    check_silent(browser, page)
+    assert browser.driver.title.startswith("specgen: svip: 77% of the draft was right, 2.50 tokens a target pass")
+    committed = "".join(browser.texts(".tok:not(.gone)"))
+    assert committed == "Hello starts with 24 pencils pencils. 3 baskets baskets\n     world.⟨eos⟩"
+    # what was thrown away shows when it is asked for
+    gone = browser.find(".tok.gone")
+    assert [token.is_displayed() for token in gone] == [False] * 3
+    browser.find(".reveal")[0].click()
+    assert [token.is_displayed() for token in gone] == [True] * 3
+    assert browser.texts(".tok.rej") == [" packs", " packs"]
+    assert browser.css(".tok.rej i", "textDecorationLine") == "line-through"
+    assert browser.texts(".tok.dis") == [" of"]
+    # the strip below the text holds the details of the token that is pointed at, or tapped
+    browser.point_at(gone[0])
+    tip = browser.css(".tok.rej", "content", "::after")
+    assert tip == '"“ packs”, id 7: drafted, rejected. Round 2, 4 of 5. Entropy 0.50, top probability 75%."'
+    accepted = browser.find(".tok.acc")[0]
+    accepted.click()
+    assert browser.driver.switch_to.active_element == accepted
+    tip = browser.css(".tok.acc", "content", "::after")
+    assert "“ starts”, id 1: drafted, accepted. Round 1, 1 of 3." in tip
+    own = [token.get_attribute("data-tip") for token in browser.find(".tok.own")]
+    assert own[:3] == [
+        "“Hello”, id 10: the target's own, from reading the prompt. Round 0.",
+        "“ pencils”, id 4: the target's own, after a draft that was wholly right. Round 1.",
+        "“ baskets”, id 9: the target's own, instead of the draft's “ packs”. Round 2.",
+    ]
+
+
+def test_the_rounds_and_their_chart(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    browser.open(made(monkeypatch, tmp_path, traces.a_run()))
+    titles = browser.texts("svg.rounds .col title")
+    assert titles == [
+        "round 0: the target's first token",
+        "round 1: 3 of 3 accepted, then the target's bonus",
+        "round 2: 3 of 5 accepted, then the target's correction",
+        "round 3: 0 of 1 accepted, then the target's correction",
+        "round 4: the target's own token",
+        "round 5: 4 of 4 accepted",
+    ]
+    heights = []
+    for kind in ("acc", "rej", "dis"):
+        heights.append([float(found.get_attribute("height")) for found in browser.find(f"svg.rounds.gutter rect.{kind}")])
+    assert heights == [[38, 38, 51], [12, 12], [12]]  # 13 pixels a token, one of them a gap
+    details = browser.find("details")[0]
+    assert not browser.find(".list li")[0].is_displayed()
+    details.find_element("css selector", "summary").click()
+    assert browser.find(".list li")[0].is_displayed()
+    assert browser.texts(".list li")[2] == "23/5pencils. 3 ✗packs of → baskets√cH 0.43 > 0.40"
+    assert browser.texts(".keys")[-1] != ""
+
+
+def test_entropy_against_acceptance_and_the_posterior(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = traces.a_recorded_run(40, settings={"c": 0.15, "threshold": 0.4})
+    page = made(monkeypatch, tmp_path, run)
+    browser.open(page)
+    check_silent(browser, page)
+    drafted = [(line, place) for line in run[1:-1] for place in range(len(line["draft_ids"]))]
+    points = browser.find("svg.scatter.gutter circle, svg.scatter.gutter svg.x")
+    assert len(points) == len(drafted)
+    plot = browser.find("svg.scatter.gutter")[0].rect
+    right = max(line["entropies"][place] for line, place in drafted) * 1.02
+    for element, (line, place) in list(zip(points, drafted, strict=True))[::7]:
+        at = element.rect
+        x, y = at["x"] + at["width"] / 2 - plot["x"], at["y"] + at["height"] / 2 - plot["y"]
+        assert x == pytest.approx(plot["width"] * line["entropies"][place] / right, abs=1.5)
+        assert y == pytest.approx(8 + 288 * (1 - line["overlap"][place]), abs=1.5)
+    assert [len(browser.find(f"svg.scatter.gutter polyline.{kind}")) for kind in ("est", "pinsker", "bh")] == [1, 1, 1]
+    stop = browser.find("svg.scatter line.stop")[0]
+    assert stop.get_attribute("x1") == f"{100 * (0.4**2 / 0.15) / right:.2f}%"
+    assert browser.find("svg.posterior polygon.band")[0].rect["width"] > 500
+    belief = run[-2]["policy"]
+    mean = belief["alpha"] / (belief["alpha"] + belief["beta"])
+    assert any(f"Behind round 39: {mean:.2f}, between" in text for text in browser.texts("figure .note"))
+
+
+def test_without_distributions_the_share_of_accepted_tokens_stands_for_them(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    browser.open(made(monkeypatch, tmp_path, traces.a_run()))
+    assert browser.texts("svg.scatter .bin title") == ["entropy 0.5 to 1: 10 of 12 accepted, 83%"]
+    assert browser.find("svg.scatter .pinsker") == []
+    assert any("--record distributions" in text for text in browser.texts("figure .note"))
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1600])
+@pytest.mark.parametrize("dark", [False, True])
+def test_pages_fit_any_window_in_light_and_dark(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, dark: bool
+) -> None:
+    page = made(monkeypatch, tmp_path, traces.a_recorded_run(120, 1), traces.a_run("ar"), traces.a_recorded_run(30, 2))
+    browser.open(page, width=width, dark=dark)
+    check_silent(browser, page)
+    assert browser.overflow() == 0
+    assert browser.css("body", "backgroundColor") == (DARK if dark else LIGHT)
+    assert len(browser.find("article")) == 3
+    beside = {round(article.rect["y"]) for article in browser.find("article")}
+    assert len(beside) == (1 if width == 1600 else 3)
+    assert browser.find(".methods thead")[0].is_displayed() == (width > 704)
+    sizes = {browser.css("svg.rounds.gutter text", "fontSize"), browser.css("svg.scatter.gutter text", "fontSize")}
+    assert sizes == {"12px"}
+    assert [row.text.split()[0] for row in browser.find(".methods tbody th")] == ["beta-ts", "ar", "beta-ts"]
+
+
+def test_hostile_text_stays_text(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    evil = "\"'></span><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\x1b[31m\u202e"
+    start, first, second, *rest = traces.a_run("svip", target=evil, settings={evil: evil}, versions={"specgen": evil})
+    page = made(
+        monkeypatch,
+        tmp_path,
+        [start, first | {"token_text": evil}, second | {"draft_texts": [evil] * 3, "stop_reason": evil}, *rest],
+    )
+    browser.open(page)
+    check_silent(browser, page)
+    assert browser.find("img") == []
+    assert browser.driver.title != "owned"
+    assert browser.texts(".tok.own")[0] == evil.replace("\x1b", "␛").replace("\u202e", "")
+
+
+def test_nothing_moves_and_nothing_is_lost_in_print(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    browser.open(made(monkeypatch, tmp_path, traces.a_recorded_run(400)))
+    assert browser.css(".answer", "overflowY") == "auto"
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert browser.css(".answer", "maxHeight") == "none"
+    assert browser.css(".answer", "overflowY") == "visible"
+    assert browser.css(".reveal", "display") == "none"
+    assert len(browser.driver.print_page()) > 10_000
+
+
+def test_a_page_of_ten_thousand_rounds_opens(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = made(monkeypatch, tmp_path, traces.a_recorded_run(10_000))
+    browser.driver.set_page_load_timeout(30)
+    browser.open(page, width=390)
+    check_silent(browser, page)
+    assert browser.overflow() == 0
+    assert len(browser.texts(".list li")) == 10_000
+    assert len(browser.texts("svg.rounds.gutter .col")) == 200
+    assert len(browser.texts("svg.scatter.gutter title")) <= 1500
+    token = browser.find(".tok.acc")[0]
+    browser.point_at(token)
+    box, strip = browser.find(".box")[0].rect, 76
+    assert box["height"] < 900  # the text scrolls inside, so that the strip with the details stays in view
+    assert box["height"] > strip
