@@ -20,7 +20,7 @@ from specgen.methods import METHODS
 from specgen.pair import Pair
 from specgen.types import Context, Round, SamplingParams
 
-METHOD_NAMES = tuple(SETTINGS)
+METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
 LENGTH_SETTINGS = {
     "sd": "k",
     "heuristic": "k",
@@ -30,6 +30,7 @@ LENGTH_SETTINGS = {
     "beta-ts": "max_draft",
     "spectr": "k",
     "specinfer": "k",
+    "pearl": "window",
 }
 LOSSY = {"mtad", "bild"}
 

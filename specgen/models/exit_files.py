@@ -73,7 +73,7 @@ def save_exit(
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
     metadata = {"specgen": f"exit {FORMAT}", "fingerprint": description.fingerprint}
-    partial = _written(folder / WEIGHTS, save(stored, metadata))
+    partial = written(folder / WEIGHTS, save(stored, metadata))
     write_text(folder / DESCRIPTION, _ABOUT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True))
     partial.replace(folder / WEIGHTS)
     return folder / WEIGHTS
@@ -81,10 +81,11 @@ def save_exit(
 
 def write_text(path: Path, text: str) -> None:
     """Whole or not at all: written beside, then moved into place."""
-    _written(path, text.encode()).replace(path)
+    written(path, text.encode()).replace(path)
 
 
-def _written(path: Path, content: bytes) -> Path:
+def written(path: Path, content: bytes) -> Path:
+    """Write to a file beside `path`, down to the disk; returns its name, to be moved into place."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

@@ -74,6 +74,13 @@ class ExitLayer(nn.Module):
         `positions` are the decoder's rotary embeddings (cos, sin) of the n rows; `mask` is additive [1 or batch, 1, n, past + n],
         or a mapping with one a kind of layer; `cache` a transformers Cache, written at its layers 0, 1, ...
         """
+        hidden = self.run(hidden, positions, mask, cache)
+        return self.read(hidden if keep is None else hidden[:, -keep:])
+
+    def run(
+        self, hidden: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: Mask, cache: Any = None
+    ) -> torch.Tensor:
+        """Through the layers alone, without norm and head."""
         for layer, kind in zip(self.layers, self.kinds, strict=True):
             own = mask if isinstance(mask, torch.Tensor) else mask[str(kind)]
             hidden = layer(
@@ -83,7 +90,11 @@ class ExitLayer(nn.Module):
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        hidden = self.norm(hidden if keep is None else hidden[:, -keep:])
+        return hidden
+
+    def read(self, hidden: torch.Tensor) -> ExitRows:
+        """Norm and head on what the layers gave [..., width]."""
+        hidden = self.norm(hidden)
         logits = self.head(hidden)
         if self._cap is not None:
             logits = torch.tanh(logits / self._cap) * self._cap

@@ -122,6 +122,21 @@ class Masks:
             return {kind: within(window) for kind, window in self._windows.items()}
         return within(self._window)
 
+    def batched(
+        self, visible: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The mask of several sequences at once: `visible` [batch, rows, slots] says who may see whom, windows aside; `rows`
+        [batch, rows] and `slots` [batch, slots] are their positions."""
+
+        def within(window: int | None) -> torch.Tensor:
+            seen = visible if window is None else visible & (rows[:, :, None] - slots[:, None, :] < window)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=visible.device)
+            return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+        if self._windows:
+            return {kind: within(window) for kind, window in self._windows.items()}
+        return within(self._window)
+
 
 def _takes_mapping(model: Any) -> bool:
     """Whether the decoder's code looks masks up by the kind of layer: a fact of its source that no attribute tells."""

@@ -1,0 +1,244 @@
+"""Text that the target itself generates, to distil it from (EESD, section 3.2): half of it greedy, half sampled.
+
+A batch is generated at a time and kept in a file of its own, so that an interrupted run goes on behind the last one. With the
+ids are kept the target's own choice behind each of them, and of some texts its hidden rows, from which the predictor learns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from specgen.errors import RunError, SpecgenError
+from specgen.inference import inference
+from specgen.models.cache import BufferCache
+from specgen.models.exit_layer import decoder_of
+from specgen.models.masks import Masks
+from specgen.tuning.texts import Texts
+
+if TYPE_CHECKING:
+    from specgen.models.load import LoadedModel
+
+HELD_OUT = 8  # of so many texts of a batch one is never trained on
+_WORTH_SHRINKING = 0.7  # the share of a batch's texts that still grow, under which the others' cache rows are dropped
+
+
+@dataclass(frozen=True, slots=True)
+class SelfText:
+    """One text. `best` [n] is the target's likeliest token behind each of its `ids` [n]; `rows` [n, width] the target's hidden
+    rows behind its norm, None where they were not kept. The first `prompt` ids are not the target's own."""
+
+    ids: torch.Tensor
+    best: torch.Tensor
+    rows: torch.Tensor | None
+    prompt: int
+    greedy: bool
+    held_out: bool
+
+
+class Stopped(Exception):  # noqa: N818  nothing went wrong
+    """The user asked to stop."""
+
+
+class SelfTexts:
+    """The batches in a folder: `part-0000.safetensors`, `part-0001.safetensors`, ..."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def count(self) -> int:
+        """How many batches are there, the first ones."""
+        count = 0
+        while self._path(count).is_file():
+            count += 1
+        return count
+
+    def keep(self, number: int, texts: Sequence[SelfText]) -> None:
+        """Whole or not at all. OSError where the disk refuses."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rows = [text.rows for text in texts if text.rows is not None]
+        content: dict[str, torch.Tensor] = {
+            "ids": torch.cat([text.ids for text in texts]).int(),
+            "best": torch.cat([text.best for text in texts]).int(),
+            "lengths": torch.tensor([len(text.ids) for text in texts], dtype=torch.int32),
+            "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
+            "kept": torch.tensor([text.rows is not None for text in texts]),
+            "greedy": torch.tensor([text.greedy for text in texts]),
+        }
+        if rows:
+            content["rows"] = torch.cat(rows)
+        partial = self._path(number).with_suffix(".partial")
+        with partial.open("wb") as file:
+            file.write(save(content))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._path(number))
+
+    def read(self) -> list[SelfText]:
+        """All texts of all batches."""
+        texts: list[SelfText] = []
+        for number in range(self.count()):
+            try:
+                content = load_file(self._path(number))
+            except (OSError, SafetensorError) as error:
+                raise SpecgenError(f"cannot read {self._path(number)}", "Delete it: it is generated anew") from error
+            lengths = content["lengths"].tolist()
+            ids, best = content["ids"].long().split(lengths), content["best"].long().split(lengths)
+            kept = content["kept"].tolist()
+            rows = iter(content["rows"].split([n for n, k in zip(lengths, kept, strict=True) if k]) if any(kept) else ())
+            for place, length in enumerate(content["prompts"].tolist()):
+                own = next(rows) if kept[place] else None
+                greedy = bool(content["greedy"][place])
+                texts.append(SelfText(ids[place], best[place], own, length, greedy, place % HELD_OUT == 0))
+        return texts
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"part-{number:04d}.safetensors"
+
+
+def write_batch(
+    target: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
+    *,
+    greedy: bool,
+    seed: int,
+    keep_rows: int,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[SelfText]:
+    """Let the target go on from each prompt, up to `longest` tokens together with it; hidden rows kept of `keep_rows` texts."""
+    texts = continuations(target, prompts, longest, greedy=greedy, seed=seed, stopping=stopping)
+    made = []
+    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        ids = torch.tensor(text)
+        best, rows = judged(target.model, ids)
+        own = rows.to("cpu", torch.bfloat16) if place < keep_rows else None
+        made.append(SelfText(ids, best.cpu(), own, len(prompt), greedy, place % HELD_OUT == 0))
+        if stopping():
+            raise Stopped
+    return made
+
+
+@inference
+def judged(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's likeliest token behind each of `ids` [n], and its hidden rows [n, width] behind its norm, on its device."""
+    hidden = decoder_of(model)(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state
+    return model.lm_head(hidden)[0].argmax(dim=-1), hidden[0]  # a cap on logits changes no order
+
+
+@inference
+def continuations(
+    target: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
+    *,
+    greedy: bool,
+    seed: int = 0,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
+    """Each prompt and what the target says behind it, up to `longest` tokens together or an end-of-sequence, all side by side.
+
+    Greedy, or drawn at temperature 1. Prompts of one length are fastest: shorter ones are padded on their left. A batch gives
+    several times the tokens a second that any way of decoding one text after the other does.
+    """
+    batch = _Batch(target, prompts, longest, seed)
+    while batch.growing and batch.slots < longest:
+        if stopping():
+            raise Stopped
+        batch.grow(greedy)
+    return batch.texts
+
+
+class _Batch:
+    """Texts that grow by a token at a time, their keys and values in one cache."""
+
+    def __init__(self, target: LoadedModel, prompts: Sequence[Sequence[int]], longest: int, seed: int) -> None:
+        self.texts = [list(prompt) for prompt in prompts]
+        self._model, self._eos = target.model, target.eos_ids
+        self._masks = Masks(target.model)
+        self._generator = torch.Generator(target.device).manual_seed(seed)
+        width = max(map(len, prompts))
+        pads = torch.tensor([width - len(prompt) for prompt in prompts], device=target.device)
+        self._fresh = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=target.device)
+        self._visible = torch.arange(width, device=target.device) >= pads[:, None]
+        self._positions = (torch.arange(width, device=target.device) - pads[:, None]).clamp_min(0)
+        self._cache = BufferCache(len(decoder_of(target.model).layers))
+        self._cache.capacity = longest
+        self.growing = list(range(len(prompts)))
+        self.slots = width
+
+    def grow(self, greedy: bool) -> None:
+        """One pass over what is new, one token for each text that grows."""
+        fresh, past = self._fresh.shape[1], self._cache.length
+        rows = self._positions[:, past:]
+        order = torch.arange(past + fresh, device=rows.device)
+        visible = self._visible[:, None, :] & (order[past:, None] >= order)
+        mask = self._masks.batched(visible, rows, self._positions, self._model.dtype)
+        output = self._model(
+            input_ids=self._fresh,
+            attention_mask=mask,
+            position_ids=rows,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache.length = past + fresh
+        logits = output.logits[:, -1].float()
+        if logits.isnan().any():
+            raise RunError("the target's logits hold NaN", "Its weights are damaged, or the dtype is too narrow")
+        if greedy:
+            chosen = logits.argmax(dim=-1)
+        else:
+            chosen = logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
+        self._append(chosen)
+
+    def _append(self, chosen: torch.Tensor) -> None:
+        kept = []
+        for place, token in enumerate(chosen.tolist()):
+            text = self.growing[place]
+            if text < 0:
+                continue
+            self.texts[text].append(token)
+            if token in self._eos:
+                self.growing[place] = -1
+            else:
+                kept.append(place)
+        self._fresh = chosen[:, None]
+        self.slots += 1
+        self._positions = torch.cat((self._positions, self._positions[:, -1:] + 1), dim=1)
+        self._visible = torch.cat((self._visible, torch.ones_like(self._visible[:, :1])), dim=1)
+        if not kept:
+            self.growing = []
+        elif len(kept) < _WORTH_SHRINKING * len(self.growing):
+            self._shrink(kept)
+
+    def _shrink(self, kept: list[int]) -> None:
+        """Go on with some of the texts alone."""
+        index = torch.tensor(kept, device=self._fresh.device)
+        self.growing = [self.growing[place] for place in kept]
+        self._fresh, self._positions, self._visible = self._fresh[index], self._positions[index], self._visible[index]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
+
+
+def beginnings(texts: Texts, count: int, longest: int, seed: int) -> list[list[int]]:
+    """Prompts of one length, drawn from open text: its documents' first tokens, 4 to a quarter of `longest`."""
+    from random import Random
+
+    rng = Random(f"beginnings {seed}")
+    size = rng.randint(4, max(4, longest // 4))
+    found = []
+    for _ in range(count * 20):
+        ids = texts.draw(rng, size, beginning=rng.random() < 0.8)
+        if len(ids) == size:
+            found.append(ids)
+        if len(found) == count:
+            break
+    return found or [texts.draw(rng, size)]
