@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from specgen.decoding.policies import LengthPolicy
 from specgen.errors import SpecgenError, nearest
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafters import Drafter
+    from specgen.decoding.drafters import Agreement, Drafter
     from specgen.decoding.parallel import Parallel, Window
     from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
@@ -82,6 +83,10 @@ class Policy:
     paper: str
     needs: policies.Feeds = frozenset()
     random: bool = False
+    needs_where: Mapping[str, policies.Feeds] = field(default_factory=dict)  # settings that are true ask for these too
+
+    def needs_with(self, values: Mapping[str, Value]) -> policies.Feeds:
+        return self.needs.union(*(feeds for name, feeds in self.needs_where.items() if values.get(name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class Method:
     """A row of the table. `drafter`, `verifier` and `schedule` name factories below; `policy` None means that none ends a draft.
 
     `any_policy` methods take `policy=` and then that policy's settings too; `defaults` are theirs where they differ.
+    `unpredicted` is the policy where the exit layer comes without the predictor that `policy` asks.
     """
 
     name: str
@@ -101,10 +107,15 @@ class Method:
     any_policy: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
     defaults: Mapping[str, Value] = field(default_factory=dict)
+    unpredicted: str | None = None
 
     @property
     def needs_draft_model(self) -> bool:
-        return self.drafter not in ("none", "lookup")
+        return self.drafter not in ("none", "lookup", "exit", "skip")
+
+    @property
+    def needs_exit_layer(self) -> bool:
+        return self.drafter == "exit"
 
 
 FEEDS: Mapping[str, policies.Feeds] = {
@@ -114,6 +125,8 @@ FEEDS: Mapping[str, policies.Feeds] = {
     "beams": frozenset(),
     "fallback": frozenset({"entropy"}),
     "chains": frozenset(),
+    "exit": frozenset({"entropy", "prob", "agreement"}),
+    "skip": frozenset({"entropy", "prob"}),
 }
 
 _K = Setting(5, "tokens in a draft", 1, 1000)
@@ -155,10 +168,28 @@ POLICIES: Mapping[str, Policy] = {
         "EESD, Algorithm 2 (mended)",
         random=True,
     ),
+    "cali-ts": Policy(
+        policies.CaliTS,
+        {
+            "sigma_model": Setting(0.2, "how far the predictor is off, as a standard deviation", 1e-3, 10),
+            "sigma_sample": Setting(0.4, "that of a round's acceptance rate", 1e-3, 10),
+            "theta0": Setting(0.7, "acceptance rate to begin with", 0, 1),
+            "model_prediction": Setting(True, "ask the predictor about each token"),
+            "sampling_prediction": Setting(True, "learn from what was accepted"),
+            "max_draft": _MAX_DRAFT,
+        },
+        "EESD, Algorithm 3 (mended)",
+        random=True,
+        needs_where={"model_prediction": frozenset({"agreement"})},
+    ),
+    "selfsd": Policy(
+        policies.SelfSD, {"k": Setting(12, "longest draft", 1, 1000)}, "Self-SD, section 3.4", needs=policies.SelfSD.needs
+    ),
 }
 
 
 _DRAFTS = {"drafts": Setting(4, "drafts at once", 1, 64)}
+_BRANCHES = "candidates a place; a draft tree where above 1"
 
 
 def _draft_model(name: str, paper: str) -> Method:
@@ -169,7 +200,17 @@ METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
         Method("ar", "none", None, "plain decoding"),
-        Method("sd", "model", "fixed", "Leviathan et al. 2023", any_policy=True),
+        Method(
+            "sd",
+            "model",
+            "fixed",
+            "Leviathan et al. 2023",
+            any_policy=True,
+            settings={
+                "width": Setting(1, _BRANCHES, 1, 64),
+                "depth": Setting("auto", "levels of the tree; auto: as many as the policy says", 1, 64, "auto"),
+            },
+        ),
         _draft_model("heuristic", "transformers' assisted generation"),
         _draft_model("confidence", "transformers' assisted generation"),
         _draft_model("svip", "SVIP"),
@@ -237,6 +278,26 @@ METHODS: Mapping[str, Method] = {
             settings=_DRAFTS,
             defaults={"k": 4},
         ),
+        Method("eesd", "exit", "cali-ts", "EESD, with Cali-TS where there is a predictor, else Beta-TS", unpredicted="beta-ts"),
+        Method("eesd-fixed", "exit", "fixed", "EESD, without its control", any_policy=True),
+        Method("eesd-beta", "exit", "beta-ts", "EESD, with Beta-TS"),
+        Method("eesd-cali", "exit", "cali-ts", "EESD, with Cali-TS"),
+        Method(
+            "eesd-tree",
+            "exit",
+            "cali-ts",
+            "EESD, section 5.7",
+            settings={"width": Setting(3, _BRANCHES, 1, 64), "depth": Setting(5, "levels of the tree", 1, 64)},
+            unpredicted="beta-ts",
+        ),
+        Method(
+            "selfsd",
+            "skip",
+            "selfsd",
+            "Self-SD, Zhang et al. 2023",
+            any_policy=True,
+            settings={"skip": Setting("auto", "layers to leave out, as 3+5a+7m (a: attention, m: MLP); auto: searched for")},
+        ),
     )
 }
 
@@ -249,6 +310,20 @@ def default_name(*, has_draft_model: bool) -> str:
 def no_draft_model(method: Method) -> SpecgenError:
     return SpecgenError(
         f"{method.name} needs a draft model, and there is none", "Name one with --draft, or do without: -m lookup"
+    )
+
+
+def no_exit_layer(method: Method) -> SpecgenError:
+    return SpecgenError(
+        f"{method.name} needs an exit layer trained for the target, and there is none",
+        "Train one with specgen tune --train --methods eesd, or name one with --exit-layer FILE",
+    )
+
+
+def no_predictor(method: Method) -> SpecgenError:
+    return SpecgenError(
+        f"{method.name} asks a predictor, and the exit layer has none",
+        "Train one with specgen tune --train --methods eesd, take model_prediction=false, or eesd-beta",
     )
 
 
@@ -285,17 +360,26 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
     return known
 
 
-def resolve(method: Method, given: Mapping[str, object]) -> Settings:
-    """Check what the user set and fill in the defaults. Raises SpecgenError naming the setting, its value and the way out."""
+def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
+    """Check what the user set and fill in the defaults. Raises SpecgenError naming the setting, its value and the way out.
+
+    `has_predictor` None is not known yet: what either policy of such a method takes is let through.
+    """
+    if method.unpredicted is not None and has_predictor is None:
+        try:
+            return resolve(method, given, has_predictor=True)
+        except SpecgenError as error:
+            with suppress(SpecgenError):
+                return resolve(method, given, has_predictor=False)
+            raise error
     wanted = dict(given)
-    policy = method.policy
+    policy = method.policy if has_predictor is not False or method.unpredicted is None else method.unpredicted
     if method.any_policy and "policy" in wanted:
         policy = str(wanted.pop("policy"))
         if policy not in POLICIES:
             raise SpecgenError(
                 f"there is no length policy {policy!r}{nearest(policy, POLICIES)}", f"There are {', '.join(POLICIES)}"
             )
-    _check_fed(method, policy)
     known = known_settings(method, policy)
     for name in wanted:
         if name not in known:
@@ -306,18 +390,23 @@ def resolve(method: Method, given: Mapping[str, object]) -> Settings:
                 f"It has {', '.join(settable)}" if settable else "It has none",
             )
     values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
+    _check_fed(method, policy, values)
+    if values.get("width") == 1 and values.get("depth", "auto") != "auto" and "depth" in given and method.drafter == "model":
+        raise SpecgenError(f"depth is {values['depth']}, but width is 1", "Give width=2 or more: a chain's length is k")
     return Settings(policy, values)
 
 
-def _check_fed(method: Method, policy: str | None) -> None:
+def _check_fed(method: Method, policy: str | None, values: Mapping[str, Value]) -> None:
     """Refuse a policy that asks for what the drafter cannot tell (entropy, of prompt lookup)."""
     feeds = FEEDS[method.drafter]
-    if policy is not None and (missing := POLICIES[policy].needs - feeds):
-        fitting = [name for name, row in POLICIES.items() if row.needs <= feeds]
-        raise SpecgenError(
-            f"{method.name} cannot take the policy {policy!r}: its drafter has no {min(missing)} to feed it",
-            f"Take one of {', '.join(fitting)}",
-        )
+    if policy is None or not (missing := POLICIES[policy].needs_with(values) - feeds):
+        return
+    switches = [f"{name}=false" for name, needed in POLICIES[policy].needs_where.items() if needed & missing]
+    fitting = [*switches, *(name for name, row in POLICIES.items() if row.needs <= feeds and name != policy)]
+    raise SpecgenError(
+        f"{method.name} cannot take the policy {policy!r}: its drafter has no {min(missing)} to feed it",
+        f"Take one of {', '.join(fitting)}",
+    )
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:
@@ -335,7 +424,7 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 class Parts:
     """What a pair hands to the factories. `vocab_size` is the width of the target's logits, `capacity` the tokens to make caches
     for, `worker` what can draft beside the target and `window` what was measured for it, where there is one; `record` asks for
-    both distributions' agreement in each round."""
+    both distributions' agreement in each round. `agreement` is an exit layer's predictor, where there is one."""
 
     target: Session
     draft: Session | None
@@ -347,6 +436,7 @@ class Parts:
     worker: DraftWorker | None = None
     window: Window | None = None
     record: bool = False
+    agreement: Agreement | None = None
 
 
 def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
@@ -357,7 +447,14 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     if method.drafter == "lookup":
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
-        raise no_draft_model(method)
+        raise no_exit_layer(method) if method.needs_exit_layer else no_draft_model(method)
+    if (
+        method.needs_exit_layer
+        and settings.policy == "cali-ts"
+        and settings.values["model_prediction"]
+        and parts.agreement is None
+    ):
+        raise no_predictor(method)
     common = (parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, derived(parts.seed, "draft"))
     values = settings.values
     if method.drafter == "beams":
@@ -372,7 +469,18 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         from specgen.decoding.multi_draft import SampledChains
 
         return SampledChains(*common, drafts=int(values["drafts"]))
-    return drafters.DraftModel(*common, keep_logits=parts.record)
+    if _branches(settings):
+        from specgen.decoding.branching import BranchingDraft
+
+        depth = None if values["depth"] == "auto" else int(values["depth"])
+        session, _, eos_ids, vocab_size, _ = common
+        return BranchingDraft(session, eos_ids, vocab_size, width=int(values["width"]), depth=depth, agreement=parts.agreement)
+    return drafters.DraftModel(*common, keep_logits=parts.record, agreement=parts.agreement)
+
+
+def _branches(settings: Settings) -> bool:
+    """Whether drafts are trees of the likeliest candidates. A width of 1 is one too where no chain is what the method is for."""
+    return int(settings.values.get("width", 1)) > 1 or isinstance(settings.values.get("depth"), int)
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
@@ -402,6 +510,8 @@ def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
     if parts.sampling.greedy:
         return verifiers.Greedy()
     judges = {"k-sequential": multi_draft.k_sequential, "multi-round": multi_draft.multi_round}
+    if _branches(settings):
+        return multi_draft.TreeSampling(multi_draft.multi_round, *common)
     if method.verifier in judges:
         return multi_draft.TreeSampling(judges[method.verifier], *common)
     return verifiers.RejectionSampling(*common)

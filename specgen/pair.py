@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,9 +19,14 @@ from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
 from specgen.models.devices import pick_device, pick_dtype, pick_threads, synchronizer
+from specgen.models.early_exit import EarlyExit
+from specgen.models.exit_files import Exit, load_exit
+from specgen.models.exit_layer import check_split
 from specgen.models.likelihood import log_likelihood
 from specgen.models.load import LoadedModel, Source, load_model, prepare
+from specgen.models.penalties import Penalties
 from specgen.models.session import Session
+from specgen.models.skipping import SkippingSession, Skips
 from specgen.models.tokenizer import check_same
 from specgen.models.uncached import uncached_row
 from specgen.tuning import costs as timing
@@ -62,8 +68,14 @@ class Result:
 class Pair:
     """Use it again and again; runs may even take turns. It keeps what it can of the last run's cache."""
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: ProcessWorker | None = None) -> None:
-        self.target, self.draft = target, draft
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        worker: ProcessWorker | None = None,
+        exit_layer: Exit | None = None,
+    ) -> None:
+        self.target, self.draft, self.exit_layer = target, draft, exit_layer
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
@@ -72,6 +84,8 @@ class Pair:
         self._draft_session: Session | None = None
         if draft is not None:  # reshaped by the target's penalties too: it is to guess what the target will say
             self._draft_session = draft.session(target.penalties_on(draft.device, width))
+        self._early_exit: EarlyExit | None = None
+        self._skipping: dict[str, SkippingSession] = {}
 
     @property
     def default_method(self) -> str:
@@ -150,7 +164,8 @@ class Pair:
     ) -> Plan:
         """Check everything and put the method's parts together; nothing is computed yet."""
         chosen = methods.find(self.default_method if method is None else method)
-        settings = methods.resolve(chosen, parameters)
+        has_predictor = self.exit_layer is not None and self.exit_layer.predictor is not None
+        settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
         prompt_ids = self._prompt_ids(prompt)
         context_limit = self.target.limit_for(len(prompt_ids))
@@ -166,6 +181,12 @@ class Pair:
         parts = methods.Parts(
             self._target_session, self._draft_session, sampling, eos_ids, width, seed, capacity, worker, None, record
         )
+        if chosen.needs_exit_layer:
+            parts = self._with_early_exit(chosen, parts)
+        elif chosen.drafter == "skip":
+            if settings.values["skip"] == "auto":
+                settings = settings.with_value("skip", str(self.skips()))
+            parts = replace(parts, draft=self._skipping_session(str(settings.values["skip"])))
         costs = None
         if settings.values.get("window") == "auto" and worker is not None:
             costs = self._costs(worker, parts, prompt_ids + prompt_ids[-1:] * (min(limit, RESERVED) // 2))
@@ -175,6 +196,56 @@ class Pair:
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
         return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
+
+    def _with_early_exit(self, method: Method, parts: methods.Parts) -> methods.Parts:
+        """The target split at the exit layer in place of both models."""
+        if self.exit_layer is None:
+            raise methods.no_exit_layer(method)
+        if self._early_exit is None:
+            self._early_exit = EarlyExit(
+                self.target.model,
+                self.exit_layer.layer,
+                self.exit_layer.after,
+                self.exit_layer.predictor,
+                context_limits=(self.target.context_limit, self.target.rope_boundary),
+                reshaping=(self._penalties(), self._penalties()),
+            )
+        both = self._early_exit
+        both.reserve(parts.capacity)
+        return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
+
+    def _skipping_session(self, skip: str) -> SkippingSession:
+        """The target with these layers left out."""
+        skips = Skips.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
+        found = self._skipping.get(str(skips))
+        if found is None:
+            self._skipping.clear()  # a search tries many
+            found = SkippingSession(self._target_session, self.target.model, skips, self._penalties())
+            self._skipping[str(skips)] = found
+        return found
+
+    def _penalties(self) -> Penalties | None:
+        return self.target.penalties_on(self.target.device, self._target_session.vocab_size)
+
+    def skips(self) -> Skips:
+        """The layers that layer skipping is fastest without: as kept from an earlier search here, else searched for now."""
+        key = {
+            "model": store.fingerprint(self.target.folder),
+            "device": str(self.target.device),
+            "dtype": self.target.dtype_name,
+            "versions": versions(),
+            "machine": store.machine(),
+        }
+        kept = store.SkipStore(store.cache_folder())
+        layers = self.target.model.config.get_text_config().num_hidden_layers
+        found = kept.find(key)
+        if found is None:
+            from specgen.tuning.skips import search_skips  # it runs methods of this pair
+
+            check_split(self.target.model, "layer skipping")
+            found = search_skips(self, layers).skips
+            kept.keep(key, found)
+        return Skips.parse(found, layers)
 
     def _worker(self, method: Method) -> DraftWorker | None:
         """What drafts beside the target, ready to; None for a method that has no need of it."""
@@ -259,6 +330,8 @@ class Pair:
         for session in (self._target_session, self._draft_session):
             if session is not None:
                 session.forget()
+        if self._early_exit is not None:
+            self._early_exit.forget()
         if self._process_worker is not None:
             self._process_worker.forget()
 
@@ -293,11 +366,13 @@ def load(
     offline: bool = False,
     announce: Callable[[str], None] = lambda _: None,
     process: DraftProcess | None = None,
+    exit_layer: str | Path | None = None,
 ) -> Pair:
     """Load a pair of models by Hugging Face id or folder; without a target the bundled pair. Raises SpecgenError.
 
     `announce` is told in a few words what is going on. `process` is one for PEARL's draft that was started before, so that it
-    gets ready meanwhile; without it the first run with PEARL starts one.
+    gets ready meanwhile; without it the first run with PEARL starts one. `exit_layer` is the file or folder of EESD's
+    trained part; the bundled target's is taken by itself.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -312,11 +387,20 @@ def load(
         if draft is not None:
             sources.append(Source(draft, None, draft_revision, trust_remote_code, offline))
     try:
-        return _load(sources, (on, draft_on), dtype, announce, process)
+        pair = _load(sources, (on, draft_on), dtype, announce, process)
     except BaseException:
         if process is not None:
             process.close()
         raise
+    try:
+        if exit_layer is None and target is None and demo.exit_folder().is_dir():
+            exit_layer = demo.exit_folder()
+        if exit_layer is not None:
+            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
+    except BaseException:
+        pair.close()
+        raise
+    return pair
 
 
 def _load(

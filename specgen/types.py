@@ -112,6 +112,16 @@ class Draft:
     log_likelihoods: Sequence[float] = ()
     logits: Any = None
 
+    @property
+    def levels(self) -> int:
+        """How many tokens the longest path has."""
+        if isinstance(self.parents, range):
+            return len(self.tokens)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
     def part(self, start: int, stop: int | None = None) -> Draft:
         """The tokens `start` to `stop` of a chain, as a chain of its own."""
         tokens = self.tokens[start:stop]

@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from families import CONTEXT, make_model
 from test_session import check, random_path, random_tree
 

@@ -63,6 +63,7 @@ def compare(
     draft_revision: options.DraftRevision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     offline: options.Offline = False,
+    exit_layer: options.ExitLayer = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -87,7 +88,9 @@ def compare(
     from specgen.cli.models import ModelOptions, open_pair
     from specgen.ui import theme
 
-    models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
+    models = ModelOptions(
+        target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
+    )
     files = Files(trace, resume, csv, svg, html)
     earlier = read_earlier(resume) if resume is not None else None
     request = Request(

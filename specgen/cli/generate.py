@@ -49,6 +49,7 @@ def generate(
     draft_revision: options.DraftRevision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     offline: options.Offline = False,
+    exit_layer: options.ExitLayer = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -73,11 +74,15 @@ def generate(
     if help_method:
         catalogue.method_card(theme.console(no_color=no_color), methods.find(method or "svip"))
         return None
-    models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
+    models = ModelOptions(
+        target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
+    )
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
     chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
+    if chosen.needs_exit_layer and not models.may_have_exit:
+        raise methods.no_exit_layer(chosen)
     recorded = options.recorded(record)
     if recorded and trace is None and not json:
         raise SpecgenError("--record distributions stands without a record", "Name one: --trace FILE.jsonl, or --json")

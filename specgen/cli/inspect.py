@@ -55,6 +55,7 @@ def inspect(
     draft_revision: options.DraftRevision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     offline: options.Offline = False,
+    exit_layer: options.ExitLayer = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
@@ -79,7 +80,9 @@ def inspect(
 
         if pair and target is not None:
             raise SpecgenError(f"--pair is the bundled pair, and --target {target} is given too", "Leave one of them out")
-        models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
+        models = ModelOptions(
+            target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
+        )
         inspect_pair(models, measure=measure, json=json, quiet=quiet, no_color=no_color)
     return None
 

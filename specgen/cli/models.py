@@ -31,11 +31,17 @@ class ModelOptions:
     draft_revision: str | None
     trust_remote_code: bool
     offline: bool
+    exit_layer: Path | None = None
 
     @property
     def has_draft(self) -> bool:
         """Whether a draft model will be there: one is named, or the bundled pair brings it."""
         return self.draft is not None or self.target is None
+
+    @property
+    def may_have_exit(self) -> bool:
+        """Whether an exit layer may be there: one is named, or it is the bundled target's."""
+        return self.exit_layer is not None or self.target is None
 
     @property
     def probably_on_cpu(self) -> bool:
@@ -77,6 +83,7 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
             offline=models.offline,
             announce=loading.announce,
             process=process,
+            exit_layer=models.exit_layer,
         )
         loading.still("warming up")
         pair.settle()

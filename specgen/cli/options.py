@@ -59,6 +59,11 @@ TrustRemoteCode = Annotated[
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the hub; use what is cached.", rich_help_panel=_MODELS)]
 
+ExitLayer = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="EESD's trained part; the bundled pair's own by itself.", rich_help_panel=_MODELS),
+]
+
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", metavar="N", help="Longest answer, in tokens.", rich_help_panel=_SAMPLING),

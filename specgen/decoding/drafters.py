@@ -26,8 +26,23 @@ class Drafter(Protocol):
         ...
 
 
+class Agreement(Protocol):
+    """What predicts, for each drafted token, whether the target will say the same (EESD, Eq. 5)."""
+
+    def begin(self, context: Context) -> None:
+        """A draft behind this context begins."""
+        ...
+
+    def score(self, draft_row: torch.Tensor, place: int) -> torch.Tensor:
+        """theta_M [] of the token at `place` (from 1) that came from the hidden row [width]."""
+        ...
+
+
 class DraftModel:
     """A smaller model with the target's tokenizer, run token by token (Leviathan et al. 2023, Chen et al. 2023).
+
+    Or a part of the target itself, behind a session of the same interface: its first layers and an exit layer, which may come
+    with what predicts `agreement` (EESD), or the target with layers left out (Self-SD).
 
     Where tables are padded to different sizes, logits beyond the target's vocabulary are cut before anything is drawn, and no
     context is drafted for that holds a token unknown to the draft.
@@ -42,8 +57,10 @@ class DraftModel:
         seed: int,
         *,
         keep_logits: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
         self._session = session
+        self._agreement = agreement
         self._keep_logits = keep_logits
         self._sampling = sampling
         self._eos_ids = eos_ids
@@ -58,10 +75,14 @@ class DraftModel:
         if limit < 1 or context.largest_id >= self._session.known_ids:
             return Draft()
         chain = _Chain(self._sampling, self._generator, policy.needs)
+        asked = self._agreement if "agreement" in policy.needs else None
+        if asked is not None:
+            asked.begin(context)
         reason = "length"
         while len(chain.tokens) < limit:
             rows = self._session.logits(context, tokens, start=len(tokens))
-            step = chain.append(rows.logits[0, : self._vocab_size])
+            score = None if asked is None or rows.hidden is None else asked.score(rows.hidden[0], len(chain.tokens) + 1)
+            step = chain.append(rows.logits[0, : self._vocab_size], score)
             tokens.append(chain.tokens[-1])
             if chain.tokens[-1] in self._eos_ids:
                 reason = "eos"
@@ -85,7 +106,7 @@ class _Chain:
         self._probs: list[torch.Tensor] = []
         self._figures: list[tuple[float, float]] = []
 
-    def append(self, row: torch.Tensor) -> Step:
+    def append(self, row: torch.Tensor, agreement: torch.Tensor | None = None) -> Step:
         """Choose a token from the logits [vocabulary]: the likeliest, or drawn from the warped distribution."""
         self._rows.append(row)
         step = Step(place=len(self._rows))
@@ -94,8 +115,10 @@ class _Chain:
         else:
             self._probs.append(distributions.warp(row, self._sampling))
             token = distributions.draw(self._probs[-1], self._generator)
-        if not self._needs:
-            self.tokens.append(_sound(int(token)))
+        if not self._needs - {"agreement"}:
+            chosen, *scores = distributions.to_host(token, *([] if agreement is None else [agreement]))
+            step.agreement = scores[0] if scores else math.nan
+            self.tokens.append(_sound(int(chosen)))
             return step
         wanted = [token, *distributions.figures(row)]
         if not self._sampling.greedy and "prob" in self._needs:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from specgen.errors import SpecgenError
+
 Feeds = frozenset[str]
 
 
@@ -20,19 +22,22 @@ class Step:
     """One drafted token as a policy sees it. `place` counts from 1; what the drafter was not asked to feed is NaN.
 
     `entropy` (nats) is that of the unwarped distribution; `prob` the token's own probability, in the distribution that it was
-    drawn from or, in greedy decoding, the unwarped one.
+    drawn from or, in greedy decoding, the unwarped one. `agreement` is a predictor's: how likely the target says the same.
     """
 
     place: int
     entropy: float = math.nan
     prob: float = math.nan
+    agreement: float = math.nan
 
 
 class LengthPolicy(Protocol):
     """What stops a draft. `reason` says in a few words why the last one ended."""
 
-    needs: ClassVar[Feeds]
     reason: str
+
+    @property
+    def needs(self) -> Feeds: ...
 
     def keep_drafting(self, step: Step) -> bool: ...
 
@@ -178,3 +183,103 @@ class BetaTS:
 
     def state(self) -> Mapping[str, float]:
         return {"alpha": self.alpha, "beta": self.beta}
+
+
+class CaliTS:
+    """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD Algorithm 3, mended).
+
+    mu weighs the predictor's score theta_M of the token against theta_hat, the share of judged tokens that were accepted, with
+    `theta0` as a prior of weight 1: the printed update forgets what was observed. Either part may be switched off (Table 4).
+    """
+
+    def __init__(
+        self,
+        sigma_model: float,
+        sigma_sample: float,
+        theta0: float,
+        model_prediction: bool,
+        sampling_prediction: bool,
+        max_draft: int,
+        seed: int,
+    ) -> None:
+        if not model_prediction and not sampling_prediction:
+            raise SpecgenError("cali-ts has neither model_prediction nor sampling_prediction", "Leave one of them on")
+        self.model_prediction, self.sampling_prediction = model_prediction, sampling_prediction
+        self.needs: Feeds = frozenset({"agreement"}) if model_prediction else frozenset()
+        self.max_draft = max_draft
+        self.reason = ""
+        self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
+        self._rounds = 0
+        self._accepted, self._judged = theta0, 1.0
+        self._rng = random.Random(seed)
+
+    @property
+    def theta_hat(self) -> float:
+        return self._accepted / self._judged
+
+    def posterior(self, agreement: float) -> tuple[float, float]:
+        """mu and sigma^2 of theta, after as many rounds as were observed."""
+        rounds, model, sample = self._rounds, self._model_variance, self._sample_variance
+        if not self.model_prediction:
+            return self.theta_hat, sample / max(rounds, 1)
+        if not self.sampling_prediction:
+            return agreement, model
+        weight = sample + rounds * model
+        return (sample * agreement + rounds * model * self.theta_hat) / weight, model * sample / weight
+
+    def keep_drafting(self, step: Step) -> bool:
+        mean, variance = self.posterior(step.agreement)
+        theta = min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0)
+        if self._rng.random() >= theta:
+            self.reason = f"bandit θ {theta:.2f}"
+            return False
+        self.reason = f"limit {self.max_draft}"
+        return step.place < self.max_draft
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._rounds += 1
+            self._accepted += accepted
+            self._judged += min(accepted + 1, drafted)
+
+    def state(self) -> Mapping[str, float]:
+        return {"theta_hat": self.theta_hat, "rounds": self._rounds}
+
+
+class SelfSD:
+    """Stop after a token whose probability is under a threshold that adapts to the acceptance rate (Self-SD, section 3.4).
+
+    The threshold goes up where fewer than 0.9 of the tokens are accepted, down where more are, unless the draft was as long as
+    it may be: then it was not the threshold that ended it.
+    """
+
+    needs: ClassVar[Feeds] = frozenset({"prob"})
+    WANTED, STEP, MEMORY = 0.9, 0.01, 0.9
+    _FIRST = 0.6
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.reason = ""
+        self.threshold = self._FIRST
+        self._accepted = self.WANTED
+
+    def keep_drafting(self, step: Step) -> bool:
+        if step.prob < self.threshold:
+            self.reason = f"prob {step.prob:.2f} < {self.threshold:.2f}"
+            return False
+        self.reason = f"limit {self.k}"
+        return step.place < self.k
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if not drafted:
+            return
+        self._accepted = 0.5 * self._accepted + 0.5 * accepted / drafted
+        wanted = self.threshold
+        if self._accepted < self.WANTED:
+            wanted += self.STEP
+        elif drafted < self.k:
+            wanted -= self.STEP
+        self.threshold = self.MEMORY * self.threshold + (1 - self.MEMORY) * wanted
+
+    def state(self) -> Mapping[str, float]:
+        return {"threshold": self.threshold}

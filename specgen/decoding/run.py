@@ -98,17 +98,17 @@ class Run:
         The last `ahead` tokens of a chain were not judged yet: where all others stand and the run goes on, they are left out of
         the round, since a later one tells what became of them.
         """
-        drafted, accepted = len(draft.tokens) - ahead, len(verdict.path)
+        accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
         tokens = [draft.tokens[node] for node in verdict.path]
         if verdict.token is not None:
             tokens.append(verdict.token)
         self.context.extend(tokens)
-        self.policy.observe(drafted, accepted)
+        self.policy.observe(draft.levels - ahead, accepted)
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
         if ahead and verdict.token is None and self.finish_reason is None:
-            draft = replace(draft.part(0, drafted), stop_reason=f"{draft.stop_reason}, {ahead} ahead")
+            draft = replace(draft.part(0, len(draft.tokens) - ahead), stop_reason=f"{draft.stop_reason}, {ahead} ahead")
         held = draft.probs is not None or draft.logits is not None
         shown = replace(draft, probs=None, logits=None) if held else draft  # a kept round keeps no tensors alive
         round_ = Round(self._index, mode, shown, verdict, self.clock.seconds(), self.policy.state())

@@ -24,6 +24,7 @@ class GrowingTree:
         self.parents: list[int] = []
         self._session, self._context, self._vocab_size = session, context, vocab_size
         self._rows: list[torch.Tensor] = []
+        self.hidden: torch.Tensor | None = None  # [nodes, width] behind the last rows, where the session tells
         self._run = -1  # the last node that the model was run on
 
     @staticmethod
@@ -43,10 +44,16 @@ class GrowingTree:
         """The logits [nodes, vocabulary] after each of `nodes`, all added since the last call; [-1] is the context's end."""
         first = self._run + 1 if self.tokens else -1
         self._run = len(self.tokens) - 1
-        rows = self._session.logits(self._context, self.tokens, self.parents, start=first + 1).logits[:, : self._vocab_size]
+        found = self._session.logits(self._context, self.tokens, self.parents, start=first + 1)
+        rows = found.logits[:, : self._vocab_size]
         self._rows.append(rows)
+        self.hidden = found.hidden
         places = [node - first for node in nodes]
-        return rows if places == list(range(rows.shape[0])) else rows[torch.tensor(places, device=rows.device)]
+        if places == list(range(rows.shape[0])):
+            return rows
+        selected = torch.tensor(places, device=rows.device)
+        self.hidden = None if found.hidden is None else found.hidden[selected]
+        return rows[selected]
 
     def figures(self, nodes: Sequence[int]) -> tuple[list[float], list[float]]:
         """Entropy (nats) and top probability of the unwarped distribution that each of `nodes` came from, in one transfer."""

@@ -7,6 +7,11 @@ from pathlib import Path
 ROLES = ("target", "draft")
 
 
+def exit_folder() -> Path:
+    """Where the bundled target's exit layer lies, if there is one."""
+    return Path(__file__).resolve().parent / "exit"
+
+
 def folder(role: str) -> Path:
     """The folder of the bundled `target` or `draft`: weights, configuration, tokenizer. ValueError for another role."""
     if role not in ROLES:

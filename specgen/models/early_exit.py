@@ -19,7 +19,7 @@ from specgen.models.session import Reshaping, Rows, Session
 from specgen.models.slots import NONE, Slots, Span
 
 
-class FirstLayers:
+class SharedLayers:
     """Embedding and layers 1 to N of a model on one sequence, with their cache, in which the hidden rows stand too."""
 
     def __init__(self, model: Any, count: int, rope_boundary: int | None) -> None:
@@ -38,7 +38,7 @@ class FirstLayers:
         self._slots.forget()
 
     def hidden(self, span: Span) -> torch.Tensor:
-        """The hidden rows [1, n, width] at layer N of the span's tokens, run now or kept from before; valid until the next call."""
+        """The hidden rows [1, n, width] of the span's tokens at layer N, run now or kept; valid until the next call."""
         context, draft = span.context, span.draft
         slots = self._slots
         slots.keep(context, draft, len(draft.tokens) + 1)
@@ -62,7 +62,7 @@ class FirstLayers:
 class BehindFirstLayers:
     """The body of a session that begins at layer N: the target's other layers, or an exit layer."""
 
-    def __init__(self, first: FirstLayers, layers: ExitLayer) -> None:
+    def __init__(self, first: SharedLayers, layers: ExitLayer) -> None:
         self._first, self._layers = first, layers
 
     def __call__(self, span: Span, positions: torch.Tensor, mask: Mask, cache: BufferCache, keep: int) -> Rows:
@@ -95,7 +95,7 @@ class EarlyExit:
                 f"It has to stand behind one of the layers 1 to {len(decoder.layers) - 1}",
             )
         limit, boundary = context_limits
-        self._first = FirstLayers(model, after, boundary)
+        self._first = SharedLayers(model, after, boundary)
         last = ExitLayer(decoder.layers[after:], kinds[after:], decoder.norm, model.lm_head, model.config.get_text_config())
         self.target, self.draft = (
             Session(model, limit, boundary, own, BehindFirstLayers(self._first, layers))

@@ -144,7 +144,7 @@ def layer_kinds(model: Any) -> list[str | None]:
 
 
 @inference
-def check_split(model: Any) -> None:
+def check_split(model: Any, method: str = "early exit") -> None:
     """Refuse a model whose layers, run one by one as they are here, do not give its own logits.
 
     A few tokens tell: a family with a different norm, head, embedding or position scheme would draft nonsense in silence.
@@ -154,7 +154,7 @@ def check_split(model: Any) -> None:
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     missing = [part for part in parts if not hasattr(decoder, part)] + ([] if hasattr(model, "lm_head") else ["lm_head"])
     if missing:
-        raise _refusal(name, f"its decoder has no {missing[0]}")
+        raise _refusal(method, name, f"its decoder has no {missing[0]}")
     ids = torch.tensor([[token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]], device=model.device)
     whole = ExitLayer(decoder.layers, layer_kinds(model), decoder.norm, model.lm_head, model.config.get_text_config())
     try:
@@ -170,15 +170,15 @@ def check_split(model: Any) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise _refusal(name, f"running its layers one by one ends in {type(error).__name__}") from error
+        raise _refusal(method, name, f"running its layers one by one ends in {type(error).__name__}") from error
     if own.isnan().any():  # damaged weights: said when they are used
         return
     if not float((found - own).abs().max()) <= TOLERANCE.get(model.dtype, NARROW_TOLERANCE) * float(own.abs().max()):
-        raise _refusal(name, "its layers, run one by one, do not give its own logits")
+        raise _refusal(method, name, "its layers, run one by one, do not give its own logits")
 
 
-def _refusal(name: str, why: str) -> SpecgenError:
+def _refusal(method: str, name: str, why: str) -> SpecgenError:
     return SpecgenError(
-        f"early exit needs a model built as Llama is, and {name} is not: {why}",
+        f"{method} needs a model built as Llama is, and {name} is not: {why}",
         "Take a Llama-like target (Llama, Mistral, Qwen, Phi-3, Gemma, OLMo), or a draft model: -m svip",
     )

@@ -67,6 +67,15 @@ class WholeModel:
         return Rows(output.logits[0][-keep:])
 
 
+class Loan(NamedTuple):
+    """A session's cache, to be written behind its first `committed` slots until the session's next pass, which ends the loan
+    of that `number`."""
+
+    cache: BufferCache
+    committed: int
+    number: int
+
+
 class Session:
     """The only code that touches a cache. Callers never roll back: the cache is addressed by its content.
 
@@ -93,11 +102,13 @@ class Session:
         self._cache = BufferCache(model.config.get_text_config().num_hidden_layers)
         self._slots = Slots(self._cache, self.device, rope_boundary)
         self._hidden: tuple[int, torch.Tensor] | None = None
+        self._passes = 0
 
     def forget(self) -> None:
         """Drop all that is cached, so that the next call pays for its whole context: for measurements."""
         self._slots.forget()
         self._hidden = None
+        self._passes += 1  # what was lent is forgotten too
 
     def reserve(self, capacity: int) -> None:
         """Announce how many tokens will be cached, so that the buffers are made once."""
@@ -135,6 +146,16 @@ class Session:
             rows = rows._replace(logits=self._reshaping(rows.logits, context, tokens, nodes.parents, start))
         return rows
 
+    def lend(self, context: Context) -> Loan:
+        """The cache with all of `context` but its last token in it, for rows of somebody else's behind them."""
+        slots = self._slots
+        slots.follow(context)
+        if slots.committed < len(context) - 1:
+            self.logits(context)
+        slots.lend(len(context) - 1)
+        self._hidden = None
+        return Loan(self._cache, slots.committed, self._passes)
+
     def producing_row(self, context: Context) -> torch.Tensor | None:
         """The hidden row [width] of the last call that the context's last token was chosen by; None where it was not."""
         row = self._slots.row_before_last(context)
@@ -146,5 +167,6 @@ class Session:
     def _run(self, span: Span, keep: int) -> Rows:
         """One pass over the span, written behind what is cached. Its last `keep` rows."""
         positions, mask = self._geometry(span, self._cache.capacity)
+        self._passes += 1
         self._cache.length = span.first
         return self._body(span, positions, mask, self._cache, keep)

@@ -122,9 +122,10 @@ class Slots:
         self.committed = committed
         self.draft = draft
 
-    def give_up_draft(self) -> None:
-        """The slots behind the committed tokens are about to be written by somebody else."""
+    def lend(self, committed: int) -> None:
+        """The slots behind the first `committed` are about to be written by somebody else."""
         self.draft = NONE
+        self.committed = min(self.committed, committed)
 
     def _path(self, context: Context, end: int) -> list[int]:
         """The cached nodes that hold the context's tokens from the committed ones on, at most up to `end`."""

@@ -137,9 +137,7 @@ def _settings(target: LoadedModel, job: Job, after: int) -> dict[str, Any]:
     }
 
 
-def _written(
-    target: LoadedModel, job: Job, settings: dict[str, Any], folder: Path, watcher: Watcher
-) -> tuple[list[Any], float]:
+def _written(target: LoadedModel, job: Job, settings: dict[str, Any], folder: Path, watcher: Watcher) -> tuple[list[Any], float]:
     """The target's own text, what is missing of it generated; and the seconds that this took, earlier runs included."""
     kept, log = SelfTexts(folder), folder / "writing.json"
     seconds = _begun(log, settings)
@@ -214,9 +212,7 @@ def _seed(seed: int, number: int) -> int:
     return seed * 1_000_003 + number
 
 
-def _figures(
-    progress: Progress, agreements: dict[str, float | None], fit: Fit | None, writing_seconds: float
-) -> dict[str, Any]:
+def _figures(progress: Progress, agreements: dict[str, float | None], fit: Fit | None, writing_seconds: float) -> dict[str, Any]:
     return {
         "steps": progress.step,
         "tokens": progress.tokens,

@@ -39,23 +39,52 @@ def machine() -> dict[str, Any]:
 
 
 class CostStore:
-    """Costs by what they were measured for. A file that cannot be read counts for nothing, one that cannot be written too."""
+    """Costs by what they were measured for."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "costs"
+        self._files = _Files(folder / "costs", "costs")
 
     def find(self, key: Mapping[str, Any]) -> Costs | None:
         try:
-            found = json.loads(self._path(key).read_text(encoding="utf-8"))
-            costs = Costs(**found["costs"])
-            sound = found["key"] == key and min(astuple(costs)) > 0
-        except (OSError, ValueError, TypeError, KeyError):
+            costs = Costs(**self._files.find(key))
+            return costs if min(astuple(costs)) > 0 else None
+        except TypeError:
             return None
-        return costs if sound else None
 
     def keep(self, key: Mapping[str, Any], costs: Costs) -> None:
+        self._files.keep(key, asdict(costs))
+
+
+class SkipStore:
+    """The layers that a search found best to skip, as text, by what they were searched for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = _Files(folder / "skips", "skips")
+
+    def find(self, key: Mapping[str, Any]) -> str | None:
+        found = self._files.find(key)
+        return found if isinstance(found, str) else None
+
+    def keep(self, key: Mapping[str, Any], skips: str) -> None:
+        self._files.keep(key, skips)
+
+
+class _Files:
+    """A file a key. One that cannot be read counts for nothing, one that cannot be written too."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def find(self, key: Mapping[str, Any]) -> Any:
+        try:
+            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+            return found[self._name] if found["key"] == key else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def keep(self, key: Mapping[str, Any], value: Any) -> None:
         """Written to a file of its own first, so that two runs at once leave a whole one."""
-        text = json.dumps({"key": key, "costs": asdict(costs)}, indent=1)
+        text = json.dumps({"key": key, self._name: value}, indent=1)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._folder, suffix=".part", delete=False) as file:

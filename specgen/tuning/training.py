@@ -109,7 +109,9 @@ class Training:
         """All that is in memory of the target and of the exit, in parameters."""
         return self.first.parameters_held + sum(parameter.numel() for parameter in self.layer.parameters())
 
-    def run(self, save_to: Path, settings: dict[str, Any], report: Callable[[Progress], None], stopping: Callable[[], bool]) -> None:
+    def run(
+        self, save_to: Path, settings: dict[str, Any], report: Callable[[Progress], None], stopping: Callable[[], bool]
+    ) -> None:
         """Train until the budget is spent. Keeps the state each minute and in the end. Raises Stopped where it was asked to stop,
         the state kept; RunError where the loss is no number."""
         saved = time.monotonic()

@@ -1,0 +1,100 @@
+"""Draft trees of the likeliest continuations (EESD, section 5.7): several candidates a place, judged in one target pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from specgen.decoding import sampling as distributions
+from specgen.decoding.drafters import Agreement
+from specgen.decoding.policies import LengthPolicy, Step
+from specgen.decoding.trees import GrowingTree
+from specgen.inference import inference
+from specgen.types import Context, Draft
+
+if TYPE_CHECKING:
+    from specgen.models.session import Session
+
+
+class BranchingDraft:
+    """A tree of `width` nodes a level: of all continuations of the level before, those whose paths are likeliest together.
+
+    Which nodes these are is no matter of chance, in sampling too: each is judged as a candidate that had all probability to
+    itself. The policy is asked once a level, about the level's likeliest node. `depth` None leaves the end to it alone.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        *,
+        width: int,
+        depth: int | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self._session = session
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._width, self._depth = width, depth
+        self._agreement = agreement
+
+    @inference
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        room = GrowingTree.room(self._session, context, limit)
+        if room < 1:
+            return Draft()
+        if self._agreement is not None and "agreement" in policy.needs:
+            self._agreement.begin(context)
+        tree = GrowingTree(self._session, context, self._vocab_size)
+        frontier, likelihoods = [-1], [0.0]
+        reason = "length"
+        for place in range(1, room + 1):
+            step, frontier, likelihoods = self._level(tree, frontier, likelihoods, policy, place)
+            if not frontier:
+                reason = "eos"
+                break
+            if not policy.keep_drafting(step):
+                reason = policy.reason
+                break
+            if place == self._depth:
+                reason = f"depth {place}"
+                break
+        entropies, top_probs = tree.figures(range(len(tree.tokens)))
+        return Draft(tree.tokens, tree.parents, None, entropies, top_probs, reason)
+
+    def _level(
+        self, tree: GrowingTree, frontier: list[int], likelihoods: list[float], policy: LengthPolicy, place: int
+    ) -> tuple[Step, list[int], list[float]]:
+        """Add a level behind the frontier's nodes, in one pass and one transfer. Returns what the policy is to see, the nodes
+        that may go on, and their paths' log-likelihoods."""
+        rows = tree.rows(frontier)
+        log_probs = rows.float().log_softmax(dim=-1)
+        values, tokens = log_probs.topk(min(self._width, rows.shape[-1]), dim=-1)
+        joint = values + torch.tensor(likelihoods, device=rows.device)[:, None]
+        best, places = joint.flatten().topk(min(self._width, joint.numel()))
+        chosen = tokens.flatten()[places].masked_fill_(best.isnan(), -1)
+        origins = places // tokens.shape[1]
+        extras = [values.flatten()[places[:1]]]
+        if "entropy" in policy.needs:
+            extras.append(distributions.figures(rows.index_select(0, origins[:1]))[0])
+        if "agreement" in policy.needs and self._agreement is not None and tree.hidden is not None:
+            extras.append(self._agreement.score(tree.hidden.index_select(0, origins[:1])[0], place)[None])
+        size = places.shape[0]
+        on_host = torch.cat((chosen.float(), origins.float(), best, *(extra.float() for extra in extras))).tolist()
+        log_prob, *figures = on_host[3 * size :]
+        step = Step(place, prob=math.exp(log_prob))
+        if "entropy" in policy.needs:
+            step.entropy = abs(figures.pop(0))
+        if figures:
+            step.agreement = figures.pop(0)
+        nodes = [tree.add(frontier[int(at)], int(token)) for token, at in zip(on_host[:size], on_host[size:], strict=False)]
+        going_on = [
+            (node, value)
+            for node, value in zip(nodes, on_host[2 * size :], strict=False)
+            if tree.tokens[node] not in self._eos_ids
+        ]
+        return step, [node for node, _ in going_on], [value for _, value in going_on]

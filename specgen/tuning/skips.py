@@ -1,0 +1,120 @@
+"""Which layers Self-SD is to skip: z scored by measured greedy tokens a second on a few prompts (Zhang et al. 2023, section 3.3).
+
+The authors search with 1,000 trials of a Bayesian optimiser. A minute has to do here, so it begins with good guesses, evenly
+spread or in the middle of the stack, and goes on from the best one a flip at a time.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specgen.bench.prompts import examples_file, load_prompts
+from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specgen.models.skipping import Skips
+    from specgen.pair import Pair
+
+SECONDS = 20.0
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32  # the authors: 8 prompts of 32 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSkips:
+    """The best z as it is written in settings, its speed, and how many were tried."""
+
+    skips: str
+    tokens_per_second: float
+    tried: int
+
+
+def search_skips(
+    pair: Pair, layers: int, *, prompts: Sequence[Sequence[int]] | None = None, seconds: float = SECONDS, seed: int = 0
+) -> FoundSkips:
+    """Search for about `seconds`; at least the first guess is measured. `prompts` are token ids, of the examples' by default."""
+    from specgen.models.skipping import Skips
+
+    deadline = time.perf_counter() + seconds
+    texts = _prompts(pair) if prompts is None else prompts
+    rng = random.Random(seed)
+    speeds: dict[str, float] = {}
+    for skips in _guesses(layers):
+        if speeds and time.perf_counter() >= deadline:
+            break
+        speeds.setdefault(str(skips), _speed(pair, skips, texts))
+    best = max(speeds, key=lambda text: speeds[text])
+    while time.perf_counter() < deadline:
+        tried = _flipped(Skips.parse(best, layers), layers, rng)
+        text = str(tried)
+        if not text or text in speeds:
+            if len(speeds) >= 4**layers - 1:
+                break
+            continue
+        speeds[text] = _speed(pair, tried, texts)
+        if speeds[text] > speeds[best]:  # once more, in turn: a lucky measurement is no better z
+            again = _speed(pair, Skips.parse(best, layers), texts), _speed(pair, tried, texts)
+            speeds[best], speeds[text] = max(speeds[best], again[0]), min(speeds[text], again[1])
+            best = text if speeds[text] > speeds[best] else best
+    return FoundSkips(best, speeds[best], len(speeds))
+
+
+def _guesses(layers: int) -> Iterator[Skips]:
+    """Half of the layers, a third, all between the outer ones; whole, and attentions alone. Never the first or the last first."""
+    from specgen.models.skipping import Skips
+
+    inner = range(1, layers - 1) if layers > 2 else range(layers)
+    middle = len(inner) // 2
+    sets = (
+        inner[::2],
+        inner[1::2],
+        inner[::3],
+        inner[middle - middle // 2 : middle + middle // 2 + 1],
+        [number for number in inner if number % 3],
+        inner,
+    )
+    for numbers in sets:
+        chosen = frozenset(numbers)
+        if chosen:
+            yield Skips(chosen, chosen)
+            yield Skips(chosen, frozenset())
+
+
+def _flipped(skips: Skips, layers: int, rng: random.Random) -> Skips:
+    """One or two of z's bits turned."""
+    from specgen.models.skipping import Skips
+
+    attention, mlp = set(skips.attention), set(skips.mlp)
+    for _ in range(rng.choice((1, 1, 2))):
+        number = rng.randrange(layers)
+        kind = rng.randrange(3)
+        if kind != 1:
+            attention ^= {number}
+        if kind != 0:
+            mlp ^= {number}
+    return Skips(frozenset(attention), frozenset(mlp))
+
+
+def _speed(pair: Pair, skips: Skips, prompts: Sequence[Sequence[int]]) -> float:
+    """Generated tokens a second behind the prefill."""
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens, seconds = 0, 0.0
+    for ids in prompts:
+        for round_ in pair.rounds(list(ids), "selfsd", sampling, skip=str(skips)):
+            if round_.mode != "prefill":
+                tokens += len(round_.token_ids)
+                seconds += sum(round_.seconds.values())
+    return tokens / seconds if seconds else 0.0
+
+
+def _prompts(pair: Pair) -> list[list[int]]:
+    """The beginnings of a few examples, as far as they fit into half of the target's context."""
+    most = min(PROMPT_TOKENS, pair.target.context_limit // 2)
+    found = [pair.tokenizer.encode(prompt.text)[:most] for prompt in load_prompts(examples_file(), limit=PROMPTS)]
+    if not any(found):
+        raise SpecgenError("the target's tokenizer knows nothing of the example prompts", "Name the layers: skip=3+5+7")
+    return [ids for ids in found if ids]
