@@ -249,3 +249,11 @@ def test_nothing_shown_is_nan(inspect: Inspect, tmp_path: Path) -> None:
     out = inspect(path)[0] + inspect(path, "--json")[0] + page.read_text(encoding="utf-8")
     assert not re.search(r"\bnan\b", out.lower())
     assert math.isfinite(lines_of(inspect(path, "--json")[0])[0]["seconds"])
+
+
+def test_different_prompts_have_no_winner(inspect: Inspect, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for prompt, headline in (([1, 2, 3], "was the fastest here: "), ([9], "2 recordings side by side")):
+        runs = traces.a_run("svip"), traces.a_run("ar", prompt_ids=prompt)
+        inspect(traces.write(tmp_path / "t.jsonl", *runs[0], *runs[1]), "--html", page)
+        assert headline in page.read_text(encoding="utf-8").partition("<h1>")[2].partition("</h1>")[0]
