@@ -82,8 +82,10 @@ def _body(shown: Sequence[Shown]) -> Iterator[str]:
 
 def _article(entry: Shown, switch: str, *, is_only: bool) -> Iterator[str]:
     run, start = entry.run, entry.run.start
-    one = Anatomy(run.method)
-    one.add(run)
+    one = entry.anatomy
+    if one.runs > 1:
+        one = Anatomy(run.method)
+        one.add(run)
     settings = ", ".join(f"{name} {value}" for name, value in start["settings"].items())
     yield f"<h2>{text('How one answer came about' if is_only else entry.label)}</h2>\n"
     about = f"{code(run.method)}{text(', ' + settings) if settings else ''}. {len(start['prompt_ids']):,} tokens of prompt."
