@@ -25,6 +25,12 @@ class RunError(SpecgenError):
     exit_code = 1
 
 
+def nan_logits(whose: str) -> RunError:
+    return RunError(
+        f"the {whose} model's logits hold NaN", "Its weights are damaged, or the dtype is too narrow: try --dtype float32"
+    )
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine ran out of memory: torch says so in several ways."""
     text = str(error).lower()

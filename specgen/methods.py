@@ -16,39 +16,61 @@ from specgen.errors import SpecgenError, nearest
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
+    from specgen.decoding.parallel import Parallel, Window
     from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
     from specgen.models.session import Session
     from specgen.types import Context, SamplingParams
+    from specgen.workers import DraftWorker
 
-Value = int | float | str
+Value = bool | int | float | str
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 ALL_METHODS = "specgen inspect --methods"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A method's parameter: its default says its kind, the bounds what is sensible (both included)."""
+    """A method's parameter: its default says its kind, the bounds what is sensible (both included).
+
+    `word` may stand in place of a whole number.
+    """
 
     default: Value
     help: str
     low: float = -math.inf
     high: float = math.inf
+    word: str | None = None
+    choices: tuple[str, ...] = ()
 
     def parse(self, name: str, value: object) -> Value:
         """The value as a number or text of the default's kind, from a string or a Python value."""
-        if isinstance(self.default, str):
+        if isinstance(self.default, bool):
+            return _truth(name, value)
+        if self.word is not None and value == self.word:
+            return self.word
+        if self.word is None and isinstance(self.default, str):
+            if self.choices and str(value) not in self.choices:
+                raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
             return str(value)
-        kind = type(self.default)
+        kind = int if self.word is not None or isinstance(self.default, int) else float
+        number: int | float
         try:
             if isinstance(value, bool):
                 raise ValueError
             number = kind(str(value).strip())
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
+            wanted = f"a whole number{f' or {self.word}' if self.word else ''}" if kind is int else "a number"
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
         if not self.low <= number <= self.high:  # false for NaN too
             raise SpecgenError(f"{name} is {value}", f"It has to lie between {self.low:g} and {self.high:g}")
         return number
+
+
+def _truth(name: str, value: object) -> bool:
+    found = _TRUTH.get(str(value).strip().lower())
+    if found is None:
+        raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +86,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table. `drafter` and `schedule` name factories below; `policy` None means that nothing is drafted.
+    """A row of the table. `drafter`, `verifier` and `schedule` name factories below; `policy` None means that none ends a draft.
 
     `any_policy` methods take `policy=` and then that policy's settings too; `defaults` are theirs where they differ.
     """
@@ -74,6 +96,7 @@ class Method:
     policy: str | None
     paper: str
     lossless: bool = True
+    verifier: str = "exact"
     schedule: str = "sequential"
     any_policy: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -81,13 +104,16 @@ class Method:
 
     @property
     def needs_draft_model(self) -> bool:
-        return self.drafter == "model"
+        return self.drafter not in ("none", "lookup")
 
 
 FEEDS: Mapping[str, policies.Feeds] = {
     "none": frozenset(),
     "model": frozenset({"entropy", "prob"}),
     "lookup": frozenset(),
+    "beams": frozenset(),
+    "fallback": frozenset({"entropy"}),
+    "chains": frozenset(),
 }
 
 _K = Setting(5, "tokens in a draft", 1, 1000)
@@ -132,6 +158,9 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
+_DRAFTS = {"drafts": Setting(4, "drafts at once", 1, 64)}
+
+
 def _draft_model(name: str, paper: str) -> Method:
     return Method(name, "model", name, paper)
 
@@ -153,6 +182,60 @@ METHODS: Mapping[str, Method] = {
             any_policy=True,
             settings={"ngram": Setting(3, "longest n-gram to look up", 1, 32)},
             defaults={"k": 10},
+        ),
+        Method(
+            "pearl",
+            "model",
+            None,
+            "PEARL",
+            schedule="parallel",
+            any_policy=True,
+            settings={
+                "window": Setting(
+                    "auto", "tokens drafted during a target pass; auto: the measured ratio of times", 1, 1000, "auto"
+                ),
+                "pre_verify": Setting(True, "judge a draft's first token while the rest is drafted"),
+                "post_verify": Setting(True, "draft on while tokens are judged"),
+            },
+        ),
+        Method(
+            "mtad",
+            "beams",
+            "fixed",
+            "MTAD, section 3.2",
+            lossless=False,
+            verifier="joint",
+            settings={
+                "beams": Setting(8, "width of the beam search", 1, 256),
+                "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
+                "beam": Setting("greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")),
+            },
+            defaults={"k": 4},
+        ),
+        Method(
+            "bild",
+            "fallback",
+            "fixed",
+            "BiLD, Kim et al. 2023",
+            lossless=False,
+            verifier="rollback",
+            settings={
+                "fallback": Setting(0.9, "the draft hands over where its top probability is below this", 0, 1),
+                "rollback": Setting(2.0, "the target refuses tokens with a -log probability above this", 0, 1000),
+            },
+            defaults={"k": 10},
+        ),
+        Method(
+            "spectr", "chains", "fixed", "SpecTr, Sun et al. 2023", verifier="k-sequential", settings=_DRAFTS, defaults={"k": 4}
+        ),
+        Method(
+            "specinfer",
+            "chains",
+            "fixed",
+            "SpecInfer, Miao et al. 2023",
+            verifier="multi-round",
+            settings=_DRAFTS,
+            defaults={"k": 4},
         ),
     )
 }
@@ -182,6 +265,9 @@ class Settings:
 
     policy: str | None
     values: Mapping[str, Value]
+
+    def with_value(self, name: str, value: Value) -> Settings:
+        return Settings(self.policy, {**self.values, name: value})
 
     def as_dict(self, method: Method) -> dict[str, Value]:
         """For traces: the values, and the policy where the method leaves a choice."""
@@ -247,7 +333,9 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a pair hands to the factories. `vocab_size` is the width of the target's logits."""
+    """What a pair hands to the factories. `vocab_size` is the width of the target's logits, `capacity` the tokens to make caches
+    for, `worker` what can draft beside the target and `window` what was measured for it, where there is one; `record` asks for
+    both distributions' agreement in each round."""
 
     target: Session
     draft: Session | None
@@ -255,6 +343,10 @@ class Parts:
     eos_ids: frozenset[int]
     vocab_size: int
     seed: int
+    capacity: int = 0
+    worker: DraftWorker | None = None
+    window: Window | None = None
+    record: bool = False
 
 
 def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
@@ -266,36 +358,73 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
         raise no_draft_model(method)
-    return drafters.DraftModel(parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, _derived(parts.seed, "draft"))
+    common = (parts.draft, parts.sampling, parts.eos_ids, parts.vocab_size, derived(parts.seed, "draft"))
+    values = settings.values
+    if method.drafter == "beams":
+        from specgen.decoding.beams import BeamSearch
+
+        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample")
+    if method.drafter == "fallback":
+        from specgen.decoding.bild import Fallback
+
+        return Fallback(*common, fallback=float(values["fallback"]))
+    if method.drafter == "chains":
+        from specgen.decoding.multi_draft import SampledChains
+
+        return SampledChains(*common, drafts=int(values["drafts"]))
+    return drafters.DraftModel(*common, keep_logits=parts.record)
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
     if settings.policy is None:
-        return policies.Fixed(k=1)
+        return policies.Always()
     row = POLICIES[settings.policy]
     own = {name: settings.values[name] for name in row.settings}
-    return row.maker(**own, seed=_derived(seed, "policy")) if row.random else row.maker(**own)
+    return row.maker(**own, seed=derived(seed, "policy")) if row.random else row.maker(**own)
 
 
-def _derived(seed: int, role: str) -> int:
+def derived(seed: int, role: str) -> int:
     """A seed of its own for each source of randomness: neighbouring seeds of a user share none."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
-def make_verifier(parts: Parts) -> Verifier:
-    from specgen.decoding import verifiers
+def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
+    """The method's; whichever is lossless comes to the same thing in greedy decoding, on chains and trees alike."""
+    from specgen.decoding import bild, joint, multi_draft, verifiers
 
+    common = (parts.sampling, parts.target.device, derived(parts.seed, "target"))
+    if method.verifier == "joint":
+        return joint.JointLikelihood(*common, tau=float(settings.values["tau"]))
+    if method.verifier == "rollback":
+        return bild.Rollback(*common, rollback=float(settings.values["rollback"]))
     if parts.sampling.greedy:
         return verifiers.Greedy()
-    return verifiers.RejectionSampling(parts.sampling, parts.target.device, _derived(parts.seed, "target"))
+    judges = {"k-sequential": multi_draft.k_sequential, "multi-round": multi_draft.multi_round}
+    if method.verifier in judges:
+        return multi_draft.TreeSampling(judges[method.verifier], *common)
+    return verifiers.RejectionSampling(*common)
 
 
-def make_schedule(method: Method) -> Schedule:
-    from specgen.decoding.sequential import sequential
+def recording(verifier: Verifier) -> Verifier:
+    from specgen.decoding.verifiers import Recording
 
-    return {"sequential": sequential}[method.schedule]
+    return Recording(verifier)
+
+
+def make_parallel(settings: Settings, parts: Parts) -> Parallel:
+    """PEARL's schedule with its drafter, which works beside the target. A window that is `auto` has to be in `parts`."""
+    from specgen.decoding.parallel import Parallel, Window
+    from specgen.workers.thread import ThreadWorker
+
+    if parts.draft is None:
+        raise no_draft_model(METHODS["pearl"])
+    worker = parts.worker or ThreadWorker(parts.draft)
+    given = settings.values["window"]
+    window = Window(int(given), int(given)) if parts.window is None else parts.window
+    drafter = worker.drafter(settings, parts, window.size)
+    return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 
 
 def make_run(
@@ -303,14 +432,23 @@ def make_run(
 ) -> Run:
     """A method's parts put together on a context, to end after `limit` new tokens at the latest."""
     from specgen.decoding.run import Run
+    from specgen.decoding.sequential import sequential
 
+    schedule: Schedule
+    drafter: Drafter
+    if method.schedule == "parallel":
+        schedule = parallel = make_parallel(settings, parts)
+        drafter, policy = parallel.drafter, parallel.drafter.policy
+    else:
+        schedule, drafter, policy = sequential, make_drafter(method, settings, parts), make_policy(settings, parts.seed)
+    verifier = make_verifier(method, settings, parts)
     return Run(
         context=context,
         target=parts.target,
-        drafter=make_drafter(method, settings, parts),
-        policy=make_policy(settings, parts.seed),
-        verifier=make_verifier(parts),
-        schedule=make_schedule(method),
+        drafter=drafter,
+        policy=policy,
+        verifier=recording(verifier) if parts.record else verifier,
+        schedule=schedule,
         limit=limit,
         eos_ids=parts.eos_ids,
         stop_texts=stop_texts,

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from specgen import demo, methods
 from specgen.bench.summary import Summary
+from specgen.bench.trace import versions
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
-from specgen.models.devices import pick_device, pick_threads, synchronizer
+from specgen.models.devices import pick_device, pick_dtype, pick_threads, synchronizer
+from specgen.models.likelihood import log_likelihood
 from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.models.session import Session
 from specgen.models.tokenizer import check_same
+from specgen.models.uncached import uncached_row
+from specgen.tuning import costs as timing
+from specgen.tuning import store
 from specgen.types import Context, Round, SamplingParams
+from specgen.workers import DraftWorker
+from specgen.workers.process import DraftProcess, is_possible
+from specgen.workers.remote import ProcessWorker
+from specgen.workers.thread import ThreadWorker
 
 RESERVED = 4096  # new tokens that caches are made for at once: a limit far above what is generated costs no memory
 
@@ -34,6 +45,8 @@ class Plan:
     seed: int
     prompt_ids: list[int]
     context_ends: bool  # the context is full before `max_new_tokens` are there
+    costs: timing.Costs | None = None  # what PEARL's window was measured by
+    record: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +62,10 @@ class Result:
 class Pair:
     """Use it again and again; runs may even take turns. It keeps what it can of the last run's cache."""
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: ProcessWorker | None = None) -> None:
         self.target, self.draft = target, draft
+        self._process_worker = worker
+        self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
         width = target.session().vocab_size
         self._target_session = target.session(target.penalties_on(target.device, width))
@@ -62,31 +77,60 @@ class Pair:
     def default_method(self) -> str:
         return methods.default_name(has_draft_model=self.draft is not None)
 
+    @property
+    def sessions(self) -> tuple[Session, Session | None]:
+        """The target's and the draft's, for whoever times passes."""
+        return self._target_session, self._draft_session
+
     def rounds(
         self,
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Iterator[Round]:
-        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once."""
-        return self.plan(prompt, method, sampling, **parameters).run.rounds()
+        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once.
+
+        `record` asks for each round's `verdict.agreement` of draft and target, which takes time.
+        """
+        return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
 
     def generate(
         self,
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        perplexity: bool = False,
+        record: bool = False,
         **parameters: object,
     ) -> Result:
-        """Decode to the end."""
-        plan = self.plan(prompt, method, sampling, **parameters)
+        """Decode to the end. The summary tells the output's perplexity where that is asked for or the method is lossy."""
+        plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
         summary = Summary(plan.method.name)
         for round_ in rounds:
             summary.add(round_)
+        if perplexity or not plan.method.lossless:
+            summary.add_log_likelihood(self.log_likelihood(plan.prompt_ids, summary.token_ids))
         text = self.text(plan, summary.token_ids)
         return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
+
+    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Of `token_ids` behind the prompt, under the target at temperature 1 (nats): one pass, but for what is cached."""
+        session = self.target.session() if self.target.has_penalties else self._target_session
+        return log_likelihood(session, prompt_ids, token_ids)
+
+    def devices(self, method: Method) -> list[torch.device]:
+        """Where the method's models run."""
+        draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
+        return [model.device for model in (self.target, *draft)]
+
+    @property
+    def all_devices(self) -> list[torch.device]:
+        return [model.device for model in (self.target, self.draft) if model is not None]
 
     def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
         """The answer's text, up to a stop string."""
@@ -100,6 +144,8 @@ class Pair:
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
         **parameters: object,
     ) -> Plan:
         """Check everything and put the method's parts together; nothing is computed yet."""
@@ -111,14 +157,57 @@ class Pair:
         limit = self._room(prompt_ids, sampling.max_new_tokens, context_limit)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset() if sampling.ignore_eos else self.target.eos_ids
-        parts = methods.Parts(self._target_session, self._draft_session, sampling, eos_ids, self._target_session.vocab_size, seed)
+        capacity = len(prompt_ids) + min(limit, RESERVED)
         for session in (self._target_session, self._draft_session):
             if session is not None:
-                session.reserve(len(prompt_ids) + min(limit, RESERVED))
+                session.reserve(capacity)
+        worker = self._worker(chosen)
+        width = self._target_session.vocab_size
+        parts = methods.Parts(
+            self._target_session, self._draft_session, sampling, eos_ids, width, seed, capacity, worker, None, record
+        )
+        costs = None
+        if settings.values.get("window") == "auto" and worker is not None:
+            costs = self._costs(worker, parts, prompt_ids + prompt_ids[-1:] * (min(limit, RESERVED) // 2))
+            parts = replace(parts, window=costs.window)
+            settings = settings.with_value("window", costs.window.size)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
-        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens)
+        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
+
+    def _worker(self, method: Method) -> DraftWorker | None:
+        """What drafts beside the target, ready to; None for a method that has no need of it."""
+        if method.schedule != "parallel" or self._draft_session is None:
+            return None
+        worker: DraftWorker | None = self._process_worker or self._thread_worker
+        if worker is None:
+            worker = self._thread_worker = ThreadWorker(self._draft_session)
+        worker.ready()
+        return worker
+
+    def _costs(self, worker: DraftWorker, parts: methods.Parts, context_ids: list[int]) -> timing.Costs:
+        """How long passes take behind a context of that length: as kept from an earlier run here, else measured now."""
+        assert self.draft is not None
+        length = 1 << (len(context_ids) - 1).bit_length()  # contexts up to twice as long share their figures
+        key = {
+            "models": [store.fingerprint(model.folder) for model in (self.target, self.draft)],
+            "devices": [str(model.device) for model in (self.target, self.draft)],
+            "dtypes": [model.dtype_name for model in (self.target, self.draft)],
+            "worker": [worker.kind, worker.threads],
+            "context": length,
+            "sampled": not parts.sampling.greedy,
+            "versions": versions(),
+            "machine": store.machine(),
+        }
+        kept = store.CostStore(store.cache_folder())
+        found = kept.find(key)
+        if found is None:
+            endless = replace(parts, eos_ids=frozenset())
+            drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), endless, timing.LONGEST_WINDOW)
+            found = timing.measure(self._target_session, drafter, Context(context_ids), synchronizer(self.target.device))
+            kept.keep(key, found)
+        return found
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -170,9 +259,19 @@ class Pair:
         for session in (self._target_session, self._draft_session):
             if session is not None:
                 session.forget()
+        if self._process_worker is not None:
+            self._process_worker.forget()
+
+    def uncached_row(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
+        """The target's logits [vocabulary] after these tokens, by one pass without a cache: for judging what sessions said."""
+        return uncached_row(self.target, prompt_ids, token_ids)
 
     def close(self) -> None:
-        """End what the pair started. With one process there is nothing to end."""
+        """End what the pair started: the process or the thread that drafts beside the target."""
+        for worker in (self._process_worker, self._thread_worker):
+            if worker is not None:
+                worker.close()
+        self._thread_worker = None
 
     def __enter__(self) -> Pair:
         return self
@@ -193,10 +292,12 @@ def load(
     trust_remote_code: bool = False,
     offline: bool = False,
     announce: Callable[[str], None] = lambda _: None,
+    process: DraftProcess | None = None,
 ) -> Pair:
     """Load a pair of models by Hugging Face id or folder; without a target the bundled pair. Raises SpecgenError.
 
-    `announce` is told in a few words what is going on.
+    `announce` is told in a few words what is going on. `process` is one for PEARL's draft that was started before, so that it
+    gets ready meanwhile; without it the first run with PEARL starts one.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -210,8 +311,40 @@ def load(
         sources = [Source(target, None, revision, trust_remote_code, offline)]
         if draft is not None:
             sources.append(Source(draft, None, draft_revision, trust_remote_code, offline))
+    try:
+        return _load(sources, (on, draft_on), dtype, announce, process)
+    except BaseException:
+        if process is not None:
+            process.close()
+        raise
+
+
+def _load(
+    sources: Sequence[Source],
+    devices: tuple[torch.device, torch.device],
+    dtype: str,
+    announce: Callable[[str], None],
+    process: DraftProcess | None,
+) -> Pair:
     prepared = [prepare(source, announce) for source in sources]
     if len(prepared) == 2:
         check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
-    loaded = [load_model(found, place, dtype, announce) for found, place in zip(prepared, (on, draft_on), strict=False)]
-    return Pair(*loaded) if len(loaded) == 2 else Pair(loaded[0], None)
+    wanted = [
+        (found, place, pick_dtype(dtype, found.config.get_text_config(), found.folder, place))
+        for found, place in zip(prepared, devices, strict=False)
+    ]
+    worker = None
+    if len(wanted) == 2 and _work_apart(*devices):
+        worker = ProcessWorker(process, *wanted[1])
+    elif process is not None:
+        process.close()
+    loaded = [load_model(*entry, announce) for entry in wanted]
+    if worker is not None:
+        worker.follow(loaded[0])
+    return Pair(loaded[0], loaded[1] if len(loaded) == 2 else None, worker)
+
+
+def _work_apart(target: torch.device, draft: torch.device) -> bool:
+    """Whether a second process is the way to let both models work at the same time. On one accelerator it is not: there the
+    kernels of two processes take turns, while those of two streams of one run side by side."""
+    return is_possible() and (target.type == "cpu" or target != draft)

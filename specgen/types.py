@@ -96,7 +96,10 @@ class Draft:
     """Proposed tokens, as a tree: node i follows node `parents[i]`, -1 being the context. A chain's parents are -1, 0, 1, ...
 
     `probs[i]` is the distribution that node i was drawn from: a tensor [nodes, vocabulary], None for a deterministic draft.
+    `draws` lists nodes in the order in which they were drawn, one that was drawn twice twice; None is each node once, in order.
+    `log_likelihoods[i]` (nats) is the draft's own for the whole path to node i, empty where no verifier asks for it.
     `entropies` (nats) and `top_probs` are those of the draft's unwarped distributions, empty where the drafter has none.
+    `logits` are kept for the record alone: a tensor [nodes, vocabulary], None where nobody asked or the drafter has none.
     """
 
     tokens: Sequence[int] = ()
@@ -105,6 +108,26 @@ class Draft:
     entropies: Sequence[float] = ()
     top_probs: Sequence[float] = ()
     stop_reason: str | None = None
+    draws: Sequence[int] | None = None
+    log_likelihoods: Sequence[float] = ()
+    logits: Any = None
+
+    def part(self, start: int, stop: int | None = None) -> Draft:
+        """The tokens `start` to `stop` of a chain, as a chain of its own."""
+        tokens = self.tokens[start:stop]
+        probs = None if self.probs is None else self.probs[start:stop]
+        logits = None if self.logits is None else self.logits[start:stop]
+        figures = self.entropies[start:stop], self.top_probs[start:stop]
+        return Draft(tokens, range(-1, len(tokens) - 1), probs, *figures, self.stop_reason, logits=logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far draft and target agree at each drafted node, both unwarped: `overlap` is the sum of min(p, q), the chance of
+    acceptance at temperature 1, and `kl` is KL(q||p) in nats."""
+
+    overlap: Sequence[float]
+    kl: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +135,13 @@ class Verdict:
     """The accepted nodes, from the root on, and the target's own token after them.
 
     `source` is None where no draft was judged (plain decoding, the prefill) or the output ended inside the draft (`token` None).
+    `agreement` is there where it was to be recorded and the drafter has distributions.
     """
 
     path: tuple[int, ...] = ()
     token: int | None = None
     source: Source | None = None
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True)

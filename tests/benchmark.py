@@ -26,7 +26,7 @@ from specgen.demo.corpus import documents
 from specgen.methods import find, resolve
 
 PLAIN = "transformers"
-METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "beta-ts", "lookup")
+METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "beta-ts", "lookup", "pearl")
 Answer = tuple[list[int], float, dict[str, float]]
 
 
@@ -127,10 +127,12 @@ def main() -> None:
     pair = specgen.load(device="cpu", dtype="float32")
     target = AutoModelForCausalLM.from_pretrained(demo.folder("target"), dtype=torch.float32).eval()
     runners = {PLAIN: transformers_runner(target, None, options.tokens, {})}
-    runners |= {name: specgen_runner(pair, name, options.tokens) for name in METHODS}
+    only = options.only.split(",") if options.only else []
+    ours = [*METHODS, *(name for name in only if name.partition(":")[0] in specgen.METHODS and name not in METHODS)]
+    runners |= {name: specgen_runner(pair, name, options.tokens) for name in ours}
     runners |= assistants(options.tokens, target)
-    if options.only:
-        runners = {name: runner for name, runner in runners.items() if name in (PLAIN, *options.only.split(","))}
+    if only:
+        runners = {name: runner for name, runner in runners.items() if name in (PLAIN, *only)}
     texts = held_out(options.prompts) if options.held_out else examples(options.prompts)
     report(measure(pair, runners, texts * options.repeats), options.tokens)
 

@@ -31,7 +31,8 @@ ROUND = (
 )
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
-    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency phase_seconds"
+    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "
+    "energy phase_seconds"
 )
 PHASES = {"prefill", "draft", "verify", "sample", "other"}
 
@@ -132,6 +133,21 @@ def test_json_lines_have_the_promised_keys_and_are_the_same_in_the_trace(pair: t
     }
     assert lines[-1]["finish_reason"] == "length"
     assert lines[-1]["new_tokens"] == 40
+
+
+def test_recorded_distributions_stand_beside_each_drafted_token(pair: tuple[str, ...]) -> None:
+    options = ("-n", "20", "--ignore-eos", "-m", "sd", "--json", "-q")
+    lines = parsed(run("generate", *pair, *options, "--record", "distributions", PROMPT)[1].decode())
+    for line in lines[1:-1]:
+        assert set(line) == {*ROUND.split(), "overlap", "kl"}
+        assert len(line["overlap"]) == len(line["kl"]) == len(line["draft_ids"])
+        assert all(0 <= overlap <= 1 for overlap in line["overlap"])
+        assert all(kl >= 0 for kl in line["kl"])
+    assert any(line["overlap"] for line in lines[1:-1])
+    plainly = parsed(run("generate", *pair, *options, PROMPT)[1].decode())
+    assert plainly[-1]["token_ids"] == lines[-1]["token_ids"]  # a record changes nothing
+    code, _, err = run("generate", *pair, *options[:-2], "--record", "distributions", PROMPT)
+    assert (code, b"--record distributions" in err) == (2, True)
 
 
 def test_a_character_that_the_locale_lacks_becomes_a_question_mark(pair: tuple[str, ...]) -> None:
@@ -314,7 +330,7 @@ def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(
     heads = [line for line in out.splitlines() if not line.startswith(" ")]
     assert [line.split()[0] for line in heads] == list(METHODS)
     assert all(method.paper in line for method, line in zip(METHODS.values(), heads, strict=True))
-    lookup = out[out.index("\nlookup") :]
+    lookup = out[out.index("\nlookup") : out.index("\npearl")]
     assert "beta-ts" in lookup
     assert "svip" not in lookup
 

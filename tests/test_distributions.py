@@ -18,6 +18,7 @@ from specgen.decoding import verifiers
 from specgen.decoding.run import Clock
 from specgen.models.session import Rows, Session
 from specgen.types import Context, Draft, SamplingParams, Verdict
+from specgen.workers.thread import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
 RUNS = 2000
@@ -42,11 +43,14 @@ class TableSession:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> Rows:
-        ids = [*context.ids[-2:], *draft]
-        return Rows(torch.stack([self.row(ids[: 2 + row]) for row in range(start, len(draft) + 1)]))
+        paths = [context.ids[-2:]]
+        for node, token in enumerate(draft):
+            paths.append([*paths[node if parents is None else parents[node] + 1], token])
+        return Rows(torch.stack([self.row(path) for path in paths[start:]]))
 
 
 TARGET, DRAFT = TableSession(1), TableSession(2)
+WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
 PROMPT = [0, 3, 1, 2, 3, 1]  # prompt lookup finds something in it
 
 WARPS = {
@@ -63,14 +67,22 @@ SETTINGS = {
     "svip": {"threshold": 0.42},
     "beta-ts": {},
     "lookup": {"ngram": 2, "k": 2},
+    "pearl": {"window": 2},
+    "pearl:window=1": {"window": 1},
+    "pearl:window=3": {"window": 3},
+    "pearl:pre_verify": {"window": 2, "pre_verify": False},
+    "pearl:post_verify": {"window": 2, "post_verify": False},
+    "pearl:policy": {"window": 3, "policy": "svip", "threshold": 0.42},
+    "spectr": {"k": 2, "drafts": 2},
+    "specinfer": {"k": 2, "drafts": 2},
 }
 
 
 def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
-    method = methods.find(name)
-    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed)  # type: ignore[arg-type]
+    method = methods.find(name.partition(":")[0])
+    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER)  # type: ignore[arg-type]
     run = methods.make_run(
         method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
@@ -108,6 +120,15 @@ def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
     sampling = WARPS[warp]
     counts = Counter(decode(name, SETTINGS[name], sampling, seed) for seed in range(RUNS))
     assert p_value(counts, expected(sampling)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("beam", ["greedy", "sample"])
+def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: str) -> None:
+    """MTAD, section 5.2.2: all drafts are refused, and what is left is the target's own tokens."""
+    settings = {"tau": 1, "k": 2, "beams": 3, "beam": beam}
+    counts = Counter(decode("mtad", settings, WARPS[warp], seed) for seed in range(RUNS))
+    assert p_value(counts, expected(WARPS[warp])) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -161,11 +182,12 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
-    method = methods.find(name)
+    method = methods.find(name.partition(":")[0])
     sessions = Session(target, 64), Session(draft, 64)
+    worker = ThreadWorker(sessions[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed)
+        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker)
         made = methods.make_run(
             method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
         )

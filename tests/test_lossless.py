@@ -9,6 +9,7 @@ from itertools import combinations, product
 import pytest
 from families import FAMILIES, plain
 
+from specgen.methods import parse_pairs
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
@@ -22,6 +23,11 @@ LENGTH_SETTING = {
     "svip": "max_draft",
     "beta-ts": "max_draft",
     "lookup": "k",
+    "pearl": "window",
+    "pearl:pre_verify=false": "window",
+    "pearl:post_verify=false": "window",
+    "spectr": "k",
+    "specinfer": "k",
 }
 COUNT = 40
 AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
@@ -51,11 +57,14 @@ def prompt(seed: int) -> list[int]:
 
 def check(pair: Pair, method: str, length: int) -> None:
     setting = LENGTH_SETTING[method]
-    settings = {} if setting is None else {setting: length}
+    name, *fixed = method.split(":")
+    settings: dict[str, object] = dict(parse_pairs(fixed))
+    if setting is not None:
+        settings[setting] = length
     for seed in (length, length + 100):  # the second run finds the first one's caches
         ids = prompt(seed)
         expected = plain(pair.target.model, ids, COUNT)
-        result = pair.generate(ids, method, SamplingParams(max_new_tokens=COUNT), **settings)
+        result = pair.generate(ids, name, SamplingParams(max_new_tokens=COUNT), **settings)
         assert result.token_ids == expected
         assert [token for round_ in result.rounds for token in round_.token_ids] == expected
         assert result.summary["finish_reason"] == ("eos" if expected[-1] in pair.target.eos_ids else "length")
@@ -103,7 +112,9 @@ def test_any_policy_runs_on_any_drafter_that_feeds_it(pair_of: Callable[[str, st
     ids = prompt(11)
     expected = plain(pair.target.model, ids, COUNT)
     combinations_ = [("sd", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
+    combinations_ += [("pearl", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
     combinations_ += [("lookup", p) for p in ("fixed", "heuristic", "beta-ts")]
     for method, policy in combinations_:
-        result = pair.generate(ids, method, SamplingParams(max_new_tokens=COUNT), policy=policy)
+        window = {"window": 6} if method == "pearl" else {}
+        result = pair.generate(ids, method, SamplingParams(max_new_tokens=COUNT), policy=policy, **window)
         assert result.token_ids == expected, (method, policy)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen.errors import SpecgenError
+from specgen.methods import METHODS
 from specgen.models.devices import pick_device, pick_dtype, pick_threads
 from specgen.models.load import _context_limits
 from specgen.models.tokenizer import Detokenizer
@@ -31,7 +32,7 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda penalty: "+".join(penalty))
-@pytest.mark.parametrize("method", ["ar", "sd", "svip", "lookup"])
+@pytest.mark.parametrize("method", ["ar", "sd", "svip", "lookup", "specinfer"])
 def test_penalties_are_applied_as_transformers_does(models_folder: Path, penalty: dict[str, Any], method: str) -> None:
     folder = models_folder / "penalties" / "+".join(penalty)
     if not folder.exists():
@@ -202,9 +203,11 @@ def test_penalties_and_padded_vocabularies_go_together(tmp_path: Path, draft_voc
     penalties = {"bad_words_ids": [[5], [VOCAB - 1]], "repetition_penalty": 1.2, "suppress_tokens": [VOCAB - 2]}
     target.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalties)
     pair = specgen.load(save(target, tmp_path / "t"), save(draft, tmp_path / "d"), device="cpu", dtype="float32")
-    result = pair.generate([1, 5, 6], "sd", SamplingParams(max_new_tokens=30, temperature=temperature, seed=1))
-    if not temperature:
-        assert result.token_ids == plain(target, [1, 5, 6], 30)
+    for method in ("sd", "spectr", "specinfer", "mtad", "bild"):
+        result = pair.generate([1, 5, 6], method, SamplingParams(max_new_tokens=30, temperature=temperature, seed=1))
+        assert not {5, VOCAB - 1, VOCAB - 2} & set(result.token_ids)
+        if not temperature and METHODS[method].lossless:
+            assert result.token_ids == plain(target, [1, 5, 6], 30)
 
 
 def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_refused(tmp_path: Path) -> None:

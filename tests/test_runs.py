@@ -20,7 +20,7 @@ from specgen.methods import METHODS
 from specgen.pair import Pair
 from specgen.types import Context, Round, SamplingParams
 
-METHOD_NAMES = tuple(SETTINGS)
+METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
 LENGTH_SETTINGS = {
     "sd": "k",
     "heuristic": "k",
@@ -28,7 +28,11 @@ LENGTH_SETTINGS = {
     "confidence": "max_draft",
     "svip": "max_draft",
     "beta-ts": "max_draft",
+    "spectr": "k",
+    "specinfer": "k",
+    "pearl": "window",
 }
+LOSSY = {"mtad", "bild"}
 
 
 @settings(max_examples=200, deadline=None)
@@ -187,7 +191,8 @@ def test_rounds_keep_no_tensors(pair_of: Callable[[str, str], Pair]) -> None:
 
 
 def test_the_python_interface(demo_pair: Pair) -> None:
-    assert set(specgen.METHODS) == set(METHODS) == set(METHOD_NAMES)
+    assert set(specgen.METHODS) == set(METHODS) == {*METHOD_NAMES, *LOSSY}
+    assert {name for name, method in METHODS.items() if not method.lossless} == LOSSY
     with specgen.load() as pair:
         rounds = list(pair.rounds("User: Hi\nAssistant:", method="sd", sampling=SamplingParams(max_new_tokens=12), k="3"))
         assert all(isinstance(round_, Round) for round_ in rounds)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from specgen.bench.energy import Energy
 from specgen.bench.summary import Summary
 from specgen.types import Draft, Round, Verdict
 from specgen.ui import theme
@@ -119,6 +123,15 @@ def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
     assert lines[-1].endswith("limit 5")
 
 
+def test_a_trees_branches_stand_by_their_fate() -> None:
+    draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
+    refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
+    accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
+    lines = rounds_at(100, refused, accepted)
+    assert lines[0].split()[2:] == ["starts", "with", "✗3", "✗packs", "pencils.", "→", "baskets", "limit", "3"]
+    assert lines[1].split()[2:] == ["pencils.", "starts", "with", "3", "packs", "⊕", "baskets", "limit", "3"]
+
+
 def test_tokens_keep_their_styles() -> None:
     out = io.StringIO()
     console = Console(
@@ -158,6 +171,73 @@ def a_summary() -> Summary:
 )
 def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> None:
     assert footer(a_summary(), notes, width).plain == line
+
+
+def a_parallel_summary() -> Summary:
+    """Two rejections after 30 accepted tokens, waiting for the draft for a tenth of the time."""
+    summary = Summary("pearl")
+    seconds = {"prefill": 0.0, "draft": 0.1, "verify": 0.85, "sample": 0.03, "other": 0.02}
+    first = a_round(1, [1] * 20, 18, 1, "correction", seconds=seconds)
+    summary.add(a_round(0, (), 0, 1))
+    summary.add(replace(first, mode="pre-verify"))
+    summary.add(replace(a_round(2, [1] * 20, 12, 1, "correction"), mode="post-verify"))
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (
+            140,
+            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 tokens a pass  runs of 15.0"
+            "  10% waiting for the draft, 85% verifying",
+        ),
+        (
+            100,
+            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass  runs of 15.0",
+        ),
+        (90, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass"),
+        (60, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s"),
+        (40, "pearl (window 8, c 8.2)  33 tokens"),
+    ],
+)
+def test_pearls_footer_says_what_it_waited_for(width: int, line: str) -> None:
+    """Its tokens until a rejection (PEARL, Table 4) are another figure than those a pass."""
+    summary = a_parallel_summary()
+    assert footer(summary, ["window 8, c 8.2"], width).plain == line
+    assert summary.as_dict("", "length")["mean_accepted_run"] == 15
+    assert summary.block_efficiency == 11
+
+
+def test_pearls_rounds_are_named_as_in_its_figure() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=90, theme=theme.theme("mono"))
+    view = RoundsView(console, text_of, {0}, 3, parallel=True, window="window 4: c 4.2")
+    view.legend()
+    view.show(a_round(0, (), 0, 10))
+    view.show(replace(a_round(1, (1,), 1, None, None, "window 4, 3 ahead"), mode="pre-verify"))
+    view.show(replace(a_round(2, (2, 3, 4, 5, 6, 7, 8), 3, 9, "correction", "window 4"), mode="post-verify"))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[1] == "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
+    assert lines[2] == "window 4: c 4.2"
+    assert [len(line) for line in lines[3:]] == [90] * 3, "reasons stand at the right"
+    assert [re.split("  {2,}", line.strip()) for line in lines[3:]] == [
+        ["0", "Hello", "prompt, 3 tokens"],
+        ["1  pre", "1/1  starts", "window 4, 3 ahead"],
+        ["2  post", "3/7  with 24 pencils✗. 3 packs of → baskets", "window 4"],
+    ]
+
+
+def test_a_footer_tells_what_was_measured() -> None:
+    summary = a_summary()
+    summary.add_log_likelihood(-51 * math.log(2.5))
+    summary.add_energy(Energy("RAPL package-0", 102.0, 12.34, 0.9))
+    line = footer(summary, ["lossy"], 120).plain
+    assert line.startswith("svip (lossy)  51 tokens  58.0 tokens/s  perplexity 2.50  2 J/token above 12.3 W idle  81% accepted")
+    assert footer(summary, [], 80).plain == "51 tokens  58.0 tokens/s  perplexity 2.50  2 J/token above 12.3 W idle"
+    summary.add_energy(Energy("unavailable", reason="no counter"))
+    assert summary.joules_per_token is None
+    assert "J/token" not in footer(summary, [], 120).plain
 
 
 def test_without_colours_the_footer_counts_the_targets_own_tokens() -> None:

@@ -38,6 +38,20 @@ def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], v
     assert Greedy().verify(draft, rows(*choices)) == verdict
 
 
+@pytest.mark.parametrize(
+    ("draft", "choices", "verdict"),
+    [
+        (chain(1, 2), (1, 2), Verdict((0, 1), None, None)),
+        (chain(1, 2), (1, 5), Verdict((0,), 5, "correction")),
+        (chain(1), (4,), Verdict((), 4, "correction")),
+    ],
+)
+def test_without_a_row_behind_the_draft_there_is_no_bonus(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
+    """PEARL judges with the last row the first token of the next draft."""
+    assert Greedy().verify(draft, rows(*choices)) == verdict
+    assert sampler(top_k=1).verify(draft, rows(*choices)) == verdict
+
+
 def test_greedy_takes_any_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert Greedy().verify(chain(1), Rows(rows(1, 4).logits.to(dtype))) == Verdict((0,), 4, "bonus")

@@ -42,9 +42,10 @@ def versions() -> dict[str, str]:
     return {"specgen": specgen.__version__, "python": platform.python_version(), **named}
 
 
-def round_line(round_: Round, text_of: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record: bool = False) -> dict[str, Any]:
+    """`record` adds how far draft and target agree at each drafted token, null where nobody can tell."""
     draft, verdict = round_.draft, round_.verdict
-    return {
+    line = {
         "type": "round",
         "index": round_.index,
         "mode": round_.mode,
@@ -61,6 +62,11 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str]) -> dict[s
         "policy": round_.policy_state,
         "seconds": dict(round_.seconds),
     }
+    if record:
+        unknown = [None] * len(draft.tokens)
+        line["overlap"] = unknown if verdict.agreement is None else list(verdict.agreement.overlap)
+        line["kl"] = unknown if verdict.agreement is None else list(verdict.agreement.kl)
+    return line
 
 
 def summary_line(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,28 +78,34 @@ def dumps(line: Mapping[str, Any]) -> str:
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a trace that cannot be written before anything is loaded. Raises SpecgenError; an old file is left as it is."""
+def check_writable(path: Path, what: str = "trace") -> None:
+    """Refuse a file that cannot be written before anything is loaded. Raises SpecgenError; an old file is left as it is."""
     folder = path.parent
     try:
         is_folder, is_there = path.is_dir(), path.exists()
     except OSError as error:
-        raise SpecgenError(f"cannot write the trace: {error.strerror}", "Name another file") from error
+        raise SpecgenError(f"cannot write the {what}: {error.strerror}", "Name another file") from error
     if is_folder:
-        raise SpecgenError(f"cannot write the trace {path}: it is a folder", "Name a file in it")
+        raise SpecgenError(f"cannot write the {what} {path}: it is a folder", "Name a file in it")
     if not folder.is_dir():
-        raise SpecgenError(f"cannot write the trace {path}: there is no folder {folder}", "Make it first, or name another")
+        raise SpecgenError(f"cannot write the {what} {path}: there is no folder {folder}", "Make it first, or name another")
     if not os.access(path if is_there else folder, os.W_OK):
-        raise SpecgenError(f"cannot write the trace {path}: permission denied", "Name another file")
+        raise SpecgenError(f"cannot write the {what} {path}: permission denied", "Name another file")
 
 
 class TraceFile:
-    """JSON lines on disk, each written whole as it comes: what an interruption leaves is complete lines."""
+    """JSON lines on disk, each written whole as it comes: what an interruption leaves is complete lines.
 
-    def __init__(self, path: Path) -> None:
+    `keep` writes on behind so many bytes of a file that is there.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
         self._path = path
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = path.open("wb" if keep is None else "r+b", buffering=0)
+            if keep is not None:
+                self._file.truncate(keep)
+                self._file.seek(keep)
         except OSError as error:
             raise SpecgenError(f"cannot write the trace {path}: {error.strerror}", "Name another file") from error
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from specgen.cli.compare import compare
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.reporting import INTERRUPTED, usage_error
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command("generate")(generate)
+app.command("compare")(compare)
 app.command("inspect")(inspect)
 
 

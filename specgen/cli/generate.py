@@ -29,6 +29,7 @@ class Request:
     sampling: SamplingParams
     chat: bool
     system: str | None
+    record: bool
 
 
 @reported
@@ -57,6 +58,9 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     rounds: options.Rounds = False,
     trace: options.Trace = None,
+    perplexity: options.Perplexity = False,
+    energy: options.Energy = False,
+    record: options.Record = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
@@ -74,11 +78,15 @@ def generate(
     chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
-    request = _check(prompt, chosen, methods.parse_pairs(settings or []), sampling, chat, system)
+    recorded = options.recorded(record)
+    if recorded and trace is None and not json:
+        raise SpecgenError("--record distributions stands without a record", "Name one: --trace FILE.jsonl, or --json")
+    request = _check(prompt, chosen, methods.parse_pairs(settings or []), sampling, chat, system, recorded)
     if trace is not None:
         check_writable(trace)
-    with open_pair(models, theme.console(stderr=True, no_color=no_color), quiet=quiet) as pair:
-        return _run(pair, request, Output(rounds, json, trace, quiet, no_color))
+    err = theme.console(stderr=True, no_color=no_color)
+    with open_pair(models, err, quiet=quiet, parallel=chosen.schedule == "parallel") as pair:
+        return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy))
 
 
 def _check(
@@ -88,6 +96,7 @@ def _check(
     sampling: SamplingParams,
     chat: bool,
     system: str | None,
+    record: bool,
 ) -> Request:
     methods.resolve(method, settings)
     if system is not None and not chat:
@@ -98,7 +107,7 @@ def _check(
     text = _standard_input(asked_for=prompt == "-") if prompt in (None, "-") else str(prompt)
     if not text.strip():
         raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-    return Request(text, method.name, settings, sampling, chat, system)
+    return Request(text, method.name, settings, sampling, chat, system, record)
 
 
 def _is_utf8(argument: str) -> bool:
@@ -122,9 +131,14 @@ def _standard_input(*, asked_for: bool) -> str:
 def _run(pair: Pair, request: Request, output: Output) -> int | None:
     from specgen.cli.interrupts import Interrupts
     from specgen.cli.output import Sink
+    from specgen.ui import theme
+    from specgen.ui.progress import LoadingLine
 
     prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
-    plan = pair.plan(prompt, request.method, request.sampling, **request.settings)
+    silent = output.quiet or methods.find(request.method).schedule != "parallel"  # only there is something to wait for
+    with LoadingLine(theme.console(stderr=True, no_color=output.no_color), quiet=silent) as loading:
+        loading.still("getting ready")
+        plan = pair.plan(prompt, request.method, request.sampling, record=request.record, **request.settings)
     interrupted = False
     with closing(Sink(pair, plan, output)) as sink, Interrupts() as interrupts:
         try:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from specgen.errors import SpecgenError
 from specgen.ui.progress import LoadingLine
+from specgen.workers.process import DraftProcess, is_possible
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
@@ -34,6 +37,14 @@ class ModelOptions:
         """Whether a draft model will be there: one is named, or the bundled pair brings it."""
         return self.draft is not None or self.target is None
 
+    @property
+    def probably_on_cpu(self) -> bool:
+        """A guess, before torch can be asked; a wrong one costs time alone."""
+        named = {self.device, self.draft_device or self.device}
+        if named <= {"cpu"}:
+            return True
+        return named <= {"cpu", "auto"} and sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
             raise SpecgenError(f"--draft {self.draft} stands without --target", "Name the target too: --target MODEL")
@@ -43,11 +54,15 @@ class ModelOptions:
             raise SpecgenError("--revision stands without --target", "Name the target too: --target MODEL")
 
 
-def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
-    """Load the models, with a spinner while it takes. What is heavy is imported here."""
+def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False) -> Pair:
+    """Load the models, with a spinner while it takes. What is heavy is imported here.
+
+    For a `parallel` method the draft's process is started before that, so that both get ready side by side.
+    """
     if quiet or not err.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
     with LoadingLine(err, quiet=quiet) as loading:
+        process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.pair import load
 
         pair = load(
@@ -61,6 +76,7 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool) -> Pair:
             trust_remote_code=models.trust_remote_code,
             offline=models.offline,
             announce=loading.announce,
+            process=process,
         )
         loading.still("warming up")
         pair.settle()

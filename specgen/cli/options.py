@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specgen.errors import SpecgenError
+
 _MODELS, _SAMPLING, _OUTPUT = "Models", "Sampling and limits", "Output"
 
 Prompt = Annotated[
@@ -77,6 +79,55 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end: for measuring.", rich_help_panel=_SAMPLING)]
 
+CompareMethods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--methods",
+        "-m",
+        metavar="LIST",
+        help="Methods between commas, settings behind the name: svip,sd:k=8,lookup:policy=beta-ts. "
+        "all (the default) is every method; transformers and transformers-assisted are rivals to check us against.",
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML as examples.yaml (the default), JSONL with prompt, or Spec-Bench's question.jsonl."),
+]
+Category = Annotated[str | None, typer.Option(metavar="NAME", help="The prompts of this category alone.")]
+Limit = Annotated[int | None, typer.Option(metavar="N", help="So many prompts, taken from each category in turn.")]
+Turns = Annotated[bool, typer.Option("--turns", help="All turns of a question, behind plain decoding's answers; else the first.")]
+CompareChat = Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")]
+Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each prompt; the median counts.")]
+ByCategory = Annotated[bool, typer.Option("--by-category", help="A row for each category too.", rich_help_panel=_OUTPUT)]
+Phases = Annotated[
+    bool, typer.Option("--phases", help="Where the time goes: drafting, verifying, sampling.", rich_help_panel=_OUTPUT)
+]
+Predict = Annotated[
+    bool,
+    typer.Option(
+        "--predict", help="What theory says beside what was measured: EESD's Eq. 14, pass costs.", rich_help_panel=_OUTPUT
+    ),
+]
+Record = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--record",
+        metavar="distributions",
+        help="In the trace, how far draft and target agree at each drafted token (overlap, KL). Takes time.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.jsonl", help="Go on from an interrupted comparison's trace, and in it.", rich_help_panel=_OUTPUT),
+]
+Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, for pandas.", rich_help_panel=_OUTPUT)]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="One page with all of it, an example of each method too.", rich_help_panel=_OUTPUT),
+]
+Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="The table as a picture, for a README.", rich_help_panel=_OUTPUT)]
+
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE.jsonl", help="Record every round as JSON lines.", rich_help_panel=_OUTPUT)
 ]
@@ -84,5 +135,22 @@ Json = Annotated[bool, typer.Option("--json", help="JSON lines on standard outpu
 Rounds = Annotated[
     bool, typer.Option("--rounds", help="Show each round: accepted, rejected, discarded.", rich_help_panel=_OUTPUT)
 ]
+Perplexity = Annotated[
+    bool,
+    typer.Option(
+        "--perplexity", help="The answer's perplexity under the target; lossy methods show it anyway.", rich_help_panel=_OUTPUT
+    ),
+]
+Energy = Annotated[
+    bool, typer.Option("--energy", help="Joules a token above idle, where there are counters.", rich_help_panel=_OUTPUT)
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no footer.", rich_help_panel=_OUTPUT)]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Attributes instead of colours.", rich_help_panel=_OUTPUT)]
+
+
+def recorded(wanted: list[str] | None) -> bool:
+    """Whether `--record` asks for the distributions' figures. Raises SpecgenError for anything else it may ask for."""
+    for name in wanted or []:
+        if name != "distributions":
+            raise SpecgenError(f"--record is {name!r}", "There is --record distributions")
+    return bool(wanted)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.bench import trace as traces
+from specgen.bench.energy import meter_for
 from specgen.bench.summary import Summary
 from specgen.bench.trace import check_writable
 from specgen.types import Round
@@ -33,6 +34,8 @@ class Output:
     trace: Path | None = None
     quiet: bool = False
     no_color: bool = False
+    perplexity: bool = False
+    energy: bool = False
 
 
 class Sink:
@@ -47,22 +50,28 @@ class Sink:
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer stands below them
         self._trace = traces.TraceFile(output.trace) if output.trace is not None else None
+        self._meter = meter_for(pair.devices(plan.method)) if output.energy else None
         self._rounds: RoundsView | None = None
         if output.rounds:
             eos_ids = pair.target.eos_ids
-            self._rounds = RoundsView(self._err, pair.tokenizer.text_of, eos_ids, len(plan.prompt_ids))
+            parallel = plan.method.schedule == "parallel"
+            self._rounds = RoundsView(
+                self._err, pair.tokenizer.text_of, eos_ids, len(plan.prompt_ids), parallel=parallel, window=_window(plan)
+            )
 
     def start(self) -> None:
         if self._records:
             self._line(traces.start_line(self._pair, self._plan))
         if self._rounds is not None:
             self._rounds.legend()
+        if self._meter is not None:
+            self._meter.start()
 
     def add(self, round_: Round) -> None:
         self._summary.add(round_)
         pieces = self._answer.add(round_)
         if self._records:  # before what may wait for a reader: an interruption there leaves a record that agrees with the summary
-            self._line(traces.round_line(round_, self._pair.tokenizer.text_of))
+            self._line(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._plan.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
@@ -79,6 +88,11 @@ class Sink:
 
     def finish(self, finish_reason: str) -> None:
         """The summary, to whoever wants one."""
+        if self._meter is not None:
+            self._summary.add_energy(self._meter.stop())
+        if self._output.perplexity or not self._plan.method.lossless:
+            token_ids = self._summary.token_ids
+            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.prompt_ids, token_ids))
         if self._records:
             self._line(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
         if self._output.quiet:
@@ -116,10 +130,29 @@ class Sink:
         notes = []
         if not self._plan.method.lossless:
             notes.append("lossy")
+        if self._plan.costs is not None:
+            notes.append(f"window {self._plan.costs.window.size}, c {self._plan.costs.ratio:.1f}")
+        elif "window" in self._plan.settings.values:
+            notes.append(f"window {self._plan.settings.values['window']}")
         if self._plan.method.name == "lookup" and self._pair.draft is None:
             notes.append("no draft model")
         if self._plan.context_ends and finish_reason == "length":
             notes.append(f"the context of {len(self._plan.run.context):,} tokens is full")
+        energy = self._summary.energy
+        if energy is not None and energy.joules is None:
+            notes.append(f"energy unavailable: {energy.reason}")
         if finish_reason == "interrupted":
             notes.append("interrupted")
         return notes
+
+
+def _window(plan: Plan) -> str:
+    """How PEARL's window was found, in words; nothing where it was set."""
+    costs = plan.costs
+    if costs is None:
+        return ""
+    first = f"; {costs.window.first} beside a pass over one" if costs.window.first != costs.window.size else ""
+    return (
+        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.1f} ms, "
+        f"a draft pass {costs.draft_pass * 1e3:.1f} ms, c {costs.ratio:.1f}{first}"
+    )

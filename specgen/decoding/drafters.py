@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from specgen.decoding import sampling as distributions
 from specgen.decoding.policies import Feeds, LengthPolicy, Step
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams
 
@@ -33,30 +33,43 @@ class DraftModel:
     context is drafted for that holds a token unknown to the draft.
     """
 
-    def __init__(self, session: Session, sampling: SamplingParams, eos_ids: Collection[int], vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        seed: int,
+        *,
+        keep_logits: bool = False,
+    ) -> None:
         self._session = session
+        self._keep_logits = keep_logits
         self._sampling = sampling
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._generator = distributions.generator(session.device, seed)
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = min(limit, self._session.context_limit - len(context))
+    def propose(self, context: Context, policy: LengthPolicy, limit: int, pending: Sequence[int] = ()) -> Draft:
+        """`pending` are tokens drafted before, not judged yet, that stand between the context and the new ones."""
+        tokens = list(pending)
+        limit = min(limit, self._session.context_limit - len(context) - len(tokens))
         if limit < 1 or context.largest_id >= self._session.known_ids:
             return Draft()
         chain = _Chain(self._sampling, self._generator, policy.needs)
         reason = "length"
         while len(chain.tokens) < limit:
-            rows = self._session.logits(context, chain.tokens, start=len(chain.tokens))
+            rows = self._session.logits(context, tokens, start=len(tokens))
             step = chain.append(rows.logits[0, : self._vocab_size])
+            tokens.append(chain.tokens[-1])
             if chain.tokens[-1] in self._eos_ids:
                 reason = "eos"
                 break
             if not policy.keep_drafting(step):
                 reason = policy.reason
                 break
-        return chain.draft(reason, self._vocab_size)
+        return chain.draft(reason, self._vocab_size, keep_logits=self._keep_logits)
 
 
 class _Chain:
@@ -94,7 +107,7 @@ class _Chain:
         self.tokens.append(_sound(int(chosen), step.entropy))
         return step
 
-    def draft(self, reason: str, vocab_size: int) -> Draft:
+    def draft(self, reason: str, vocab_size: int, *, keep_logits: bool) -> Draft:
         """The whole draft; `probs` padded with zeros to the target's vocabulary."""
         figures = self._figures
         if not figures:
@@ -107,15 +120,14 @@ class _Chain:
             probs = torch.stack(self._probs)
             if probs.shape[-1] < vocab_size:
                 probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[-1]))
-        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason)
+        logits = torch.stack(self._rows) if keep_logits else None
+        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason, logits=logits)
 
 
 def _sound(token: int, figure: float = 0.0) -> int:
     """The token, unless it or the figure that came with it says that the row held a NaN."""
     if token < 0 or math.isnan(figure):
-        raise RunError(
-            "the draft model's logits hold NaN", "Its weights are damaged, or the dtype is too narrow: try --dtype float32"
-        )
+        raise nan_logits("draft")
     return token
 
 

@@ -62,6 +62,22 @@ class Fixed:
         return None
 
 
+class Always:
+    """Never ends a draft: its limit stands elsewhere, as PEARL's window does."""
+
+    needs: ClassVar[Feeds] = frozenset()
+    reason = ""
+
+    def keep_drafting(self, step: Step) -> bool:
+        return True
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+    def state(self) -> None:
+        return None
+
+
 class Heuristic:
     """Transformers' schedule: two more after a draft that was accepted whole, one less otherwise, never below one."""
 

@@ -92,9 +92,13 @@ class Run:
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)
 
-    def commit(self, mode: Mode, draft: Draft, verdict: Verdict) -> Round:
-        """Append what the verdict accepts, up to where the output ends; tell the policy; close the round."""
-        drafted, accepted = len(draft.tokens), len(verdict.path)
+    def commit(self, mode: Mode, draft: Draft, verdict: Verdict, ahead: int = 0) -> Round:
+        """Append what the verdict accepts, up to where the output ends; tell the policy; close the round.
+
+        The last `ahead` tokens of a chain were not judged yet: where all others stand and the run goes on, they are left out of
+        the round, since a later one tells what became of them.
+        """
+        drafted, accepted = len(draft.tokens) - ahead, len(verdict.path)
         verdict = self._cut(draft, verdict)
         tokens = [draft.tokens[node] for node in verdict.path]
         if verdict.token is not None:
@@ -103,7 +107,10 @@ class Run:
         self.policy.observe(drafted, accepted)
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
-        shown = draft if draft.probs is None else replace(draft, probs=None)  # a kept round keeps no tensors alive
+        if ahead and verdict.token is None and self.finish_reason is None:
+            draft = replace(draft.part(0, drafted), stop_reason=f"{draft.stop_reason}, {ahead} ahead")
+        held = draft.probs is not None or draft.logits is not None
+        shown = replace(draft, probs=None, logits=None) if held else draft  # a kept round keeps no tensors alive
         round_ = Round(self._index, mode, shown, verdict, self.clock.seconds(), self.policy.state())
         self._index += 1
         return round_
@@ -112,7 +119,7 @@ class Run:
         """The verdict up to the token that ends the output: an end-of-sequence, or the last one of a stop text."""
         for place, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
-                return Verdict(verdict.path[: place + 1], None, None)
+                return Verdict(verdict.path[: place + 1], None, None, verdict.agreement)
         if verdict.token is not None:
             self._ends(verdict.token)
         return verdict

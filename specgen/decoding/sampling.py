@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isnan
 
 import torch
@@ -39,17 +40,31 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token from the distribution [vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
+    """One token from each distribution [..., vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
 
     By inversion, in float64 where the device has it: the rounding of a sum over a vocabulary stays far below any sample's reach.
     torch.multinomial draws as many random numbers as there are tokens, and its checks would stop a GPU.
     """
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     cumulative = probs.cumsum(dim=-1, dtype=exact)
-    total = cumulative[-1:]
-    point = torch.rand(1, dtype=exact, device=probs.device, generator=generator) * total
+    total = cumulative[..., -1:]
+    point = torch.rand(total.shape, dtype=exact, device=probs.device, generator=generator) * total
     token = torch.searchsorted(cumulative, point, right=True).clamp_max_(probs.shape[-1] - 1)
-    return token.masked_fill_(~(total > 0), -1)[0]
+    return token.masked_fill_(~(total > 0), -1)[..., 0]
+
+
+def choose(row: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
+    """One token from the logits [vocabulary]: the likeliest, or drawn after warping; -1 where they hold a NaN."""
+    if not sampling.greedy:
+        return draw(warp(row, sampling), generator)
+    value, token = row.max(dim=-1)
+    return token.masked_fill(value.isnan(), -1)
+
+
+def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
+    """How joint likelihoods are warped: as tokens are, but at temperature 1 in greedy decoding, where one-hot likelihoods would
+    leave nothing of them but the comparison with the target's argmax."""
+    return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
 def best(logits: torch.Tensor) -> list[int]:
@@ -70,6 +85,20 @@ def figures(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
     return torch.linalg.vecdot(log_probs.exp(), log_probs), log_probs.amax(dim=-1)
+
+
+def agreement(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
+    """For each row the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [rows, vocabulary], unwarped.
+
+    A draft that knows fewer tokens gives the others the probability 0. Where p is 0 and q is not, the divergence is cut at 1e30.
+    """
+    p = target.float().log_softmax(dim=-1)
+    q = draft.to(target.device).float().log_softmax(dim=-1)
+    q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]), value=-torch.inf)
+    overlap = torch.minimum(p, q).exp().sum(dim=-1)
+    kl = (q.exp() * (q.clamp_min(-1e30) - p.clamp_min(-1e30))).sum(dim=-1)
+    both: list[list[float]] = torch.stack((overlap.clamp(0, 1), kl.clamp(0, 1e30))).tolist()
+    return both[0], both[1]
 
 
 def to_host(*values: torch.Tensor) -> list[float]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from specgen.decoding import sampling as distributions
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 from specgen.inference import inference
-from specgen.types import Draft, SamplingParams, Source, Verdict
+from specgen.types import Agreement, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
     from specgen.models.session import Rows
@@ -21,7 +22,10 @@ class Verifier(Protocol):
     lossless: ClassVar[bool]
 
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1)."""
+        """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1).
+
+        The row behind a chain's last token may be missing: a draft that is accepted whole then gets no token of the target's.
+        """
         ...
 
 
@@ -40,6 +44,8 @@ class Greedy:
             if draft.parents[child] == node and draft.tokens[child] == token:
                 path.append(child)
                 node = child
+                if child + 1 == len(choices):
+                    return Verdict(tuple(path))
                 token = _sound(choices[child + 1])
         return Verdict(tuple(path), token, _source(draft, len(path), node))
 
@@ -70,20 +76,41 @@ class RejectionSampling:
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         # the draft's row behind the last token is zero, so that the residual there is the target's own distribution: the bonus
-        row = target_probs.index_select(0, accepted[None])[0]
-        residual = (row - draft_probs.index_select(0, accepted[None])[0]).clamp_min_(0)
+        place = accepted.clamp_max(target_probs.shape[0] - 1)[None]
+        row = target_probs.index_select(0, place)[0]
+        residual = (row - draft_probs.index_select(0, place)[0]).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p and q are the same
         token = distributions.draw(residual, self._generator)  # a NaN refuses its token, and so arrives here
         count, own = torch.stack((accepted, token)).tolist()
+        if count == target_probs.shape[0]:
+            return Verdict(tuple(range(count)))
         return Verdict(tuple(range(count)), _sound(own), "bonus" if count == length else "correction")
 
     def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-        """q [drafted + 1, vocabulary], its last row zero."""
+        """q, as many rows as `target_probs` [drafted or drafted + 1, vocabulary] has: behind the draft's last token, zeros."""
+        length = len(draft.tokens)
         if draft.probs is None:
             one_hot = torch.zeros_like(target_probs)
-            one_hot[:-1].scatter_(1, tokens[:, None], 1.0)
+            one_hot[:length].scatter_(1, tokens[:, None], 1.0)
             return one_hot
-        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, 1))
+        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
+
+
+class Recording:
+    """Another verifier, and for the record how far both distributions agree at each drafted token of a chain."""
+
+    lossless: ClassVar[bool] = True  # it judges nothing itself
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    @inference
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        verdict = self._verifier.verify(draft, rows)
+        if draft.logits is None or not isinstance(draft.parents, range):
+            return verdict
+        overlap, kl = distributions.agreement(rows.logits[: len(draft.tokens)], draft.logits)
+        return replace(verdict, agreement=Agreement(overlap, kl))
 
 
 def _source(draft: Draft, accepted: int, last: int) -> Source | None:
@@ -94,8 +121,5 @@ def _source(draft: Draft, accepted: int, last: int) -> Source | None:
 
 def _sound(token: int) -> int:
     if token < 0:
-        raise RunError(
-            "the target model's logits hold NaN",
-            "Its weights are damaged, or the dtype is too narrow: try --dtype float32",
-        )
+        raise nan_logits("target")
     return token

@@ -17,6 +17,7 @@ from specgen.errors import SpecgenError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LONG = 2.0  # seconds: work that takes longer is not worth timing again and again
 WORTH_A_THREAD = 1.2  # more threads have to be this much faster
+_MOST_THREADS = torch.get_num_threads()  # before anything chose another number
 WORTH_NARROWING = 1.3  # a narrower dtype has to be this much faster on a CPU, so that noise never changes the choice
 
 
@@ -54,8 +55,8 @@ def _cuda(device: torch.device) -> torch.device:
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """What waits for the device, None on a CPU."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
+    if device.type == "cuda":  # the stream alone: a draft may be at work on another
+        return lambda: torch.cuda.current_stream(device).synchronize()
     return torch.mps.synchronize if device.type == "mps" else None
 
 
@@ -121,6 +122,12 @@ def pick_threads(work: Callable[[], object]) -> None:
                 return
     fastest = min(best.values())
     torch.set_num_threads(next(threads for threads in candidates if best[threads] <= WORTH_A_THREAD * fastest))
+
+
+def split_threads() -> tuple[int, int]:
+    """How many threads the target and the draft get where both run on the processor at the same time."""
+    draft = max(1, _MOST_THREADS // 4)
+    return max(1, _MOST_THREADS - draft), draft
 
 
 def _free_memory() -> float:

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specgen.errors import RunError, SpecgenError
-from specgen.models.devices import pick_dtype
 from specgen.models.hub import model_folder
 from specgen.models.penalties import Penalties, asks_for_penalties
 from specgen.models.selfcheck import check_rollback
@@ -68,9 +67,10 @@ class LoadedModel:
     context_limit: int
     rope_boundary: int | None
     has_penalties: bool
+    folder: Path
 
     def session(self, penalties: Penalties | None = None) -> Session:
-        return Session(self.model, self.context_limit, penalties, self.rope_boundary)
+        return new_session(self.model, penalties)
 
     def penalties_on(self, device: torch.device, width: int) -> Penalties | None:
         """What this model's generation config does to logits, for a session on `device`; None where it does nothing."""
@@ -107,21 +107,24 @@ def prepare(source: Source, announce: Callable[[str], None]) -> Prepared:
         return Prepared(source, folder, config, _load_tokenizer(folder, source))
 
 
-def load_model(prepared: Prepared, device: torch.device, dtype: str, announce: Callable[[str], None]) -> LoadedModel:
+def load_model(prepared: Prepared, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
     """Load the weights onto `device`. SpecgenError for damaged weights or other formats, RunError out of memory."""
     name, config = prepared.name, prepared.config
     announce(f"loading {name}")
-    with _quiet_transformers():
-        weights = pick_dtype(dtype, config.get_text_config(), prepared.folder, device)
-        model = _load_weights(prepared.folder, prepared.source, weights, device)
+    model = load_weights(prepared.folder, prepared.source, dtype, device)
     if getattr(type(model), "_is_stateful", False):
         raise _recurrent(name, config.model_type)
     eos_ids = _eos_ids(model, prepared.tokenizer)
     limit, boundary = _context_limits(config.get_text_config())
     has_penalties = asks_for_penalties(model.generation_config, sorted(eos_ids), name)
-    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, has_penalties)
+    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, has_penalties, prepared.folder)
     check_rollback(loaded.session(), model, name)
     return loaded
+
+
+def new_session(model: Any, penalties: Penalties | None = None) -> Session:
+    """A session of a loaded model."""
+    return Session(model, *_context_limits(model.config.get_text_config()), penalties)
 
 
 def _load_config(folder: Path, source: Source) -> Any:
@@ -151,7 +154,8 @@ def _recurrent(name: str, what: str) -> SpecgenError:
     )
 
 
-def _load_weights(folder: Path, source: Source, dtype: torch.dtype, device: torch.device) -> Any:
+def load_weights(folder: Path, source: Source, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model from its folder, nothing checked but that its weights are all there. Errors as `load_model`'s."""
     if not any(folder.glob("*.safetensors")):
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
         found = f" (only {others[0]})" if others else ""
@@ -160,13 +164,14 @@ def _load_weights(folder: Path, source: Source, dtype: torch.dtype, device: torc
             "Other formats can run code when read: convert it to safetensors first",
         )
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=source.trust_remote_code,
-            output_loading_info=True,
-        )
+        with _quiet_transformers():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=source.trust_remote_code,
+                output_loading_info=True,
+            )
         model = model.to(device).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise RunError(

@@ -60,7 +60,7 @@ class Session:
     """
 
     def __init__(
-        self, model: Any, context_limit: int, reshaping: Reshaping | None = None, rope_boundary: int | None = None
+        self, model: Any, context_limit: int, rope_boundary: int | None = None, reshaping: Reshaping | None = None
     ) -> None:
         self.context_limit = context_limit
         self.known_ids: int = model.get_input_embeddings().weight.shape[0]

@@ -36,11 +36,14 @@ class Tokenizer:
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
-    def chat(self, prompt: str, system: str | None) -> list[int]:
-        """The ids of a conversation's first turn in the model's chat template, up to where the answer begins."""
+    def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """The ids of a conversation in the model's chat template, up to where the answer begins. `before` are earlier turns, each
+        with its answer."""
         if not self._tokenizer.chat_template:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         turns = [{"role": "system", "content": system}] if system is not None else []
+        for question, answer in before:
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         turns.append({"role": "user", "content": prompt})
         try:
             text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

@@ -17,6 +17,9 @@ def method_card(console: Console, method: Method) -> None:
     console.print(head)
     if method.any_policy:
         fitting = [name for name, policy in POLICIES.items() if policy.needs <= FEEDS[method.drafter]]
-        console.print(Text(f"  policy={method.policy}").append(f"  one of {', '.join(fitting)}, with its settings", "quiet"))
+        console.print(
+            Text(f"  policy={method.policy or ''}").append(f"  one of {', '.join(fitting)}, with its settings", "quiet")
+        )
     for name, setting in known_settings(method, method.policy).items():
-        console.print(Text(f"  {name}={setting.default}").append(f"  {setting.help}", "quiet"))
+        default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))

@@ -35,10 +35,19 @@ def _versions(summary: Summary, notes: Sequence[str], mono: bool) -> list[list[S
     drafting, verifying = summary.share_of_time("draft"), summary.share_of_time("verify")
     a_pass = [(f"{efficiency:.2f} a pass", "")] if rate is not None else []
     a_pass_long = [(f"{efficiency:.2f} tokens a pass", "")] if rate is not None else []
-    shares = [(f"{drafting:.0%} draft {verifying:.0%} verify", "quiet")] if rate is not None else []
-    shares_long = [(f"{drafting:.0%} drafting, {verifying:.0%} verifying", "quiet")] if rate is not None else []
+    measured = [(f"perplexity {summary.perplexity:.2f}", "")] if summary.perplexity is not None else []
+    if summary.joules_per_token is not None and summary.energy is not None:
+        measured.append((f"{summary.joules_per_token:.3g} J/token above {summary.energy.idle_watts:.3g} W idle", ""))
+    run = summary.mean_accepted_run
+    runs = [(f"runs of {run:.1f}", "")] if summary.parallel and run is not None else []
+    words = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")  # what drafting beside costs
+    shares = [(f"{drafting:.0%} {words[1]} {verifying:.0%} verify", "quiet")] if rate is not None else []
+    shares_long = [(f"{drafting:.0%} {words[0]}, {verifying:.0%} verifying", "quiet")] if rate is not None else []
+    speed += measured
     head = named or name
     return [
+        head + tokens_long + speed + accepted + a_pass_long + runs + shares_long,
+        *([head + tokens + speed + accepted + a_pass + runs + more for more in (shares, [])] if runs else []),
         head + tokens_long + speed + accepted + a_pass_long + shares_long,
         head + tokens_long + speed + accepted + a_pass + shares,
         head + tokens_long + speed + accepted + a_pass if own else head + tokens + speed + accepted + a_pass + shares,

@@ -12,7 +12,7 @@ from rich.text import Text
 from specgen.bench.anatomy import Anatomy, Bin, Bounds, beliefs
 from specgen.types import Round
 from specgen.ui.inspect_page import ENDED, Shown
-from specgen.ui.rounds import RoundsView
+from specgen.ui.rounds import MODES, RoundsView
 from specgen.ui.visible import inline
 
 NARROWEST = 44  # columns that a run needs beside another
@@ -62,7 +62,8 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
     def text_of(ids: Sequence[int]) -> str:
         return "".join(texts[token] for token in ids)
 
-    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]))
+    parallel = any(traced.round.mode in MODES for traced in run.rounds)
+    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel)
     view.legend()
     for traced in run.rounds[:limit]:
         view.show(traced.round)

@@ -14,6 +14,8 @@ from specgen.types import Fate, Round
 from specgen.ui.visible import inline
 
 LEAD = 12  # columns before a round's text: its number and how many were kept
+MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's rounds, in a column of their own
+MODE = 5  # its columns
 NARROW = 80  # below this the reason follows the text
 Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
 _STYLES: Mapping[Kind, str] = {
@@ -84,7 +86,7 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 class RoundsView:
-    """`text_of` turns ids into text for display."""
+    """`text_of` turns ids into text for display. `parallel` rounds are PEARL's, `window` a line that says how it was found."""
 
     def __init__(
         self,
@@ -92,8 +94,13 @@ class RoundsView:
         text_of: Callable[[Sequence[int]], str],
         eos_ids: Collection[int],
         prompt_length: int,
+        *,
+        parallel: bool = False,
+        window: str = "",
     ) -> None:
         self._console, self._text_of, self._eos_ids, self._prompt_length = console, text_of, eos_ids, prompt_length
+        self._parallel, self._window = parallel, window
+        self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
         line = Text()
@@ -105,10 +112,14 @@ class RoundsView:
         key = Text("3/5 accepted of drafted", "quiet")
         if line.cell_len + 3 + key.cell_len <= self._console.width:
             self._console.print(line.append("   ").append_text(key))
-            return
-        for part in (*line.wrap(self._console, self._console.width), key):
-            part.rstrip()
-            self._console.print(part)
+        else:
+            for part in (*line.wrap(self._console, self._console.width), key):
+                part.rstrip()
+                self._console.print(part)
+        if self._parallel:
+            ahead = "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
+            for told in filter(None, (ahead, self._window)):
+                self._console.print(Text(told, "quiet"))
 
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)
@@ -116,19 +127,20 @@ class RoundsView:
         text = self._tokens(round_)
         reason = Text(self._reason(round_), "quiet")
         width = self._console.width
-        column = width - LEAD
+        column = width - self._lead
         if width >= NARROW:
             column -= len(reason) + 2
         else:
             text.append("  ").append_text(reason)
         lines = text.wrap(self._console, max(column, 20))
         lines[0].rstrip()
-        row = Text().append(f"{round_.index:>3}{kept:>7}  ", "quiet").append_text(lines[0])
+        mode = f"  {MODES.get(round_.mode, ''):<{MODE - 2}}" if self._parallel else ""
+        row = Text().append(f"{round_.index:>3}{mode}{kept:>7}  ", "quiet").append_text(lines[0])
         if width >= NARROW and reason:
             row.append(" " * (width - row.cell_len - reason.cell_len)).append_text(reason)
         for line in lines[1:]:
             line.rstrip()
-            row.append("\n" + " " * LEAD).append_text(line)
+            row.append("\n" + " " * self._lead).append_text(line)
         self._console.print(row)
 
     def _reason(self, round_: Round) -> str:

@@ -1,0 +1,116 @@
+"""`specgen compare`: which method, on this pair and these prompts?"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.cli import options
+from specgen.cli.reporting import reported
+from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specgen.bench.prompts import Prompt
+    from specgen.bench.resume import Earlier
+    from specgen.bench.specs import Spec
+    from specgen.cli.comparing import Files, Look
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, checked as far as that can be done without a model."""
+
+    specs: list[Spec]
+    prompts: list[Prompt]
+    repeats: int
+    sampling: SamplingParams
+    chat: bool
+    record: bool
+    perplexity: bool
+    energy: bool
+    look: Look
+    files: Files
+    earlier: Earlier | None  # what a trace that is resumed holds
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise SpecgenError(f"--repeats is {self.repeats}", "It has to be a whole number of at least 1")
+
+
+@reported
+def compare(
+    methods: options.CompareMethods = None,
+    prompts: options.Prompts = None,
+    category: options.Category = None,
+    limit: options.Limit = None,
+    turns: options.Turns = False,
+    chat: options.CompareChat = False,
+    repeats: options.Repeats = 3,
+    by_category: options.ByCategory = False,
+    phases: options.Phases = False,
+    predict: options.Predict = False,
+    perplexity: options.Perplexity = False,
+    energy: options.Energy = False,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    device: options.Device = "auto",
+    draft_device: options.DraftDevice = None,
+    dtype: options.Dtype = "auto",
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    offline: options.Offline = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    ignore_eos: options.IgnoreEos = False,
+    trace: options.Trace = None,
+    record: options.Record = None,
+    resume: options.Resume = None,
+    json: options.Json = False,
+    csv: options.Csv = None,
+    svg: options.Svg = None,
+    html: options.Html = None,
+    quiet: options.Quiet = False,
+    no_color: options.NoColor = False,
+) -> int | None:
+    """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
+    from specgen.bench.prompts import load_prompts
+    from specgen.bench.resume import read_earlier
+    from specgen.bench.specs import EVERY, parse_specs
+    from specgen.cli.comparing import Comparison, Files, Look
+    from specgen.cli.models import ModelOptions, open_pair
+    from specgen.ui import theme
+
+    models = ModelOptions(target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline)
+    files = Files(trace, resume, csv, svg, html)
+    earlier = read_earlier(resume) if resume is not None else None
+    request = Request(
+        earlier.specs() if earlier is not None and not methods else parse_specs(methods or [EVERY]),
+        load_prompts(prompts, category=category, limit=limit, all_turns=turns),
+        repeats,
+        SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos),
+        chat,
+        _recorded(record, trace or resume),
+        perplexity,
+        energy,
+        Look(by_category, phases, predict, json, quiet, no_color),
+        files,
+        earlier,
+    )
+    err = theme.console(stderr=True, no_color=no_color)
+    parallel = any(spec.is_parallel for spec in request.specs)
+    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair, closing(Comparison(pair, request)) as comparison:
+        return comparison.run()
+
+
+def _recorded(record: list[str] | None, trace: Path | None) -> bool:
+    wanted = options.recorded(record)
+    if wanted and trace is None:
+        raise SpecgenError("--record distributions stands without --trace", "Name the trace too: --trace FILE.jsonl")
+    return wanted

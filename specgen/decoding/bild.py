@@ -1,0 +1,91 @@
+"""BiLD: the draft model falls back to the target where it is unsure, the target rolls back what is bad (Kim et al. 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from specgen.decoding import sampling as distributions
+from specgen.decoding.policies import LengthPolicy, Step
+from specgen.errors import nan_logits
+from specgen.inference import inference
+from specgen.types import Context, Draft, SamplingParams, Source, Verdict
+
+if TYPE_CHECKING:
+    from specgen.models.session import Rows, Session
+
+
+class Fallback:
+    """A draft model that hands over to the target where its top probability is under `fallback` (temperature 1, unwarped).
+
+    The token that it was unsure of is dropped, so a draft may be empty; the policy says when one is long enough.
+    """
+
+    def __init__(
+        self, session: Session, sampling: SamplingParams, eos_ids: Collection[int], vocab_size: int, seed: int, *, fallback: float
+    ) -> None:
+        self._session = session
+        self._sampling = sampling
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._generator = distributions.generator(session.device, seed)
+        self._fallback = fallback
+
+    @inference
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        limit = 0 if context.largest_id >= self._session.known_ids else min(limit, self._session.context_limit - len(context))
+        tokens: list[int] = []
+        figures: list[tuple[float, float]] = []
+        reason = "length"
+        while len(tokens) < limit:
+            row = self._session.logits(context, tokens, start=len(tokens)).logits[0, : self._vocab_size]
+            negative, top, token = distributions.to_host(
+                *distributions.figures(row), distributions.choose(row, self._sampling, self._generator)
+            )
+            if math.isnan(negative) or token < 0:
+                raise nan_logits("draft")
+            if math.exp(top) < self._fallback:
+                reason = f"unsure {math.exp(top):.2f} < {self._fallback:g}"
+                break
+            tokens.append(int(token))
+            figures.append((abs(negative), math.exp(top)))
+            if tokens[-1] in self._eos_ids:
+                reason = "eos"
+                break
+            if not policy.keep_drafting(Step(len(tokens), *figures[-1])):
+                reason = policy.reason
+                break
+        entropies, top_probs = zip(*figures, strict=True) if figures else ((), ())
+        return Draft(tokens, range(-1, len(tokens) - 1), None, entropies, top_probs, reason if limit > 0 else None)
+
+
+class Rollback:
+    """Refuse the first token with -ln p > `rollback` (nats, temperature 1) that is not the target's likeliest.
+
+    Then comes the target's own. Not lossless: what it finds good enough stands, and there is no residual.
+    """
+
+    lossless: ClassVar[bool] = False
+
+    def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, rollback: float) -> None:
+        self._sampling = sampling
+        self._generator = distributions.generator(device, seed)
+        self._rollback = rollback
+
+    @inference
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        length, device = len(draft.tokens), rows.logits.device
+        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=device)
+        judged = rows.logits[:length].float()
+        log_probs = judged.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+        stands = (log_probs >= -self._rollback) | (judged.argmax(dim=-1) == tokens)  # a NaN does not
+        count = stands.long().cumprod(dim=0).sum()
+        row = rows.logits.index_select(0, count[None])[0]
+        accepted, own = torch.stack((count, distributions.choose(row, self._sampling, self._generator))).tolist()
+        if own < 0:
+            raise nan_logits("target")
+        source: Source | None = None if not length else "bonus" if accepted == length else "correction"
+        return Verdict(tuple(range(accepted)), own, source)

@@ -1,0 +1,56 @@
+"""MTAD's verification: prefixes of a draft stand or fall by their joint likelihood."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from specgen.decoding import sampling as distributions
+from specgen.errors import nan_logits
+from specgen.inference import inference
+from specgen.types import Draft, SamplingParams, Source, Verdict
+
+if TYPE_CHECKING:
+    from specgen.models.session import Rows
+
+
+class JointLikelihood:
+    """Accept the longest prefix j with min(1, P_j / Q_j) > tau, then take one token of the target's own (MTAD, section 3.2).
+
+    P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, both warped. A prefix that fails does not
+    stop the search for a longer one that passes; a token of likelihood 0 does. Chains with `log_likelihoods` only. Not lossless:
+    the output is likelier under the target than what the target would draw.
+    """
+
+    lossless: ClassVar[bool] = False
+
+    def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, tau: float) -> None:
+        self._sampling = sampling
+        self._warping = distributions.likelihood_warping(sampling)
+        self._log_tau = math.log(tau) if tau else -math.inf
+        self._generator = distributions.generator(device, seed)
+
+    @inference
+    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        length = len(draft.tokens)
+        count = self._longest(draft, rows.logits[:length])
+        row = rows.logits.index_select(0, count[None])[0]
+        accepted, own = torch.stack((count, distributions.choose(row, self._sampling, self._generator))).tolist()
+        if own < 0:
+            raise nan_logits("target")
+        source: Source | None = None if not length else "bonus" if accepted == length else "correction"
+        return Verdict(tuple(range(accepted)), own, source)
+
+    def _longest(self, draft: Draft, judged: torch.Tensor) -> torch.Tensor:
+        """The length of the longest prefix that passes, a scalar on the device; `judged` are the logits before each token."""
+        length, device = len(draft.tokens), judged.device
+        if not length:
+            return torch.zeros((), dtype=torch.long, device=device)
+        tokens = torch.tensor(draft.tokens, device=device)
+        target_probs = distributions.warp(judged, self._warping)
+        target_joint = target_probs.gather(1, tokens[:, None])[:, 0].log().cumsum(dim=0)
+        draft_joint = torch.tensor(draft.log_likelihoods, device=device)
+        passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau  # false for NaN, and for -inf whatever tau is
+        return (passes * torch.arange(1, length + 1, device=device)).amax()

@@ -1,0 +1,68 @@
+"""What was measured on this machine, kept for the next run: a file a pair and way of running it, in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from specgen.tuning.costs import Costs
+
+
+def cache_folder() -> Path:
+    """Where the system keeps what programs may lose: `SPECGEN_CACHE`, else the user's cache folder."""
+    if own := os.environ.get("SPECGEN_CACHE"):
+        return Path(own)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "specgen"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "specgen" / "Cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specgen"
+
+
+def fingerprint(folder: Path) -> str:
+    """A model's weights and shape, told apart without reading gigabytes: its config, and its files' sizes and times."""
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
+    return sha256((folder / "config.json").read_bytes() + repr(files).encode()).hexdigest()[:16]
+
+
+def machine() -> dict[str, Any]:
+    """What a figure holds for: a cache folder may be shared by several machines."""
+    return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+
+
+class CostStore:
+    """Costs by what they were measured for. A file that cannot be read counts for nothing, one that cannot be written too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "costs"
+
+    def find(self, key: Mapping[str, Any]) -> Costs | None:
+        try:
+            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+            costs = Costs(**found["costs"])
+            sound = found["key"] == key and min(astuple(costs)) > 0
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return costs if sound else None
+
+    def keep(self, key: Mapping[str, Any], costs: Costs) -> None:
+        """Written to a file of its own first, so that two runs at once leave a whole one."""
+        text = json.dumps({"key": key, "costs": asdict(costs)}, indent=1)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._folder, suffix=".part", delete=False) as file:
+                file.write(text)
+            os.replace(file.name, self._path(key))
+        except OSError:
+            return
+
+    def _path(self, key: Mapping[str, Any]) -> Path:
+        return self._folder / f"{sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"

@@ -1,0 +1,24 @@
+"""`python -m specgen.workers PARENT MEMORY`: a draft worker, started by `specgen.workers.process`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from specgen.workers.channel import Channel
+
+
+def main() -> None:
+    """Serve until standard input ends. What libraries print goes to the log, not between the messages."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent, memory = map(int, sys.argv[1:])
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    from specgen.workers.serve import serve
+
+    serve(Channel(0, answers), parent, memory)
+
+
+if __name__ == "__main__":
+    main()

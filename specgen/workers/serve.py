@@ -1,0 +1,138 @@
+"""Inside the worker's process: one draft model, loaded once, drafting for whichever run asks."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from specgen import methods
+from specgen.decoding.drafters import DraftModel
+from specgen.decoding.policies import LengthPolicy
+from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.models.devices import DTYPES, pick_threads
+from specgen.models.load import Source, load_weights, new_session
+from specgen.models.penalties import Penalties
+from specgen.models.session import Session
+from specgen.types import Context, Draft, SamplingParams
+from specgen.workers.channel import Asked, Channel, GoneError, Kind, pack_draft
+
+
+def serve(channel: Channel, parent: int, memory: int) -> None:
+    """Answer messages until the other side is gone. A failure is reported; the next message may do better."""
+    worker = Worker(memory)
+    try:
+        while True:
+            channel.wait(parent)
+            kind, serial, payload = channel.receive()
+            try:
+                answer = worker.handle(kind, serial, payload)
+            except Exception as error:  # noqa: BLE001  whatever it is, the other side is told
+                traceback.print_exc()
+                channel.send(Kind.FAILED, serial, json.dumps(_failure(error)).encode())
+            else:
+                if answer is not None:
+                    channel.send(*answer[:1], serial, answer[1])
+    except GoneError:
+        pass
+
+
+class Worker:
+    """What is kept between messages: the model, its session, and the run that is under way."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._model: Any = None
+        self._session: Session | None = None
+        self._runs: dict[int, _Run] = {}
+
+    def handle(self, kind: Kind, serial: int, payload: bytes) -> tuple[Kind, bytes] | None:
+        """Do what a message asks; the answer's kind and payload, if there is one."""
+        if kind == Kind.LOAD:
+            self._load(json.loads(payload))
+            return Kind.READY, b""
+        if kind == Kind.BEGIN:
+            self._begin(serial, json.loads(payload))
+        elif kind == Kind.DRAFT:
+            asked = Asked.unpack(payload)
+            draft, seconds = self._runs[asked.run].draft(asked)
+            return Kind.DRAFTED, pack_draft(draft, seconds)
+        elif kind == Kind.FORGET and self._session is not None:
+            self._session.forget()
+        elif kind == Kind.END:
+            self._runs.pop(json.loads(payload), None)
+        return None
+
+    def _load(self, wanted: dict[str, Any]) -> None:
+        torch.set_num_threads(wanted["threads"])
+        source = Source(wanted["name"], trust_remote_code=wanted["trust_remote_code"])
+        self._model = load_weights(Path(wanted["folder"]), source, DTYPES[wanted["dtype"]], torch.device(wanted["device"]))
+        session = new_session(self._model)
+
+        def a_draft() -> None:
+            for length in range(4):
+                session.logits(Context([0, 1]), [1] * length, start=length)
+
+        a_draft()
+        if wanted["device"] == "cpu":
+            pick_threads(a_draft)  # of those that it may have at most
+
+    def _begin(self, number: int, wanted: dict[str, Any]) -> None:
+        """Make the run's drafter and policy just as a pair makes them in its own process, and read the prompt."""
+        if self._session is None:
+            self._session = new_session(self._model, self._penalties(wanted["penalties"], wanted["vocab_size"]))
+        self._session.reserve(wanted["capacity"])
+        sampling = SamplingParams(**wanted["sampling"])
+        seed, vocab_size = wanted["seed"], wanted["vocab_size"]
+        drafter = DraftModel(self._session, sampling, frozenset(wanted["eos_ids"]), vocab_size, methods.derived(seed, "draft"))
+        policy = methods.make_policy(methods.Settings(wanted["policy"], wanted["settings"]), seed)
+        context = Context(wanted["prompt_ids"])
+        slots = shared_slots(self._memory, wanted["offset"], wanted["window"], vocab_size) if wanted["window"] else None
+        self._runs[number] = _Run(context, drafter, policy, slots)
+        if context.largest_id < self._session.known_ids and len(context) <= self._session.context_limit:
+            self._session.logits(context)
+
+    def _penalties(self, wanted: dict[str, Any] | None, width: int) -> Penalties | None:
+        if wanted is None:
+            return None
+        return Penalties(GenerationConfig.from_dict(wanted["config"]), wanted["eos_ids"], width, self._model.device)
+
+
+class _Run:
+    def __init__(self, context: Context, drafter: DraftModel, policy: LengthPolicy, slots: torch.Tensor | None) -> None:
+        self._context, self._drafter, self._policy, self._slots = context, drafter, policy, slots
+
+    def draft(self, asked: Asked) -> tuple[Draft, float]:
+        start = time.perf_counter()
+        if asked.committed:
+            self._context.extend(asked.committed)
+        for drafted, accepted in zip(asked.observed[::2], asked.observed[1::2], strict=True):
+            self._policy.observe(drafted, accepted)
+        draft = self._drafter.propose(self._context, self._policy, asked.limit, asked.pending)
+        if draft.probs is not None and self._slots is not None:
+            self._slots[asked.slot, : len(draft.tokens)].copy_(draft.probs)
+        return draft, time.perf_counter() - start
+
+
+def shared_slots(memory: int, offset: int, window: int, vocab_size: int) -> torch.Tensor:
+    """A run's part of the shared memory, float32 [2, window, vocab_size]: the distributions of two drafts, one being judged, one
+    being made. The memory has to reach that far already. The tensor keeps the mapping alive.
+    """
+    count = 2 * window * vocab_size
+    mapped = mmap(memory, offset + count * 4)
+    return torch.frombuffer(mapped, dtype=torch.float32, offset=offset, count=count).view(2, window, vocab_size)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    if isinstance(error, SpecgenError):
+        return {"message": error.message, "cure": error.cure, "while_running": isinstance(error, RunError)}
+    if is_out_of_memory(error):
+        return {"message": "the draft worker ran out of memory", "cure": "Try a smaller model", "while_running": True}
+    text = " ".join(str(error).split())[:160]
+    return {"message": f"the draft worker failed: {type(error).__name__}: {text}", "cure": "", "while_running": True}

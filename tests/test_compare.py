@@ -1,0 +1,565 @@
+"""`specgen compare`: what its table says can be computed again from its trace, and a method that breaks its promise is caught."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
+from test_cli import POSIX, SUMMARY
+
+from specgen import methods
+from specgen.cli.app import main
+from specgen.decoding.verifiers import Greedy
+from specgen.errors import RunError
+from specgen.types import Draft, Verdict
+
+PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
+CATEGORIES = ["prose", "prose", "code", "code"]
+METHODS = "svip,sd:k=3,lookup,transformers,transformers-assisted"
+FIGURES = set(SUMMARY.split()) - {"method", "text", "token_ids", "finish_reason"}
+
+Lines = list[dict[str, Any]]
+Compare = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    entries = [{"prompt": text, "category": category} for text, category in zip(PROMPTS, CATEGORIES, strict=True)]
+    path.write_text("\n".join(map(json.dumps, entries)))
+    return str(path)
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...], prompts: str) -> Compare:
+    """Run `specgen compare` on the tiny pair in this process: its exit code, stdout and stderr."""
+
+    def call(*arguments: str, models: tuple[str, ...] = pair) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["specgen", "compare", *models, "--device", "cpu", "--prompts", prompts, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out, err
+
+    return call
+
+
+def parsed(text: str) -> Lines:
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
+    """By method and prompt the runs of a trace: the summary line, with its rounds and its start line beside it."""
+    runs: dict[str, dict[int, Lines]] = {}
+    run: dict[str, Any] = {}
+    for line in parsed(trace.read_text(encoding="utf-8")):
+        if line["type"] == "start":
+            run = {"start": line, "rounds": []}
+        elif line["type"] == "round":
+            run["rounds"].append(line)
+        else:
+            start = run["start"]
+            runs.setdefault(start["spec"], {}).setdefault(start["prompt_index"], []).append({**line, **run})
+    return runs
+
+
+def median_run(repeats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    seconds = median_low([run["seconds"] for run in repeats])
+    return next(run for run in repeats if run["seconds"] == seconds)
+
+
+def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
+    """A method's figures from its own runs' rounds (a rival's from its summaries) and plain decoding's, one run a prompt each."""
+    ours = all(run["rounds"] for run in own)
+    rounds = [line for run in own for line in run["rounds"]]
+    tokens = sum(len(run["token_ids"]) for run in own)
+    seconds = sum(sum(line["seconds"].values()) for line in rounds) if ours else sum(run["seconds"] for run in own)
+    drafted = sum(len(line["draft_ids"]) for line in rounds) if ours else sum(run["drafted"] for run in own)
+    accepted = sum(len(line["accepted_ids"]) for line in rounds) if ours else sum(run["accepted"] for run in own)
+    drafts = sum(bool(line["draft_ids"]) for line in rounds) if ours else sum(run["drafts"] for run in own)
+    passes = len(rounds) if ours else sum(run["target_passes"] for run in own)
+    rate, share = (accepted / drafted, accepted / tokens) if drafted else (None, None)
+    table = np.array(
+        [
+            [len(run["token_ids"]), run["seconds"], len(plain_run["token_ids"]), plain_run["seconds"]]
+            for run, plain_run in zip(own, plain_runs, strict=True)
+        ]
+    )
+    drawn = table[np.random.default_rng(0).integers(0, len(table), (2000, len(table)))].sum(axis=1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1] * drawn[:, 3] / drawn[:, 2], [0.025, 0.975])
+    return {
+        "new_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "target_passes": passes,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": rate,
+        "draft_share": share,
+        "harmonic_mean": None if not rate or not share else 2 * rate * share / (rate + share),
+        "block_efficiency": tokens / passes,
+        "mean_draft_length": drafted / drafts if drafts else None,
+        "speedup": tokens / seconds / (table[:, 2].sum() / table[:, 3].sum()),
+        "speedup_low": low,
+        "speedup_high": high,
+    }
+
+
+def test_every_figure_of_the_table_recomputes_from_the_trace(compare: Compare, tmp_path: Path) -> None:
+    trace, sheet, picture = tmp_path / "t.jsonl", tmp_path / "f.csv", tmp_path / "p.svg"
+    options = ("-m", METHODS, "-n", "30", "--repeats", "3", "--ignore-eos", "--by-category", "--phases")
+    code, out, err = compare(*options, "--json", "--trace", str(trace), "--csv", str(sheet), "--svg", str(picture))
+    assert (code, err) == (0, "")
+    lines = parsed(out)
+    assert [line["method"] for line in lines] == ["ar", *METHODS.split(",")]
+    runs = runs_of(trace)
+    medians = {method: {index: median_run(repeats) for index, repeats in by.items()} for method, by in runs.items()}
+    assert all(len(repeats) == 3 for by in runs.values() for repeats in by.values())
+    # in turn: every method of a turn before the next turn, plain decoding first
+    order = [line["spec"] for line in parsed(trace.read_text()) if line["type"] == "start"]
+    assert order == ["ar", *METHODS.split(",")] * 4 * 3
+
+    for line in lines:
+        assert line["type"] == "method"
+        assert set(line) >= FIGURES | {"speedup", "speedup_low", "speedup_high", "identical", "tied", "diverged", "by_category"}
+        assert (line["identical"], line["tied"], line["diverged"]) == (4, 0, 0)
+        assert (line["perplexity"], line["joules_per_token"], line["error"]) == (None, None, None)
+        parts: dict[str, list[int]] = {"": [0, 1, 2, 3], "prose": [0, 1], "code": [2, 3]}
+        for category, indices in parts.items():
+            told = line["by_category"][category] if category else line
+            expected = recomputed(*([dict(medians[method][index]) for index in indices] for method in (line["method"], "ar")))
+            if line["method"] == "ar":
+                expected |= {"speedup_low": None, "speedup_high": None}
+            for name, value in expected.items():
+                known = value if value is None else pytest.approx(value, rel=1e-9)
+                assert told[name] == known, (line["method"], category, name)
+
+    # the CSV has the same, and the table shows it rounded
+    by_name = {(row["method"], row["category"]): row for row in csv.DictReader(io.StringIO(sheet.read_text()))}
+    assert set(by_name) == {(line["method"], category) for line in lines for category in ("", "prose", "code")}
+    code, table, _ = compare(*options, "--resume", str(trace))
+    assert code == 0
+    for line in lines:
+        assert float(by_name[line["method"], ""]["tokens_per_second"]) == line["tokens_per_second"]
+        assert float(by_name[line["method"], "code"]["speedup"]) == line["by_category"]["code"]["speedup"]
+        cells = next(row for row in table.splitlines() if row.startswith(line["method"] + " "))
+        for text in (f"{line['tokens_per_second']:,.1f}", f"{line['speedup']:.2f}×"):
+            assert text in cells.split(), cells
+        if line["acceptance_rate"] is not None:
+            assert f"{line['acceptance_rate']:.0%}" in cells.split()
+            assert f"{line['speedup_low']:.2f}–{line['speedup_high']:.2f}" in cells
+        if line["phase_seconds"] is not None:
+            shares = next(row for row in table.splitlines()[-len(lines) :] if row.startswith(line["method"] + " "))
+            for seconds in line["phase_seconds"].values():
+                assert f"{seconds / line['seconds']:.0%}" in shares.split()
+    texts = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    assert "svip" in texts
+    assert "prefers-color-scheme: dark" in texts
+    assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_second_look_at_a_trace_runs_nothing_again(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-n", "12", "--repeats", "2", "--limit", "2", "--json")
+    first = compare("-m", "sd,lookup", *options, "--trace", str(trace))[1]
+    size = trace.stat().st_size
+    assert compare("-m", "sd,lookup", *options, "--resume", str(trace))[1] == first
+    assert compare(*options, "--resume", str(trace))[1] == first  # without --methods: those of the trace
+    assert trace.stat().st_size == size
+
+
+def test_a_cut_trace_goes_on_where_it_ended(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "sd:k=3,lookup", "-n", "12", "--repeats", "2", "--json")
+    compare(*options, "--trace", str(trace))
+    lines = trace.read_bytes().splitlines(keepends=True)
+    cut = len(lines) // 2
+    kept = b"".join(lines[:cut])
+    trace.write_bytes(kept + lines[cut][:20])  # a last line that was never finished
+    code, out, err = compare(*options, "--resume", str(trace))
+    assert (code, err) == (0, "")
+    assert trace.read_bytes().startswith(kept)
+    whole = runs_of(trace)
+    assert {method: {index: len(repeats) for index, repeats in by.items()} for method, by in whole.items()} == {
+        method: dict.fromkeys(range(4), 2) for method in ("ar", "sd:k=3", "lookup")
+    }
+    assert [line["identical"] for line in parsed(out)] == [4, 4, 4]
+
+
+def test_a_trace_made_otherwise_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "lookup", "--repeats", "1", "--limit", "2")
+    compare(*options, "-n", "12", "--trace", str(trace))
+    before = trace.read_bytes()
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(prompts).read_text().replace("hello", "hullo").replace("the cat", "a dog"))
+    for arguments, named in (
+        (("-n", "13"), ("-n 12", "now it is 13")),
+        (("-n", "12", "--temperature", "1"), ("--temperature 0.0", "1.0")),
+        (("-n", "12", "--ignore-eos"), ("--ignore-eos False",)),
+        (("-n", "12", "--prompts", str(other)), ("prompt 0 was another one", "--prompts")),
+        (("-n", "12", "--trace", str(other)), ("--resume goes on in its own file",)),
+    ):
+        code, out, err = compare(*options, *arguments, "--resume", str(trace))
+        assert (code, out) == (2, "")
+        assert len(err.splitlines()) == 1
+        assert all(text in err for text in named), err
+    assert trace.read_bytes() == before
+    other.write_text('{"type": "start"}\n')
+    assert compare(*options, "--resume", str(other))[0] == 2
+
+
+# ------------------------------------------------------------------ the promise
+
+
+class Wrong:
+    """A greedy verifier that now and then says a token that the target did not choose."""
+
+    lossless = True
+
+    def __init__(self) -> None:
+        self._inner = Greedy()
+
+    def verify(self, draft: Draft, rows: Any) -> Verdict:
+        verdict = self._inner.verify(draft, rows)
+        if verdict.source != "correction" or len(verdict.path) != 1 or verdict.token is None:
+            return verdict
+        worst = int(rows.logits[1].argmin())
+        return Verdict(verdict.path, worst, verdict.source)
+
+
+class Contrary:
+    """A greedy verifier that takes the second-best token where the two are all but tied, as rounding may."""
+
+    lossless = True
+
+    def verify(self, draft: Draft, rows: Any) -> Verdict:
+        verdict = Greedy().verify(draft, rows)
+        if not draft.tokens:
+            return verdict
+        values, tokens = rows.logits[0].float().topk(2)
+        close = float(values[0] - values[1]) < float(values[0]) / 64
+        return Verdict((), int(tokens[1]), "correction") if close else verdict
+
+
+def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(methods, "make_verifier", lambda *_: Wrong())
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "sd:k=3,lookup", "-n", "30", "--ignore-eos", "--repeats", "1")
+    code, out, err = compare(*options, "--trace", str(trace), "--json")
+    assert code == 3
+    line = parsed(out)[1]
+    difference = line["differences"][0]
+    runs = runs_of(trace)
+    ids = [runs[method][difference["prompt_index"]][0]["token_ids"] for method in ("ar", "sd:k=3")]
+    place = next(place for place in range(30) if ids[0][place] != ids[1][place])
+    assert difference["place"] == place
+    assert (difference["reference_id"], difference["token_id"]) == (ids[0][place], ids[1][place])
+    assert difference["gap"] > difference["threshold"] == 1e-3
+    assert not difference["tie"]
+    assert line["diverged"] >= 1
+    assert line["identical"] + line["tied"] + line["diverged"] == 4
+    assert f"sd:k=3 differs from plain decoding at {place} of prompt {difference['prompt_index']}" in err
+    code, table, err = compare(*options, "--resume", str(trace))
+    assert code == 3
+    assert re.search(r"^sd:k=3 +(differs at \d+|\d differ) ", table, flags=re.MULTILINE)
+    assert "sd:k=3 is the fastest" not in table
+
+
+def test_the_gap_is_what_an_uncached_pass_says(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(methods, "make_verifier", lambda *_: Wrong())
+    code, out, _ = compare("-m", "sd:k=3", "-n", "30", "--ignore-eos", "--repeats", "1", "--limit", "2", "--json")
+    assert code == 3
+    difference = parsed(out)[1]["differences"][0]
+    model = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32)
+    ids = make_tokenizer(LETTERS)(PROMPTS[difference["prompt_index"] and 2])["input_ids"]
+    ids += plain(model, ids, difference["place"], eos_token_id=-1) if difference["place"] else []
+    with torch.no_grad():
+        row = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    assert difference["gap"] == pytest.approx(float(row[difference["reference_id"]] - row[difference["token_id"]]), abs=1e-4)
+
+
+def test_a_near_tie_in_bfloat16_is_a_tie_with_its_gap(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two tokens of this model score within a bfloat16 step of each other wherever one of them leads."""
+    model = make_model("llama")
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[1::2] = head[::2] * (1 + 2**-7)
+    target, draft = save(model, tmp_path / "target"), save(near_copy(model), tmp_path / "draft")
+    monkeypatch.setattr(methods, "make_verifier", lambda *_: Contrary())
+    models = ("-t", target, "-d", draft, "--dtype", "bfloat16")
+    options = ("-m", "sd:k=2", "-n", "12", "--ignore-eos", "--repeats", "1")
+    code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=models)
+    assert code == 0
+    line = parsed(out)[1]
+    assert line["tied"] >= 1
+    assert line["diverged"] == 0
+    difference = line["differences"][0]
+    assert difference["tie"]
+    assert 0 < abs(difference["gap"]) < difference["threshold"]
+    code, table, _ = compare(*options, "--resume", str(tmp_path / "t.jsonl"), models=models)
+    assert re.search(r"^sd:k=2 +(tie at \d+|\d ties) ", table, flags=re.MULTILINE)
+    assert f"logits are {abs(difference['gap']):.2g} apart" in table
+    # the very same output in float32 is no tie
+    assert compare(*options, models=(*models[:4], "--dtype", "float32"))[0] in (0, 3)
+
+
+def test_sampled_outputs_are_not_compared(compare: Compare) -> None:
+    code, out, _ = compare("-m", "sd", "-n", "12", "--temperature", "1", "--seed", "3", "--repeats", "2", "--limit", "2")
+    assert code == 0
+    assert re.search(r"^sd +sampled ", out, flags=re.MULTILINE)
+    assert "outputs are not compared" in out
+    line = parsed(compare("-m", "sd", "-n", "12", "--temperature", "1", "--repeats", "1", "--limit", "2", "--json")[1])[1]
+    assert (line["identical"], line["tied"], line["diverged"]) == (None, None, None)
+
+
+def test_a_lossy_method_is_never_judged(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes to the table later, and whose runs tell more than others': nothing here knows its name."""
+    from dataclasses import replace
+
+    from specgen.bench import runner
+
+    lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
+    monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
+    monkeypatch.setattr(methods, "make_verifier", lambda *_: Wrong())
+    as_it_is = runner.Summary.as_dict
+    monkeypatch.setattr(runner.Summary, "as_dict", lambda *told: as_it_is(*told) | {"perplexity": 2.0, "joules_per_token": 0.5})
+    code, out, err = compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1")
+    assert (code, err) == (0, "")
+    assert re.search(r"^wild +lossy .* 2\.00 +0\.5 ", out, flags=re.MULTILINE)
+    assert "lossy: other text than the target's, by design; not ranked." in out
+    assert "wild is" not in out
+    lines = parsed(compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1", "--json")[1])
+    assert lines[1]["diverged"] is None
+    assert lines[1]["perplexity"] == pytest.approx(2.0)
+
+
+# ------------------------------------------------------------------ methods that cannot run
+
+
+def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, pair: tuple[str, ...]) -> None:
+    options = ("-m", "svip,lookup,transformers-assisted", "-n", "8", "--repeats", "1", "--limit", "2")
+    code, out, err = compare(*options, models=pair[:2])
+    assert (code, err) == (0, "")
+    assert re.search(r"^svip +not run: needs a draft model, and there is none; name one with --draft", out, flags=re.MULTILINE)
+    assert re.search(r"^transformers-assisted +not run: ", out, flags=re.MULTILINE)
+    assert re.search(r"^lookup +same ", out, flags=re.MULTILINE)
+    lines = {line["method"]: line for line in parsed(compare(*options, "--json", models=pair[:2])[1])}
+    assert "draft model" in lines["svip"]["error"]
+    assert lines["svip"]["tokens_per_second"] is None
+    assert lines["lookup"]["identical"] == 2
+
+
+def test_a_method_that_breaks_down_ends_in_1_and_the_others_run(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RunError("the worker died", "Try again")
+
+    monkeypatch.setattr("specgen.decoding.drafters.PromptLookup.propose", broken)
+    code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
+    assert code == 1
+    assert err == "error: lookup: the worker died. Try again\n"
+    assert re.search(r"^lookup +not run: the worker died; try again", out, flags=re.MULTILINE)
+    assert re.search(r"^sd +same ", out, flags=re.MULTILINE)
+
+
+def test_a_prompt_that_is_too_long_is_named(compare: Compare, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "a b"}) + "\n" + json.dumps({"prompt": "ab" * 200, "id": "long"}))
+    code, out, err = compare("-m", "lookup", "-n", "8", "--prompts", str(path))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: prompt 1 (long): the prompt is too long")
+
+
+# ------------------------------------------------------------------ rivals, turns, records
+
+
+def test_rivals_say_what_transformers_says_and_what_it_took(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted:k=3:schedule=constant:threshold=0"
+    code, out, _ = compare(
+        "-m", f"sd:k=3,{rivals}", "-n", "25", "--ignore-eos", "--repeats", "1", "--json", "--trace", str(trace)
+    )
+    assert code == 0
+    _, sd, alone, assisted = parsed(out)
+    assert alone["target_passes"] == alone["new_tokens"] == 100
+    assert (alone["drafted"], alone["acceptance_rate"], alone["phase_seconds"]) == (0, None, None)
+    assert assisted["identical"] == 4
+    assert assisted["target_passes"] < 100
+    assert assisted["accepted"] + assisted["target_passes"] == 100  # each pass brings one token of the target's own
+    assert assisted["acceptance_rate"] == pytest.approx(
+        sd["acceptance_rate"], abs=0.15
+    )  # the same drafts, cut a little otherwise
+    starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
+    own, rival = starts[0], next(line for line in starts if line["method"] == "transformers-assisted")
+    assert rival["sampling"] == own["sampling"]
+    assert rival["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
+    assert set(rival) == set(own)
+
+
+def test_rivals_end_where_we_end_and_sample_where_we_sample(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", rivals, "-n", "60", "--repeats", "1", "--json")
+    assert code == 0
+    assert all(line["identical"] == 4 for line in parsed(out))
+    options = ("--temperature", "1.3", "--top-k", "5", "--top-p", "0.9", "--seed", "1", "--ignore-eos", "--repeats", "1")
+    code, _, err = compare("-m", rivals, "-n", "20", *options, "--trace", str(trace))
+    assert (code, err) == (0, "")
+    runs = runs_of(trace)
+    assert all(len(runs[method][index][0]["token_ids"]) == 20 for method in rivals.split(",") for index in range(4))
+    assert runs["transformers"][0][0]["token_ids"] != runs["ar"][0][0]["token_ids"]  # other draws
+
+
+def test_rivals_take_over_penalties_and_no_sampling_of_the_models_own(compare: Compare, tmp_path: Path) -> None:
+    model = make_model("llama")
+    draft = near_copy(model)
+    for config in (model.generation_config, draft.generation_config):
+        config.update(do_sample=True, temperature=0.3, top_k=2, top_p=0.5, repetition_penalty=1.7)
+    models = ("-t", save(model, tmp_path / "target"), "-d", save(draft, tmp_path / "draft"))
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", rivals, "-n", "25", "--repeats", "1", "--json", "--trace", str(trace), models=models)
+    assert code == 0
+    assert all(line["identical"] == 4 for line in parsed(out))
+    run = runs_of(trace)["ar"][0][0]
+    assert run["token_ids"] == plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.7)
+    assert run["token_ids"] != plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.0)
+
+
+def test_later_turns_stand_behind_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
+    path, trace = tmp_path / "question.jsonl", tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["hello there", "and now"]}))
+    for extra, expected in (
+        ((), "hello there{}\n\nand now"),
+        (("--chat",), "user hello there\nassistant {}\nuser and now\nassistant "),
+    ):
+        options = ("--prompts", str(path), "--turns", "-m", "sd", "-n", "10", "--repeats", "1", *extra)
+        code, out, _ = compare(*options, "--trace", str(trace), "--json")
+        assert code == 0
+        assert parsed(out)[1]["identical"] == 2
+        starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
+        summaries = [line for line in parsed(trace.read_text()) if line["type"] == "summary"]
+        answer = summaries[0]["text"] if extra else summaries[0]["text"].rstrip()
+        ids = make_tokenizer(LETTERS)(expected.format(answer), add_special_tokens=False)["input_ids"]
+        second = next(line["prompt_ids"] for line in starts if line["prompt_index"] == 1)
+        assert second[-len(ids) :] == ids
+        assert all(line["prompt_ids"] == second for line in starts if line["prompt_index"] == 1)
+        assert compare(*options, "--resume", str(trace), "--json")[1] == out
+
+
+def test_recorded_distributions_are_what_both_models_say(compare: Compare, pair: tuple[str, ...], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trace = tmp_path / "t.jsonl"
+    options = ("-n", "12", "--repeats", "1", "--limit", "1", "--temperature", "0.7", "--top-k", "4", "--seed", "2")
+    code, _, _ = compare("-m", "sd:k=3,lookup", *options, "--record", "distributions", "--trace", str(trace))
+    assert code == 0
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (pair[1], pair[3])]
+    runs = runs_of(trace)
+    ids = list(runs["sd:k=3"][0][0]["start"]["prompt_ids"])
+    seen = 0
+    for line in runs["sd:k=3"][0][0]["rounds"]:
+        drafted = line["draft_ids"]
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([ids + drafted])).logits[0].double() for model in models]
+        for place in range(len(drafted)):
+            p, q = (rows[len(ids) - 1 + place].softmax(dim=-1) for rows in logits)
+            assert line["overlap"][place] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+            assert line["kl"][place] == pytest.approx(float((q * (q / p).log()).sum()), abs=1e-3)
+            seen += 1
+        ids += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
+    assert seen > 5
+    looked_up = [line for line in runs["lookup"][0][0]["rounds"] if line["draft_ids"]]
+    assert all(line["overlap"] == line["kl"] == [None] * len(line["draft_ids"]) for line in looked_up)
+
+
+def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> None:
+    options = ("-m", "sd:k=3,lookup,transformers", "-n", "25", "--ignore-eos", "--repeats", "1")
+    code, out, _ = compare(*options, "--predict", "--json")
+    assert code == 0
+    plain_line, sd, _, rival = parsed(out)
+    costs = sd["costs"]
+    rate, share = sd["acceptance_rate"], sd["draft_share"]
+    ratio = costs["draft"] / costs["target"]["1"]
+    assert sd["predicted"]["eq14"] == pytest.approx(rate / ((ratio - rate) * share + rate))
+    assert 0.2 < sd["predicted"]["pass_costs"] < 5
+    assert plain_line["predicted"] == rival["predicted"] == {"eq14": None, "pass_costs": None}
+    assert "by pass" in compare(*options, "--predict")[1]
+
+
+# ------------------------------------------------------------------ interrupted, light, wrong
+
+
+@POSIX
+def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(pair: tuple[str, ...], prompts: str, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    arguments = ["-m", "sd:k=2,lookup", "-n", "60", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
+    command = [sys.executable, "-m", "specgen", "compare", *pair, "--device", "cpu", *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    while not trace.exists() or trace.read_bytes().count(b'"summary"') < 8:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    table = out.decode()
+    assert f"--resume {trace} goes on." in " ".join(table.split())
+    assert re.search(r"^sd:k=2 +same ", table, flags=re.MULTILINE)
+    assert all(run["finish_reason"] == "length" for by in runs_of(trace).values() for runs in by.values() for run in runs)
+    kept = trace.read_bytes()
+    again = subprocess.run(
+        [*command[:-4], "--repeats", "2", "--prompts", prompts, "--resume", str(trace)],
+        capture_output=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert trace.read_bytes().startswith(kept)
+
+
+def test_the_command_imports_nothing_heavy_before_it_runs() -> None:
+    script = "import sys, specgen.cli.app, specgen.cli.compare, specgen.bench.runner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-m", "sivp"], ("'sivp'", "did you mean svip?")),
+        (["--limit", "0"], ("--limit is 0",)),
+        (["--repeats", "0"], ("--repeats is 0",)),
+        (["-n", "0"], ("max_new_tokens is 0",)),
+        (["--category", "proze"], ("'proze'", "did you mean prose?")),
+        (["--record", "distributions"], ("--record distributions", "--trace")),
+        (["--record", "all", "--trace", "t"], ("--record is 'all'",)),
+        (["--csv", "/nowhere/f.csv"], ("CSV file", "/nowhere")),
+        (["--resume", "/nowhere/t.jsonl"], ("/nowhere",)),
+        (["--device", "tpu"], ("tpu", "cuda:N")),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_one_line(compare: Compare, arguments: list[str], named: tuple[str, ...]) -> None:
+    code, out, err = compare(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert all(text in err for text in named), err

@@ -1,0 +1,76 @@
+"""`compare --html` in a real browser: it tells on hover, asks for nothing, fits a phone, follows the reader's colours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import test_pages
+
+from specgen.cli.app import main
+
+pytestmark = test_pages.pytestmark
+browser = test_pages.browser
+
+
+@pytest.fixture(scope="module")
+def page(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of the tiny pair, one method of it not to be had."""
+    folder = tmp_path_factory.mktemp("page")
+    prompts = [{"prompt": "the cat sat on the mat", "id": "<cat>"}, {"prompt": "hello\nthere"}]
+    (folder / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    written = folder / "page.html"
+    arguments = [
+        "-m",
+        "svip,lookup,transformers,sd:k=3",
+        "--prompts",
+        str(folder / "p.jsonl"),
+        "-n",
+        "20",
+        "--repeats",
+        "1",
+        "-q",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specgen.decoding.drafters.PromptLookup.propose", _broken)
+        patch.setattr(sys, "argv", ["specgen", "compare", *pair, "--device", "cpu", *arguments, "--html", str(written)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
+    return written
+
+
+def _broken(*_: object) -> None:
+    from specgen.errors import RunError
+
+    raise RunError("the <index> is gone", "Make it anew")
+
+
+def test_it_asks_for_nothing_and_shows_table_intervals_and_answers(browser: test_pages.Browser, page: Path) -> None:
+    browser.open(page)
+    test_pages.check_silent(browser, page)
+    rows = browser.texts(".methods tbody th")
+    assert rows[0] == "ar"
+    assert rows[-1] == "lookup"
+    assert set(rows) == {"ar", "svip", "lookup", "transformers", "sd:k=3"}
+    assert browser.texts(".methods .why") == ["not run: the <index> is gone. Make it anew"]
+    assert len(browser.find(".methods line.ci")) == 4
+    assert browser.texts("article h3")[0] == "ar"
+    assert set(browser.texts("article h3")) == {"ar", "svip", "sd:k=3"}
+    answers = {"".join(browser.texts(f"article:nth-of-type({place}) .tok:not(.gone)")) for place in (1, 2, 3)}
+    assert len(answers) == 1
+    token = browser.find(".tok.acc")[0]
+    browser.point_at(token)
+    assert "drafted, accepted" in browser.css(".tok.acc", "content", "::after")
+    assert "Machine" in browser.texts("main")[0]
+    assert "prompt 0 (<cat>)" in browser.texts("main")[0]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_fits_a_phone_and_follows_the_readers_colours(browser: test_pages.Browser, page: Path, dark: bool) -> None:
+    browser.open(page, width=390, dark=dark)
+    assert browser.overflow() <= 0
+    assert browser.css("body", "backgroundColor") == (test_pages.DARK if dark else test_pages.LIGHT)
+    test_pages.check_silent(browser, page)

@@ -1,0 +1,143 @@
+"""Prompt files: three forms, and one clear line for whatever is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from specgen.bench.prompts import LARGEST_JSONL, LARGEST_YAML, load_prompts
+from specgen.bench.specs import parse_specs
+from specgen.errors import SpecgenError
+
+
+def written(tmp_path: Path, content: str | bytes, name: str) -> Path:
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_the_examples_are_the_default_and_a_limit_takes_categories_in_turn() -> None:
+    prompts = load_prompts(None)
+    assert len(prompts) == 36
+    assert [prompt.index for prompt in prompts] == list(range(36))
+    assert Counter(prompt.category for prompt in load_prompts(None, limit=6)) == {"code": 2, "math": 2, "news": 1, "chat": 1}
+    assert [prompt.name for prompt in load_prompts(None, category="math", limit=2)] == ["math-lemons", "math-buttons"]
+    assert prompts[0].label == "prompt 0 (code-ring-buffer)"
+
+
+def test_json_lines_need_a_prompt_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, '\ufeff{"prompt": "one"}\n\n{"prompt": "two\\u2028", "category": "x", "id": 7}', "p.jsonl")
+    one, two = load_prompts(path)
+    assert (one.text, one.category, one.name) == ("one", "other", "")
+    assert (two.text, two.category, two.name, two.index) == ("two\u2028", "x", "7", 1)
+
+
+def test_spec_bench_questions_have_turns(tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        {"question_id": 82, "category": "qa", "turns": ["c"]},
+    ]
+    path = written(tmp_path, "\n".join(map(json.dumps, lines)), "question.jsonl")
+    assert [(prompt.index, prompt.text, prompt.earlier) for prompt in load_prompts(path)] == [(0, "a", ()), (2, "c", ())]
+    every = load_prompts(path, all_turns=True)
+    assert [(prompt.index, prompt.text, prompt.earlier) for prompt in every] == [(0, "a", ()), (1, "b", ("a",)), (2, "c", ())]
+    assert every[1].name == "81"
+
+
+def test_a_file_without_a_known_ending_is_looked_into(tmp_path: Path) -> None:
+    assert load_prompts(written(tmp_path, '{"prompt": "a"}', "prompts"))[0].text == "a"
+    assert load_prompts(written(tmp_path, "- a\n- prompt: b\n", "prompts"))[1].text == "b"
+
+
+BOMB = "a: &a [x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)},*{chr(97 + i)}]\n" for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("p.yaml", BOMB, ("line 2", "alias")),
+        ("p.yaml", "prompts: " + "[" * 5000, ("levels",)),
+        ("p.yaml", "prompts:\n  - prompt: a\n   bad", ("line 3", "no YAML")),
+        ("p.yaml", "prompts: 5", ("5 where prompts should be",)),
+        ("p.yaml", "prompts: {a: b}", ("a mapping of 1",)),
+        ("p.yaml", "", ("no list of prompts",)),
+        ("p.yaml", "prompts: []", ("no prompts",)),
+        ("p.yaml", "prompts:\n  - prompt: [1]", ("prompt 1", "`prompt` is a list of 1", "text")),
+        ("p.yaml", "prompts:\n  - prompt: 5", ("`prompt` is 5",)),
+        ("p.yaml", "prompts:\n  - text: a", ("neither `prompt` nor `turns`",)),
+        ("p.yaml", "prompts:\n  - prompt: a\n    category: [b]", ("`category` is a list of 1",)),
+        ("p.yaml", "prompts:\n  - prompt: ' '", ("the prompt is empty",)),
+        ("p.yaml", "prompts:\n  - prompt: a\x1bb", ("no YAML",)),
+        ("p.yaml", "prompts:\n  - 2024-13-45\n", ("cannot be read as YAML",)),
+        ("p.yaml", "!!python/object/apply:os.system ['true']", ("no YAML", "line 1")),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "b', ("line 2", "no JSON")),
+        ("p.jsonl", '{"prompt": "a\x1b"}', ("line 1", "control character")),
+        ("p.jsonl", '{"prompt": "\\ud800"}', ("line 1", "surrogate")),
+        ("p.jsonl", "[1]", ("line 1", "a list of 1 is no prompt")),
+        ("p.jsonl", "5", ("line 1", "5 is no prompt")),
+        ("p.jsonl", "[" * 200_000, ("line 1", "cannot be read")),
+        ("p.jsonl", '{"n": ' + "9" * 5000 + "}", ("line 1", "cannot be read")),
+        ("p.jsonl", '{"turns": []}', ("`turns` is a list of 0",)),
+        ("p.jsonl", '{"turns": "abc"}', ("`turns` is 'abc'", "a list of texts")),
+        ("p.jsonl", b'{"prompt": "\xff"}', ("not UTF-8", "byte 12")),
+        ("p.jsonl", '{"prompt": "' + "a" * (LARGEST_JSONL + 1), ("larger than 64 MB",)),
+        ("p.yaml", "a" * (LARGEST_YAML + 1), ("larger than 4 MB",)),
+        ("p", "a" * (LARGEST_YAML + 1), ("larger than 4 MB",)),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, name: str, content: str | bytes, named: tuple[str, ...]) -> None:
+    path = written(tmp_path, content, name)
+    with pytest.raises(SpecgenError) as refused:
+        load_prompts(path)
+    message = str(refused.value)
+    assert refused.value.exit_code == 2
+    assert str(path) in message
+    assert len(message.replace(str(path), "")) < 300
+    assert all(text in message for text in named), message
+
+
+def test_a_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    for path, named in ((tmp_path, "is a folder"), (tmp_path / "none.yaml", "No such file")):
+        with pytest.raises(SpecgenError, match=named):
+            load_prompts(path)
+    with pytest.raises(SpecgenError, match="did you mean code"):
+        load_prompts(None, category="coed")
+
+
+# ------------------------------------------------------------------ methods as they are written
+
+
+def test_plain_decoding_comes_first_and_nothing_twice() -> None:
+    specs = parse_specs(["svip,sd:k=8 , svip", "lookup:policy=beta-ts:alpha=2,ar"])
+    assert [spec.written for spec in specs] == ["ar", "svip", "sd:k=8", "lookup:policy=beta-ts:alpha=2"]
+    assert specs[2].settings == {"k": "8"}
+
+
+def test_all_stands_for_the_whole_table() -> None:
+    from specgen.methods import METHODS
+
+    assert [spec.name for spec in parse_specs(["all"])] == list(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("sivp", "did you mean svip"),
+        ("transformer", "did you mean transformers"),
+        ("sd:k=x", "k is 'x'"),
+        ("sd:k", "cannot read 'k'"),
+        ("sd:=3", "cannot read '=3'"),
+        ("svip,,sd", "a name is missing"),
+        ("svip:treshold=1", "did you mean threshold"),
+        ("transformers:k=3", "transformers has no setting 'k'"),
+        ("transformers-assisted:schedule=often", "schedule is 'often'"),
+        ("transformers-assisted:threshold=2", "threshold is 2"),
+    ],
+)
+def test_a_wrong_method_is_named(text: str, named: str) -> None:
+    with pytest.raises(SpecgenError, match=named):
+        parse_specs([text])

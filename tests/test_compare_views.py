@@ -1,0 +1,278 @@
+"""What a comparison looks like: columns by width, the plain words below, the live table, the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specgen.bench.figures import Results, Row, Run, rows
+from specgen.bench.prompts import Prompt
+from specgen.bench.runner import Step
+from specgen.bench.specs import Spec, parse_spec
+from specgen.bench.trace_reader import TracedRound, TracedRun
+from specgen.bench.verdict import Difference, first_difference, tie_below
+from specgen.errors import SpecgenError
+from specgen.types import Draft, Round, SamplingParams, Verdict
+from specgen.ui import compare_page, theme
+from specgen.ui.comparison import Setting, View, page
+from specgen.ui.live import LiveTable, duration, progress_line
+from specgen.ui.tables import phases_table, speed_table
+
+PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
+SETTING = Setting("demo pair", "cpu float32", 1, SamplingParams(max_new_tokens=100))
+WILD = Spec("wild", "wild", {}, lossless=False)
+
+
+def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
+    line = {
+        "token_ids": [1] * 100,
+        "rounds": 100 - accepted,
+        "drafts": (100 - accepted) * bool(drafted),
+        "drafted": drafted,
+        "accepted": accepted,
+        "seconds": seconds,
+        "phase_seconds": {phase: share * seconds for phase, share in PHASES.items()},
+        **more,
+    }
+    return Run(line, None)
+
+
+def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
+    """Each method's runs, one a prompt."""
+    specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
+    prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(3)]
+    results = Results(specs, prompts, greedy=True)
+    for spec, runs in zip(specs, methods.values(), strict=True):
+        for index, measured in enumerate(runs):
+            results.runs[spec.written, index, 0] = measured
+    return results
+
+
+def usual() -> Results:
+    results = results_of(
+        {
+            "ar": [run(2.0), run(2.2), run(2.1)],
+            "svip": [run(1.0, 90, 70), run(1.1, 95, 60), run(0.9, 80, 75)],
+            "lookup": [run(1.9, 200, 20), run(1.8, 200, 30), run(2.2, 200, 10)],
+            "transformers-assisted": [run(1.5, 90, 70, phase_seconds=None) for _ in range(3)],
+            "wild": [run(0.5, 90, 80, perplexity=2.0) for _ in range(3)],
+            "sd:k=8": [],
+        }
+    )
+    results.failures["sd:k=8"] = SpecgenError("sd needs a thing that is not there", "Make one: specgen tune --train")
+    results.differences["svip", 1, 0] = Difference(1, 0, 57, 4, 5, 0.0004, 1e-3)
+    return results
+
+
+def shown(results: Results, width: int, view: View = View()) -> list[str]:  # noqa: B008  frozen
+    return [line.plain for line in page(results, rows(results), SETTING, view, width)]
+
+
+@pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])
+def test_a_table_fits_its_window_and_never_cuts_a_name(width: int) -> None:
+    for by_category in (False, True):
+        lines = shown(usual(), width, View(by_category=by_category, phases=True))
+        assert max(map(len, lines)) <= width, "\n".join(lines)
+        for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):
+            assert any(line == name or line.startswith(name + " ") for line in lines)
+        assert any("2.10×" in line for line in lines)
+
+
+def test_columns_leave_in_the_promised_order() -> None:
+    titles = ("passes", "HM", "share", "a pass", "length", "lexity", "interval")
+    left = [
+        [title for title in titles if not any(title in line for line in shown(usual(), width)[2:4])]
+        for width in range(140, 45, -1)
+    ]
+    assert left[0] == []
+    assert left[-1] == list(titles)
+    assert all(gone == list(titles[: len(gone)]) for gone in left)
+
+
+def test_the_order_is_plain_lossless_by_speed_lossy_and_not_run() -> None:
+    lines = shown(usual(), 100)[4:]
+    names = [line.split()[0] for line in lines if line][:6]
+    assert names == ["ar", "svip", "transformers-assisted", "lookup", "wild", "sd:k=8"]
+    assert re.search(r"^svip +tie at 57 ", "\n".join(lines), flags=re.MULTILINE)
+    assert "not run: needs a thing that is not there; make one: specgen tune --train" in " ".join(" ".join(lines).split())
+    wide = shown(usual(), 200)
+    assert "svip is the fastest that keeps the target's output: 2.10× plain decoding (ar)." in wide
+    assert any("tie at 57 of prompt 1 (p1) (svip): the two tokens' logits are 0.0004 apart" in line for line in wide)
+    assert "lossy: other text than the target's, by design; not ranked." in wide
+
+
+def test_only_the_best_lossless_method_is_bold() -> None:
+    lines = speed_table(rows(usual()), 100).lines
+    bold = {line.plain.split()[0] for line in lines if any(span.style == "strong" and span.start == 0 for span in line.spans)}
+    assert bold == {"svip"}
+
+
+def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
+    lines = {line.plain.split()[0]: line.plain for line in speed_table(rows(usual()), 100).lines if line.plain.strip()}
+    made = {row.spec.written: row for row in rows(usual())}
+    bars = {name: re.search("[━╾╸─╴]+$", line) for name, line in lines.items()}
+    figures = made["wild"].overall
+    assert figures is not None
+    assert figures.high is not None
+    full = bars["wild"]
+    assert full is not None
+    svip, plain = bars["svip"], bars["ar"]
+    assert svip is not None
+    assert plain is not None
+    assert len(plain[0]) == pytest.approx(len(full[0]) / figures.high, abs=1)
+    assert set(plain[0]) <= set("━╸")
+    assert svip[0].startswith("━")
+    assert set(svip[0]) & set("╾─╴")
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ({"ar": [2.0] * 3, "sd": [2.5] * 3}, "Nothing here is faster than plain decoding (ar); the best is sd at 0.80×."),
+        ({"ar": [2.0] * 3, "sd": [1.0, 2.5, 2.2]}, "nothing here is clearly faster than plain decoding (ar)."),
+        ({"ar": [2.0] * 3, "sd": [1.0] * 3}, "sd keeps the target's output at 2.00× plain decoding (ar)."),
+        ({"ar": [2.0] * 3, "sd": [1.0] * 3, "svip": [0.9, 1.1, 1.03]}, "Too close to call: svip."),
+    ],
+)
+def test_the_result_in_plain_words(methods: dict[str, list[float]], said: str) -> None:
+    results = results_of({name: [run(seconds, 50, 20) for seconds in times] for name, times in methods.items()})
+    assert said in " ".join(shown(results, 200))
+
+
+def test_a_broken_method_is_never_the_fastest() -> None:
+    results = usual()
+    results.differences["svip", 1, 0] = Difference(1, 0, 12, 4, 5, 3.5, 1e-3)
+    lines = shown(results, 200)
+    assert any(line.startswith("svip ") and "differs at 12" in line for line in lines)
+    assert any(
+        "svip differs from plain decoding at 12 of prompt 1 (p1): the target scores its token 3.5 lower" in line for line in lines
+    )
+    assert any(line.startswith("transformers-assisted is the fastest") for line in lines)
+    broken = next(row for row in rows(results) if row.spec.written == "svip")
+    assert (broken.is_broken, broken.overall and broken.overall.diverged) == (True, 1)
+
+
+def test_an_incomplete_turn_counts_for_nobody() -> None:
+    results = usual()
+    del results.runs["lookup", 2, 0]
+    made: dict[str, Row] = {row.spec.written: row for row in rows(results)}
+    assert all(made[name].overall and made[name].overall.prompts == 2 for name in ("ar", "svip", "lookup"))  # type: ignore[union-attr]
+    assert "2 of 3 prompts" in shown(results, 100)[0]
+
+
+def test_phases_add_up_to_the_whole() -> None:
+    text = "\n".join(line.plain for line in phases_table(rows(usual()), 120))
+    assert re.search(r"^ar +0\.63  10% +1\.26  20% +3\.78  60% +0\.32   5% +0\.3[12]   5% +6\.30 s$", text, flags=re.MULTILINE)
+    assert re.search(r"^transformers-assisted +4\.50 s$", text, flags=re.MULTILINE)
+
+
+# ------------------------------------------------------------------ verdicts
+
+
+def test_the_first_difference_is_found_and_a_missing_end_is_one() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert not Difference(0, 0, 2, 3, None, None, 1e-3).is_tie
+
+
+def test_what_rounding_explains() -> None:
+    assert tie_below("float32", 50.0) == 1e-3
+    assert tie_below("bfloat16", 32.0) == 0.5
+    assert tie_below("float16", 32.0) == 0.125
+    assert Difference(0, 0, 1, 3, 4, -0.4, 0.5).is_tie
+    assert not Difference(0, 0, 1, 3, 4, 0.5, 0.5).is_tie
+
+
+# ------------------------------------------------------------------ while it runs
+
+
+def test_the_progress_fits_and_its_end_stays() -> None:
+    step = Step(parse_spec("sd:k=8"), Prompt(3, "x", "code", "a-long-name-of-a-prompt"), False, 5, 48, 83.0)
+    for width in (100, 80, 60, 40, 30):
+        line = progress_line(step, width).plain
+        assert len(line) <= width
+        assert line.endswith("5 of 48 runs  ~83 s left")
+    assert progress_line(step, 100).plain.startswith("▸ sd:k=8, prompt 3")
+    assert progress_line(Step(step.spec, None, True, 0, 48, None), 100).plain.endswith("0 of 48 runs")
+    assert [duration(seconds) for seconds in (9.2, 200, 7500)] == ["9 s", "3 min", "2 h 5 min"]
+
+
+def test_the_live_table_is_drawn_when_told_and_leaves_nothing() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
+    results = usual()
+    view = View(is_live=True)
+    step = Step(None, None, False, 3, 9, 4.0)
+    with LiveTable(console, lambda width: page(results, rows(results), SETTING, view, width), quiet=False) as live:
+        before = len(console.file.getvalue())  # type: ignore[attr-defined]
+        live.show(step)
+        assert "3 of 9 runs" in console.file.getvalue()[before:]  # type: ignore[attr-defined]
+    piped = Console(file=io.StringIO(), width=80)
+    with LiveTable(piped, lambda width: [], quiet=False) as live:
+        live.show(step)
+    assert piped.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------ the page
+
+
+class Page(HTMLParser):
+    """Tags opened and closed alike; text and attributes gathered."""
+
+    VOID = frozenset({"meta", "link", "input", "br"})
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.said = ""
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+
+
+def test_the_page_says_it_all_and_fetches_nothing() -> None:
+    results = usual()
+    results.prompts = [Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>"), *results.prompts[1:]]
+    start = {"method": "svip", "settings": {}, "prompt_ids": [1], "prompt_index": 0}
+    round_ = Round(0, "sequential", Draft([1], range(-1, 0), stop_reason="eos"), Verdict((0,), 2, "bonus"), {"verify": 1.0})
+    summary = {"text": "<b>a</b>", "token_ids": [1, 2], "finish_reason": "length"}
+    example = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
+    about = compare_page.About([("Machine", "a <fast> one")], "specgen 1", "specgen compare")
+    written = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about))
+    parsed = Page(written)
+    assert not parsed.open
+    assert "script" not in parsed.tags
+    assert set(parsed.links) <= {"data:,"}
+    assert "\x1b" not in written
+    for text in (
+        "svip gives the target's text 2.10 times as fast",
+        "tie at 57",
+        "not run: sd needs a thing that is not there",
+        "<script>alert(1)</script>␛",
+        "a <fast> one",
+        "<b></b>",
+        "Hollow",
+    ):
+        assert text in parsed.said, text
+    assert written.count('class="m best"') == 1
+    assert 'class="m lossy"' in written
+    assert "lookup" in parsed.said

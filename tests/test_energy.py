@@ -1,0 +1,258 @@
+"""Joules from recorded counters: wrap-around, idle power taken off, and nothing guessed where there is nothing to read."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.bench import energy
+from specgen.bench.energy import Energy, GpuCounter, Meter, NoMeter, RaplZone, meter_for
+
+CPU = torch.device("cpu")
+RANGE = 262_143_328_850  # microjoules, of a real machine
+MICRO = 1e-6
+
+
+def zone(root: Path, number: str, name: str, microjoules: int = 0, size: int = RANGE) -> Path:
+    folder = root / f"intel-rapl:{number}"
+    folder.mkdir(parents=True)
+    for file, value in (("name", name), ("energy_uj", microjoules), ("max_energy_range_uj", size)):
+        (folder / file).write_text(f"{value}\n")
+    return folder
+
+
+class TestRapl:
+    def test_a_recorded_counter_with_two_wraps(self, tmp_path: Path) -> None:
+        recorded = [RANGE - 5_000_000, RANGE - 1_000_000, 2_000_000, 150_000_000_000, 1_000_000]
+        folder = zone(tmp_path, "0", "package-0", recorded[0])
+        counter = RaplZone(folder)
+        assert counter.name == "RAPL package-0"
+        found = []
+        for value in recorded:
+            (folder / "energy_uj").write_text(f"{value}\n")
+            found.append(counter.joules())
+        whole = RANGE * MICRO
+        assert found == pytest.approx([0, 4, 5 + 2, 5 + 150_000, 5 + whole + 1])
+
+    def test_packages_and_their_memory_are_counted_once(self, tmp_path: Path) -> None:
+        for number, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
+            zone(tmp_path, number, name)
+        zone(tmp_path / "intel-rapl-mmio", "0", "package-0")
+        meter = meter_for([CPU], root=tmp_path)
+        assert isinstance(meter, Meter)
+        assert [counter.name for counter in meter._counters] == ["RAPL package-0", "RAPL dram", "RAPL package-1"]
+
+    @pytest.mark.parametrize("what", ["nothing", "no package", "no number", "forbidden"])
+    def test_what_cannot_be_read_is_unavailable(self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if what == "no package":
+            zone(tmp_path, "0", "psys")
+        elif what == "no number":
+            (zone(tmp_path, "0", "package-0") / "energy_uj").write_text("\n")
+        elif what == "forbidden":  # as since 2020 on most machines; the tests may run as root, whom nothing is forbidden
+            zone(tmp_path, "0", "package-0")
+            monkeypatch.setattr(RaplZone, "__init__", lambda *_: (_ for _ in ()).throw(PermissionError))
+        meter = meter_for([CPU], root=tmp_path)
+        assert isinstance(meter, NoMeter)
+        meter.start()
+        found = meter.stop()
+        assert found.joules is None
+        assert found.source == "unavailable"
+        reasons = {"nothing": "no RAPL", "no package": "no RAPL", "no number": "cannot be read", "forbidden": "root only"}
+        assert reasons[what] in str(found.reason)
+
+
+class Clockwork:
+    """Time and counters that move as a script says: `watts` a second, in ticks of `tick` seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: float = 0.1, wrap: float | None = None) -> None:
+        self.now, self.energy, self.watts, self.tick, self.wrap = 1000.0, 0.0, 50.0, tick, wrap
+        self.waits = 0
+        self.wraps = False
+        self.name = "a counter"
+        monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(energy.time, "sleep", self.advance)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.energy += self.watts * seconds
+
+    def joules(self) -> float:
+        self.advance(0.001)
+        ticks = (self.now - 1000.0) // self.tick
+        return round(self.energy - self.watts * (self.now - 1000.0 - ticks * self.tick), 6)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class TestMeter:
+    def test_idle_power_is_measured_first_and_taken_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clockwork(monkeypatch, tick=0.001)
+        meter = Meter([clock], clock.synchronize)
+        meter.start()
+        assert clock.waits == 3, "devices have finished before each reading"
+        clock.watts = 150
+        clock.advance(4)
+        found = meter.stop()
+        assert found.idle_watts == pytest.approx(50, rel=0.01)
+        assert found.joules == pytest.approx(4 * 100, rel=0.02)
+        assert found.seconds == pytest.approx(4, rel=0.02)
+        assert found.source == "a counter"
+        begun = clock.now
+        meter.start()
+        assert clock.now - begun < 1, "idle power is measured once"
+
+    def test_a_coarse_counter_is_read_where_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run of a third of a tick more than two: as it stands, the counter would be wrong by a fifth."""
+        clock = Clockwork(monkeypatch, tick=0.1)
+        meter = Meter([clock], clock.synchronize)
+        meter.start()
+        begun = clock.now
+        clock.advance(0.233)
+        found = meter.stop()
+        assert found.seconds == pytest.approx(0.3, abs=0.005), "to the next tick, and the time until there is counted"
+        assert clock.now - begun < 0.31
+        assert found.joules == pytest.approx(0, abs=0.5), "it idled all the while"
+
+    def test_a_counter_that_stands_still_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clockwork(monkeypatch)
+        clock.watts = 0
+        meter = Meter([clock], clock.synchronize)
+        meter.start()
+        clock.advance(3)
+        found = meter.stop()
+        assert (found.joules, found.reason) == (None, "a counter stands still")
+
+    def test_a_counter_that_wraps_is_watched_during_a_long_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two wraps between the first reading and the last, which would see one alone."""
+        monkeypatch.setattr(energy, "_WATCH", 0.005)
+        folder = zone(tmp_path, "0", "package-0", 100, size=1_000_000)
+        total = 100
+
+        def counter() -> Iterator[None]:
+            nonlocal total
+            while True:
+                total += 10_000  # a hundredth of the range every two milliseconds
+                temporary = tmp_path / "new"
+                temporary.write_text(str(total % 1_000_000))
+                temporary.replace(folder / "energy_uj")
+                yield
+
+        running = threading.Event()
+
+        def run() -> None:
+            for _ in counter():
+                if running.wait(0.002):
+                    return
+
+        meter = Meter([RaplZone(folder)], lambda: None, idle_seconds=0.01)
+        writer = threading.Thread(target=run)
+        writer.start()
+        try:
+            meter.start()
+            begun = total
+            while total < begun + 2_500_000:
+                time.sleep(0.01)
+            found = meter.stop()
+            ended = total
+        finally:
+            running.set()
+            writer.join()
+        assert found.joules is not None
+        assert found.idle_watts is not None
+        assert found.seconds is not None
+        all_of_it = found.joules + found.idle_watts * found.seconds
+        assert all_of_it == pytest.approx((ended - begun) * MICRO, abs=0.1)
+
+    def test_runs_add_up(self) -> None:
+        left, right = Energy("x", 10.0, 50.0, 1.0), Energy("x", 20.0, 60.0, 3.0)
+        assert left + right == Energy("x", 30.0, 57.5, 4.0)
+        unknown = Energy("unavailable", reason="no counter")
+        assert left + unknown == unknown == unknown + left
+
+
+class FakeNvml:
+    """NVML with two GPUs, in another order than torch's."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.millijoules = {"GPU-bb": 7_000, "GPU-aa": 123_000}
+        self.supported = True
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in self.millijoules:
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return f"NVIDIA {handle}"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        if not self.supported:
+            raise self.NVMLError("Not Supported")
+        return self.millijoules[handle]
+
+
+class TestGpu:
+    @pytest.fixture
+    def nvml(self, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+        fake = FakeNvml()
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        uuids = {0: "aa", 1: "bb", 2: "MIG-1"}
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+        return fake
+
+    @pytest.mark.parametrize(
+        ("devices", "names"), [(["cuda:0"], ["aa"]), (["cuda:1", "cuda:1"], ["bb"]), (["cuda:0", "cuda:1"], ["aa", "bb"])]
+    )
+    def test_devices_are_found_by_their_uuid(self, nvml: FakeNvml, devices: list[str], names: list[str]) -> None:
+        meter = meter_for([torch.device(device) for device in devices])
+        assert isinstance(meter, Meter)
+        assert [counter.name for counter in meter._counters] == [f"NVML NVIDIA GPU-{name}" for name in names]
+
+    def test_millijoules(self, nvml: FakeNvml) -> None:
+        assert GpuCounter(nvml, "GPU-aa").joules() == 123
+
+    def test_cuda_is_synchronised_first(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+        order: list[Any] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda index: order.append(index))
+        read: Callable[[Any], float] = GpuCounter.joules
+        monkeypatch.setattr(GpuCounter, "joules", lambda self: order.append("read") or read(self))
+        meter = meter_for([torch.device("cuda:1")])
+        order.clear()
+        meter._idle_seconds = 0  # type: ignore[union-attr]
+        meter.start()
+        assert order[0] == 1
+        assert order[1] == "read"
+        assert meter.stop().reason == "NVML NVIDIA GPU-bb stands still"
+
+    def test_no_energy_counter(self, nvml: FakeNvml) -> None:
+        nvml.supported = False
+        assert meter_for([torch.device("cuda:0")]).stop().reason == "NVML says: Not Supported"
+        assert meter_for([torch.device("cuda:2")]).stop().reason == "NVML says: Not Found"
+
+    def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert "specgen[energy]" in str(meter_for([torch.device("cuda:0")]).stop().reason)
+
+    def test_a_pair_over_two_kinds_needs_both_counters(self, nvml: FakeNvml, tmp_path: Path) -> None:
+        devices = [torch.device("cuda:0"), CPU]
+        assert meter_for(devices, root=tmp_path).stop().reason == "no RAPL counters"
+        zone(tmp_path, "0", "package-0")
+        assert isinstance(meter_for(devices, root=tmp_path), Meter)
+
+    def test_other_devices_have_none(self) -> None:
+        assert meter_for([torch.device("mps")]).stop().reason == "mps has no energy counter"

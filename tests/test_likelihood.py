@@ -1,0 +1,127 @@
+"""Perplexity: exact, over caches and chunks, unwarped and without penalties, and absent where there is none."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONTEXT, FAMILIES, make_model, near_copy, save
+
+import specgen
+from specgen.bench.summary import Summary
+from specgen.models import likelihood
+from specgen.models.likelihood import log_likelihood
+from specgen.models.session import Session
+from specgen.pair import Pair, Result
+from specgen.types import SamplingParams
+
+PROMPT = [1, 5, 6, 7]
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.3, top_k=20, top_p=0.9, seed=1, ignore_eos=True)
+
+
+def uncached(model: torch.nn.Module, tokens: list[int], prompt: list[int] = PROMPT) -> float:
+    """In float64, the whole text in one pass without a cache."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return float(logits.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())
+
+
+def check(pair: Pair, result: Result) -> None:
+    expected = math.exp(-uncached(pair.target.model, result.token_ids) / len(result.token_ids))
+    assert result.summary["perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_models_own_without_a_cache(pair_of: Callable[[str, str], Pair], family: str) -> None:
+    pair = pair_of(family, "near")
+    for method in ("ar", "mtad"):  # the second finds the first one's caches
+        check(pair, pair.generate(PROMPT, method, SAMPLED, perplexity=True))
+
+
+@pytest.mark.parametrize("method", ["ar", "sd", "spectr", "specinfer", "lookup", "mtad", "bild"])
+@pytest.mark.parametrize("sampling", [SAMPLED, SamplingParams(max_new_tokens=20)])
+def test_every_method_has_one_and_lossy_ones_have_it_unasked(
+    pair_of: Callable[[str, str], Pair], method: str, sampling: SamplingParams
+) -> None:
+    pair = pair_of("llama", "near")
+    asked, unasked = (pair.generate(PROMPT, method, sampling, perplexity=on) for on in (True, False))
+    check(pair, asked)
+    assert asked.token_ids == unasked.token_ids
+    lossy = not specgen.METHODS[method].lossless
+    assert unasked.summary["perplexity"] == (asked.summary["perplexity"] if lossy else None)
+    again = pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=20))
+    assert again.token_ids == pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=20)).token_ids
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 8, 9, 100])
+def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likelihood, "_CHUNK", chunk)
+    model = make_model("llama")
+    run: list[int] = []
+    tokens = [3 + place % 30 for place in range(16)]
+    expected = uncached(model, tokens)
+    model.register_forward_pre_hook(lambda _, args, kwargs: run.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    assert log_likelihood(Session(model, CONTEXT), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
+    assert sum(run) == len(PROMPT) + len(tokens) - 1
+
+
+def test_penalties_have_no_part_in_it(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.generation_config.repetition_penalty = 1.8
+    folder = save(model, tmp_path / "target")
+    pair = specgen.load(folder, save(near_copy(model), tmp_path / "draft"), device="cpu", dtype="float32")
+    assert pair.target.has_penalties
+    check(pair, pair.generate(PROMPT, "mtad", SamplingParams(max_new_tokens=20)))
+
+
+def test_nothing_and_no_number_are_none() -> None:
+    summary = Summary("mtad")
+    summary.add_log_likelihood(0.0)
+    assert summary.perplexity is None, "no tokens"
+    for nats, perplexity in ((-2 * math.log(3), 3.0), (-math.inf, None), (-1e6, None), (math.nan, None)):
+        summary = Summary("mtad")
+        summary.token_ids = [1, 2]
+        assert summary.perplexity is None, "not measured"
+        summary.add_log_likelihood(nats)
+        assert summary.perplexity == (perplexity if perplexity is None else pytest.approx(perplexity))
+        json.dumps(summary.as_dict("", "length"), allow_nan=False)
+
+
+def test_several_runs_are_weighed_by_their_tokens() -> None:
+    summary = Summary("ar")
+    summary.token_ids = [1] * 10
+    for tokens, perplexity in ((8, 2.0), (2, 4.0)):
+        summary.add_log_likelihood(-tokens * math.log(perplexity))
+    assert summary.perplexity == pytest.approx(2 ** ((8 + 2 * 2) / 10))
+
+
+def test_the_command_line_tells_it(
+    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def call(*arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr("sys.argv", ["specgen", "generate", *pair, "--device", "cpu", "-n", "12", *arguments, "the cat"])
+        with pytest.raises(SystemExit) as ended:
+            specgen_main()
+        assert ended.value.code == 0
+        captured = capfd.readouterr()
+        return captured.out, captured.err
+
+    from specgen.cli.app import main as specgen_main
+
+    assert "perplexity" not in call("-m", "sd")[1]
+    assert "perplexity" in call("-m", "sd", "--perplexity")[1]
+    assert "mtad (lossy)" in (shown := call("-m", "mtad")[1])
+    assert "perplexity" in shown
+    out, err = call("-m", "bild", "--json", "--energy")
+    start, *_, summary = map(json.loads, out.splitlines())
+    assert start["lossless"] is False
+    assert summary["perplexity"] > 1
+    assert summary["energy"]["source"] == "unavailable" or summary["joules_per_token"] is not None
+    assert ("energy unavailable" in err) == (summary["joules_per_token"] is None)
+    out, _ = call("-m", "sd", "--json")
+    assert json.loads(out.splitlines()[-1])["perplexity"] is None
+    assert json.loads(out.splitlines()[-1])["energy"] is None

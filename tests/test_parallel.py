@@ -1,0 +1,348 @@
+"""PEARL's schedule: what it commits, what it shows and what it counts, on scripted models and on real ones in two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_model, near_copy, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specgen
+from specgen import methods
+from specgen.decoding.parallel import Window
+from specgen.decoding.run import Clock
+from specgen.errors import RunError, SpecgenError
+from specgen.models.session import Rows
+from specgen.pair import Pair
+from specgen.types import Context, Fate, Round, SamplingParams
+from specgen.workers.thread import ThreadWorker
+
+
+class RandomSession:
+    """Logits that follow from the last token alone; a share `noise` of the rows differs from the others' of the same seed."""
+
+    context_limit = 1000
+    device = torch.device("cpu")
+
+    def __init__(self, vocabulary: int, seed: int, noise: float = 0.0) -> None:
+        self.vocab_size = self.known_ids = vocabulary
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(vocabulary, vocabulary, generator=generator)
+        other = torch.randn(vocabulary, vocabulary, generator=generator)
+        changed = torch.rand(vocabulary, 1, generator=generator) < noise
+        self.table = torch.where(changed, other, self.table)
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> Rows:
+        ids = [context.ids[-1], *draft]
+        return Rows(self.table[ids[start:]])
+
+
+def decode(name: str, target: RandomSession, draft: RandomSession, limit: int, eos: set[int], **given_: object) -> list[Round]:
+    method = methods.find(name)
+    worker = ThreadWorker(draft)  # type: ignore[arg-type]
+    parts = methods.Parts(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
+    run = methods.make_run(method, methods.resolve(method, given_), parts, Context([0, 1]), limit, None, Clock(None))
+    rounds = list(run.rounds())
+    worker.close()
+    assert run.finish_reason in ("length", "eos")
+    return rounds
+
+
+def tokens_of(rounds: list[Round]) -> list[int]:
+    return [token for round_ in rounds for token in round_.token_ids]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    vocabulary=st.integers(2, 9),
+    seed=st.integers(0, 10_000),
+    noise=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    window=st.integers(1, 8),
+    limit=st.integers(1, 20),
+    eos=st.sets(st.integers(0, 8), max_size=2),
+    pre=st.booleans(),
+    post=st.booleans(),
+    policy=st.sampled_from([None, "fixed", "heuristic", "svip", "beta-ts"]),
+)
+def test_random_cases_give_plain_decodings_tokens(
+    vocabulary: int, seed: int, noise: float, window: int, limit: int, eos: set[int], pre: bool, post: bool, policy: str | None
+) -> None:
+    target, draft = RandomSession(vocabulary, seed), RandomSession(vocabulary, seed, noise)
+    given_ = {"window": window, "pre_verify": pre, "post_verify": post} | ({} if policy is None else {"policy": policy})
+    rounds = decode("pearl", target, draft, limit, eos, **given_)
+    assert tokens_of(rounds) == tokens_of(decode("ar", target, draft, limit, eos))
+    for round_ in rounds[1:]:
+        assert round_.token_ids, "every pass of the target commits something"
+        assert len(round_.draft.tokens) == len(round_.draft.entropies) == len(round_.fates)
+        assert round_.verdict.source != "bonus" or not post, "never a bonus where the next tokens are there already"
+        assert len(round_.draft.tokens) <= 2 * window
+
+
+def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none is lost: what the drafter made is what the rounds hold, judged or thrown away."""
+    from specgen.workers import thread
+
+    made: list[int] = []
+    finish = thread.ThreadDrafter.finish
+
+    def noted(self: thread.ThreadDrafter) -> object:
+        draft = finish(self)
+        made.extend(draft.tokens)
+        return draft
+
+    monkeypatch.setattr(thread.ThreadDrafter, "finish", noted)
+    for seed in range(20):
+        made.clear()
+        rounds = decode("pearl", RandomSession(8, seed), RandomSession(8, seed, 0.3), 30, {5}, window=4)
+        assert [token for round_ in rounds for token in round_.draft.tokens] == made
+
+
+def test_rounds_as_in_the_papers_figure_3() -> None:
+    """x1 falls in pre-verify; x4 stands, x4 x5 x6 then stand while x7 x8 x9 are drafted; x9 falls, and what was ahead with it."""
+    target, draft = RandomSession(16, 0), RandomSession(16, 0)
+    target.table[:] = torch.eye(16).roll(1, 1)  # counts on: 0 1 2 3 ...
+    draft.table[:] = target.table
+    draft.table[2] = torch.eye(16)[9]  # behind 2, the first token of the run, it guesses 9
+    draft.table[8] = torch.eye(16)[0]
+    rounds = decode("pearl", target, draft, 11, set(), window=3)
+    shown = [(round_.mode, list(round_.draft.tokens), len(round_.verdict.path), round_.verdict.token) for round_ in rounds]
+    assert shown == [
+        ("prefill", [], 0, 2),
+        ("pre-verify", [9, 10, 11], 0, 3),
+        ("pre-verify", [4], 1, None),
+        ("post-verify", [5, 6, 7], 3, None),
+        ("post-verify", [8, 0, 1, 2, 9], 1, 9),
+        ("pre-verify", [10], 1, None),
+        ("post-verify", [11, 12], 2, None),
+    ]
+    assert [round_.draft.stop_reason for round_ in rounds[1:]] == [
+        "window 3",
+        "window 3, 2 ahead",
+        "window 3, 2 ahead",
+        "window 3",
+        "window 3, 2 ahead",
+        "window 3",
+    ]
+    assert rounds[4].fates == (Fate.ACCEPTED, Fate.REJECTED, *[Fate.DISCARDED] * 3)
+
+
+def test_the_ablations_change_the_schedule() -> None:
+    session = RandomSession(12, 4)
+    without_pre = decode("pearl", session, session, 20, set(), window=4, pre_verify=False)
+    assert {round_.mode for round_ in without_pre[1:]} == {"post-verify"}
+    assert len(without_pre[1].draft.tokens) == 5, "a whole window, and the first token of the next"
+    without_post = decode("pearl", session, session, 20, set(), window=4, post_verify=False)
+    assert [round_.mode for round_ in without_post[1:5]] == ["pre-verify", "post-verify"] * 2
+    assert without_post[2].verdict.source == "bonus"
+
+
+def test_a_narrow_pass_gets_a_short_draft() -> None:
+    window = Window(8, 4)
+    assert [window.beside(width) for width in range(1, 10)] == [4, 5, 5, 6, 6, 7, 7, 8, 8]
+    assert [Window(3, 3).beside(width) for width in range(1, 5)] == [3] * 4
+    assert Window(1, 1).beside(1) == 1
+
+
+def test_the_policy_is_told_what_was_judged() -> None:
+    """Tokens ahead are none of its business yet: three successes, whatever stands behind them."""
+    session = RandomSession(12, 4)
+    rounds = decode("pearl", session, session, 8, set(), window=3, policy="beta-ts", alpha=1e6, beta=1)
+    assert [round_.policy_state["alpha"] - 1e6 for round_ in rounds] == [0, 1, 4, 7]  # type: ignore[index]
+
+
+# In two processes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    parent = tmp_path_factory.mktemp("pearl")
+    target = make_model("llama")
+    target.generation_config.repetition_penalty = 1.3
+    return save(target, parent / "target"), save(near_copy(target), parent / "draft")
+
+
+@pytest.fixture(scope="module")
+def apart(folders: tuple[str, str]) -> Iterator[Pair]:
+    """A pair whose draft works in a process of its own; its target has penalties."""
+    with specgen.load(*folders, device="cpu", dtype="float32") as pair:
+        yield pair
+
+
+def process_of(pair: Pair) -> int:
+    worker = pair._process_worker
+    assert worker is not None
+    return worker.ready().pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="a second process is used on POSIX systems only")
+PROMPT = [1, 7, 9, 20, 11]
+SAMPLED = SamplingParams(max_new_tokens=60, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
+
+
+@posix
+@pytest.mark.parametrize("sampling", [SamplingParams(max_new_tokens=60, seed=5), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("given_", [{}, {"policy": "beta-ts"}, {"pre_verify": False}, {"post_verify": False}], ids=str)
+def test_a_process_and_a_thread_give_the_same_rounds(
+    apart: Pair, sampling: SamplingParams, given_: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing depends on where the draft is made or how long it takes; penalties reach it too."""
+    there = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
+    assert there.summary["acceptance_rate"] > 0.3
+    monkeypatch.setattr(apart, "_process_worker", None)
+    here = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
+    assert [comparable(round_) for round_ in there.rounds] == [comparable(round_) for round_ in here.rounds]
+    if sampling.greedy:
+        assert there.token_ids == apart.generate(PROMPT, "ar", sampling).token_ids
+
+
+def comparable(round_: Round) -> object:
+    """All but the seconds; a pipe makes lists of what were tuples."""
+    draft = round_.draft
+    figures = list(draft.tokens), list(draft.entropies), list(draft.top_probs)
+    return figures, draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
+
+
+@posix
+def test_runs_may_take_turns(apart: Pair) -> None:
+    """Each keeps its own policy, and its own part of the shared memory."""
+    other = [1, 30, 31, 8]
+    alone = [apart.generate(ids, "pearl", SAMPLED, window=3, policy="beta-ts").token_ids for ids in (PROMPT, other)]
+    runs = [apart.rounds(ids, "pearl", SAMPLED, window=3, policy="beta-ts") for ids in (PROMPT, other)]
+    tokens: list[list[int]] = [[], []]
+    going = [0, 1]
+    while going:
+        for which in list(going):
+            round_ = next(runs[which], None)
+            if round_ is None:
+                going.remove(which)
+            else:
+                tokens[which] += round_.token_ids
+    assert tokens == alone
+
+
+@posix
+def test_a_run_that_is_left_early_leaves_the_worker_usable(apart: Pair) -> None:
+    threads = torch.get_num_threads()
+    run = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(run), next(run)
+    run.close()  # type: ignore[attr-defined]
+    assert torch.get_num_threads() == threads
+    before = process_of(apart)
+    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60
+    assert process_of(apart) == before
+
+
+@posix
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_worker_that_dies_ends_the_run_and_not_the_pair(apart: Pair, moment: str) -> None:
+    if moment == "before":
+        os.kill(process_of(apart), signal.SIGKILL)
+        assert wait_until(lambda: not apart._process_worker._process.alive)  # type: ignore[union-attr]
+    else:
+        run = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+        next(run), next(run)
+        os.kill(process_of(apart), signal.SIGKILL)
+        with pytest.raises(RunError, match=r"draft worker is gone \(SIGKILL.*-m svip"):
+            list(run)
+    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60, "a new one is started"
+
+
+@posix
+def test_what_fails_in_the_worker_is_told_here(apart: Pair, tmp_path: Path) -> None:
+    draft = make_model("llama")
+    with torch.no_grad():
+        draft.lm_head.weight[3] = float("nan")
+    target = save(make_model("llama"), tmp_path / "target")
+    with specgen.load(target, save(draft, tmp_path / "draft"), device="cpu", dtype="float32") as pair:
+        with pytest.raises(RunError, match="draft model's logits hold NaN"):
+            pair.generate(PROMPT, "pearl", window=4)
+        pid = process_of(pair)
+    assert not is_running(pid), "closing the pair ends it"
+
+
+@posix
+def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str, str]) -> None:
+    """And nobody's script is run twice: the script prints once."""
+    script = f"""
+import specgen, sys, time
+pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
+pair.generate([1, 7, 9], "pearl", window=3)
+print(pair._process_worker.ready().pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    parent.kill()
+    assert parent.stdout.read() == ""
+    parent.wait()
+    assert wait_until(lambda: not is_running(pid))
+
+
+@posix
+def test_ctrl_c_does_not_reach_the_worker(apart: Pair) -> None:
+    pid = process_of(apart)
+    os.kill(pid, signal.SIGINT)
+    assert os.getsid(pid) != os.getsid(0), "nor does the terminal send it one"
+    apart.generate(PROMPT, "pearl", SAMPLED, window=4)
+    assert process_of(apart) == pid
+
+
+@posix
+def test_a_long_prompt_and_a_short_context_of_the_draft(tmp_path: Path) -> None:
+    """Where the draft cannot follow, the target goes on alone."""
+    target = save(make_model("llama"), tmp_path / "target")
+    draft = save(make_model("llama", max_position_embeddings=24), tmp_path / "draft")
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
+        for ids in (PROMPT, [1, *range(3, 40)]):
+            assert pair.generate(ids, "pearl", sampling, window=4).token_ids == pair.generate(ids, "ar", sampling).token_ids
+
+
+def test_there_is_no_pearl_without_a_draft_model(folders: tuple[str, str]) -> None:
+    with specgen.load(folders[0], device="cpu") as pair, pytest.raises(SpecgenError, match="pearl needs a draft model"):
+        pair.rounds(PROMPT, "pearl")
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"window": "0"}, "window is 0"),
+        ({"window": "wide"}, "a whole number or auto"),
+        ({"pre_verify": "perhaps"}, "true or false"),
+        ({"policy": "svipp"}, "did you mean svip"),
+        ({"gamma": 3}, "no setting 'gamma'"),
+    ],
+)
+def test_settings_that_make_no_sense(given_: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecgenError, match=message):
+        methods.resolve(methods.METHODS["pearl"], given_)

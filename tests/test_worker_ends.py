@@ -1,0 +1,154 @@
+"""However a run of PEARL ends, nothing hangs and nothing is left: no process, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+LONGEST = 60  # seconds in which a run has to end: a hang would be longer
+LIFE = 9.0  # about as long as an undisturbed run takes here, its start included
+
+
+def children(parent: int) -> list[int]:
+    """The live processes whose parent is `parent`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(ppid) == parent and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: object, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not condition():  # type: ignore[operator]
+        time.sleep(0.05)
+
+
+class Running:
+    """`specgen generate -m pearl` on the bundled pair, and the worker that it started."""
+
+    def __init__(self, tokens: int) -> None:
+        self.shared_before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+        command = [
+            "generate",
+            "-m",
+            "pearl",
+            "--set",
+            "window=6",
+            "-n",
+            str(tokens),
+            "--ignore-eos",
+            "--temperature",
+            "1",
+            "def f(",
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "specgen", *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self.workers: list[int] = []
+
+    def find_worker(self) -> int | None:
+        self.workers = children(self.process.pid) or self.workers
+        return self.workers[0] if self.workers else None
+
+    def end(self) -> tuple[int, bytes, str]:
+        """Exit code and output; checks that nothing is left."""
+        self.find_worker()
+        out, err = self.process.communicate(timeout=LONGEST)
+        wait_for(lambda: not any(map(alive, self.workers)), 10)
+        assert not any(map(alive, self.workers)), "a worker is left"
+        if Path("/dev/shm").exists():
+            left = {path for path in set(Path("/dev/shm").iterdir()) - self.shared_before if "specgen" in path.name}
+            assert not left
+        return self.process.returncode, out, err.decode()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    started = Running(700)
+    yield started
+    started.process.kill()
+    started.process.wait()
+
+
+def kill_the_worker(running: Running, moment: float) -> None:
+    time.sleep(moment)
+    worker = running.find_worker()
+    if worker is not None and running.process.poll() is None:
+        os.kill(worker, signal.SIGKILL)
+    code, _, err = running.end()
+    if code == 1:
+        assert err.strip().count("\n") == 0, err
+        assert "error: the draft worker is gone (SIGKILL" in err
+        assert "-m svip" in err
+    else:
+        assert code == 0, err
+        assert "tokens/s" in err
+
+
+def press_ctrl_c(running: Running, moment: float) -> None:
+    time.sleep(moment)
+    if running.process.poll() is None:
+        running.process.send_signal(signal.SIGINT)
+    code, _, err = running.end()
+    assert code in (130, 0, -signal.SIGINT), err  # the last: before Python hands the signal to the command
+    assert code == -signal.SIGINT or "Traceback" not in err
+
+
+def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
+    assert running.process.stdout is not None
+    running.process.stdout.read(1)
+    worker = running.find_worker()
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    code, _, err = running.end()
+    assert code == 1
+    assert err.startswith("error: the draft worker is gone (SIGKILL")
+    assert err.count("\n") == 1
+
+
+def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
+    wait_for(running.find_worker, 20)
+    kill_the_worker(running, 0.2)
+
+
+def test_ctrl_c_ends_both_and_keeps_what_was_generated(running: Running) -> None:
+    assert running.process.stdout is not None
+    first = running.process.stdout.read(1)
+    running.process.send_signal(signal.SIGINT)
+    code, out, err = running.end()
+    assert code == 130
+    assert (first + out).strip()
+    assert "interrupted" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_a_worker_killed_at_any_moment(running: Running, seed: int) -> None:
+    kill_the_worker(running, random.Random(seed).uniform(0, LIFE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_ctrl_c_at_any_moment(running: Running, seed: int) -> None:
+    press_ctrl_c(running, random.Random(seed).uniform(0.3, LIFE))
