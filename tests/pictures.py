@@ -1,18 +1,24 @@
-"""Draws the README's picture from a real run on the bundled pair: `python tests/pictures.py`."""
+"""Draws the README's pictures from real runs on the bundled pair: `python tests/pictures.py`."""
 
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 import specgen
+from specgen.bench.anatomy import Anatomy
 from specgen.bench.summary import Summary
-from specgen.ui import theme
+from specgen.bench.trace import TraceFile, round_line, start_line, summary_line
+from specgen.bench.trace_reader import read_trace
+from specgen.ui import inspect_text, theme
 from specgen.ui.footer import footer
+from specgen.ui.inspect_page import Shown
 from specgen.ui.rounds import RoundsView
 from specgen.ui.stream import AnswerText, AnswerView
 
@@ -21,6 +27,7 @@ QUESTION = (
     "Question: Ben has 24 pencils. He buys 3 boxes with 8 pencils in each and gives 7 pencils to Hugo. "
     "How many pencils does Ben have now?"
 )
+STORY = "def read_lines(path):"
 GREY = [(0x48, 0x4F, 0x58)] * 16
 GROUNDS = {
     "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), GREY),
@@ -28,9 +35,8 @@ GROUNDS = {
 }
 
 
-def draw(pair: specgen.Pair, flavour: str) -> str:
-    """The run as an SVG of a terminal, 100 columns wide."""
-    console = Console(
+def recorder(flavour: str) -> Console:
+    return Console(
         record=True,
         width=100,
         file=io.StringIO(),
@@ -39,6 +45,11 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
         theme=theme.theme(flavour),
         highlight=False,
     )
+
+
+def draw(pair: specgen.Pair, flavour: str) -> str:
+    """The run as an SVG of a terminal, 100 columns wide."""
+    console = recorder(flavour)
     plan = pair.plan(f"{QUESTION}\nAnswer:", "svip", specgen.SamplingParams(max_new_tokens=128))
     rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.prompt_ids))
     answer, view = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), ()), AnswerView(console)
@@ -57,12 +68,40 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     return console.export_svg(title="specgen", theme=GROUNDS[flavour], unique_id=f"specgen-{flavour}")
 
 
+def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
+    """Two recorded runs side by side, as `inspect` shows them."""
+    paths = []
+    for method in ("svip", "beta-ts"):
+        plan = pair.plan(STORY, method, specgen.SamplingParams(max_new_tokens=256, temperature=0.7, seed=1, ignore_eos=True))
+        rounds = list(plan.run.rounds())
+        summary = Summary(method)
+        for round_ in rounds:
+            summary.add(round_)
+        paths.append(folder / f"{method}.jsonl")
+        with closing(TraceFile(paths[-1])) as trace:
+            trace.write(start_line(pair, plan))
+            for round_ in rounds:
+                trace.write(round_line(round_, pair.tokenizer.text_of))
+            trace.write(summary_line(summary.as_dict(pair.text(plan, summary.token_ids), "length")))
+    shown = []
+    for path in paths:
+        run = next(read_trace(path))
+        shown.append(Shown(run.method, path.name, Anatomy(run.method), run))
+        shown[-1].anatomy.add(run)
+    console = recorder(flavour)
+    console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
+    inspect_text.show(console, shown, None)
+    return console.export_svg(title="specgen", theme=GROUNDS[flavour], unique_id=f"specgen-inspect-{flavour}")
+
+
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with specgen.load(device="cpu", dtype="float32") as pair:
         pair.generate(QUESTION)  # warm
         for flavour in GROUNDS:
             (FOLDER / f"rounds-{flavour}.svg").write_text(draw(pair, flavour), encoding="utf-8")
+            with TemporaryDirectory() as folder:
+                (FOLDER / f"inspect-{flavour}.svg").write_text(draw_inspected(pair, flavour, Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

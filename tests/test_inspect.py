@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,11 +224,12 @@ def test_ten_thousand_rounds_take_seconds_and_no_torch(tmp_path: Path) -> None:
         "finally: print('torch' in sys.modules, file=sys.stderr)"
     )
     for options in ((), ("--html", str(tmp_path / "page.html")), ("--json",)):
-        start = time.perf_counter()
+        before = os.times()
         done = subprocess.run(
             [sys.executable, "-c", limited, "inspect", "-q", str(path), *options], capture_output=True, text=True, check=False
         )
-        assert time.perf_counter() - start < 5
+        after = os.times()  # processor time: other tests run beside this one
+        assert after.children_user + after.children_system - before.children_user - before.children_system < 5
         assert (done.returncode, done.stderr) == (0, "False\n")
     assert (tmp_path / "page.html").stat().st_size < 20 << 20
 
@@ -249,3 +250,11 @@ def test_nothing_shown_is_nan(inspect: Inspect, tmp_path: Path) -> None:
     out = inspect(path)[0] + inspect(path, "--json")[0] + page.read_text(encoding="utf-8")
     assert not re.search(r"\bnan\b", out.lower())
     assert math.isfinite(lines_of(inspect(path, "--json")[0])[0]["seconds"])
+
+
+def test_different_prompts_have_no_winner(inspect: Inspect, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for prompt, headline in (([1, 2, 3], "was the fastest here: "), ([9], "2 recordings side by side")):
+        runs = traces.a_run("svip"), traces.a_run("ar", prompt_ids=prompt)
+        inspect(traces.write(tmp_path / "t.jsonl", *runs[0], *runs[1]), "--html", page)
+        assert headline in page.read_text(encoding="utf-8").partition("<h1>")[2].partition("</h1>")[0]

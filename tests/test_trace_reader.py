@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,8 +248,9 @@ def test_a_hundred_megabytes_in_one_line_are_refused_and_not_read(tmp_path: Path
 def test_ten_thousand_rounds_are_read_in_seconds_run_by_run(tmp_path: Path) -> None:
     run = traces.a_recorded_run(2000)
     path = traces.write(tmp_path / "t.jsonl", *run, *run, *run, *run, *run)
-    start = time.perf_counter()
+    before = os.times()
     said, megabytes, _ = read_apart(path)
     assert said == "10000"
-    assert time.perf_counter() - start < 5
+    after = os.times()  # processor time: other tests run beside this one
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 5
     assert megabytes < 200

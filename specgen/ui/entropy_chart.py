@@ -116,7 +116,7 @@ def _estimate_line(c: float, right: float) -> str:
 def _plot(label: str, lines: str, points: str, right: float, stop: float | None) -> str:
     step = tick_step(right, 4)
     parts = [gridline(_y(share / 4)) for share in range(5)]
-    for place in range(1, int(right / step - 0.25) + 1):
+    for place in range(1, int(right / step - 0.5) + 1):
         x = f"{100 * place * step / right:.2f}%"
         parts.append(f'<text x="{x}" y="314" text-anchor="middle">{place * step:g}</text>')
     parts.append('<text x="100%" y="314" text-anchor="end">nats</text><text x="0" y="314" text-anchor="middle">0</text>')

@@ -47,8 +47,9 @@ def verdict(shown: Sequence[Shown]) -> str:
         kept = f"{summary.acceptance_rate:.0%} of the draft was right"
         return f"{shown[0].label}: {kept}, {summary.block_efficiency:.2f} tokens a target pass"
     timed = [entry for entry in shown if entry.anatomy.summary.tokens_per_second]
-    if not timed:
-        return f"{len(shown)} runs side by side"
+    prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
+    if not timed or len(prompts) > 1:  # speeds on different prompts decide nothing
+        return f"{len(shown)} recordings side by side"
     best = max(timed, key=lambda entry: entry.anatomy.summary.tokens_per_second or 0.0)
     return f"{best.label} was the fastest here: {_speed(best)} tokens a second"
 
@@ -81,8 +82,10 @@ def _body(shown: Sequence[Shown]) -> Iterator[str]:
 
 def _article(entry: Shown, switch: str, *, is_only: bool) -> Iterator[str]:
     run, start = entry.run, entry.run.start
-    one = Anatomy(run.method)
-    one.add(run)
+    one = entry.anatomy
+    if one.runs > 1:
+        one = Anatomy(run.method)
+        one.add(run)
     settings = ", ".join(f"{name} {value}" for name, value in start["settings"].items())
     yield f"<h2>{text('How one answer came about' if is_only else entry.label)}</h2>\n"
     about = f"{code(run.method)}{text(', ' + settings) if settings else ''}. {len(start['prompt_ids']):,} tokens of prompt."

@@ -77,9 +77,9 @@ def block(entry: Shown, width: int) -> Iterator[Text]:
     """One method's figures over all its runs, and the shown run's course, in lines of at most `width` columns."""
     anatomy, run = entry.anatomy, entry.run
     summary = anatomy.summary
-    yield from _wrapped(Text(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
+    yield from _wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
     for note in run.notes:
-        yield from _wrapped(Text("note: ", "bad").append(note, "none"), width)
+        yield from _wrapped(Text().append("note: ", "bad").append(note), width)
     yield from _wrapped(Text("  ").join(_figures(anatomy)), width)
     if run.finish_reason is not None and anatomy.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
@@ -122,7 +122,7 @@ def _figures(anatomy: Anatomy) -> Iterator[Text]:
 
 
 def _titled(title: str, figure: str, width: int) -> Iterator[Text]:
-    yield from _wrapped(Text(title, "strong").append(f"  {figure}" if figure else "", "quiet"), width)
+    yield from _wrapped(Text().append(title, "strong").append(f"  {figure}" if figure else "", "quiet"), width)
 
 
 def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:

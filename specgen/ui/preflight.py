@@ -44,7 +44,7 @@ def _models(report: PairReport, width: int) -> Iterator[Text]:
     for row in rows:
         aligned = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
         if len(aligned) <= width:
-            yield Text(aligned[: widths[0]], "strong").append(aligned[widths[0] :])
+            yield Text().append(aligned[: widths[0]], "strong").append(aligned[widths[0] :])
         else:
             yield from _said(row[0], "strong", Text("  ".join(row[1:])), width, lead=8)
 
@@ -177,7 +177,7 @@ def _table(rows: Sequence[tuple[str, Sequence[str]]], width: int) -> Iterator[Te
     count = len(rows[0][1])
     for start in range(0, count, fitting):
         for heading, cells in rows:
-            line = Text(f"  {heading:<{_LEAD - 2}}", "quiet")
+            line = Text().append(f"  {heading:<{_LEAD - 2}}", "quiet")
             yield line.append("".join(f"{entry:>{cell}}" for entry in cells[start : start + fitting]))
 
 
@@ -208,7 +208,7 @@ def _names(names: Sequence[str], room: int) -> str:
 def _said(mark: str, style: str, told: Text, width: int, *, lead: int = _LEAD) -> Iterator[Text]:
     """A mark, and behind it what it says, wrapped below itself; the words behind the sign are plain."""
     sign, space, words = mark.partition(" ")
-    start = Text(sign, style).append(space + words)
+    start = Text().append(sign, style).append(space + words)
     if start.cell_len > lead - 1:
         yield start
         start = Text()

@@ -1,0 +1,259 @@
+"""The pre-flight of a pair: what its files say, where tokenizers differ, what passes cost, from where on a draft pays."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
+
+import specgen
+from specgen import demo, methods
+from specgen.cli.app import main
+from specgen.models import preflight
+from specgen.models.load import Source
+from specgen.tuning.passes import target_pass_seconds
+from specgen.tuning.payoff import WIDTHS, Payoff
+from specgen.types import Context
+
+Inspect = Callable[..., tuple[str, str]]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Inspect:
+    """Run `specgen inspect` in this process: what it wrote to stdout and stderr."""
+
+    def call(*arguments: str, width: int = 100, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "--device", "cpu", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capfd.readouterr()
+        assert ended.value.code == code, captured.err
+        return captured.out, captured.err
+
+    return call
+
+
+def told(inspect: Inspect, *arguments: str) -> dict[str, Any]:
+    out, _ = inspect(*arguments, "--json")
+    (line,) = out.splitlines()
+    parsed: dict[str, Any] = json.loads(line, parse_constant=pytest.fail)
+    return parsed
+
+
+# ------------------------------------------------------------------ by the files alone
+
+
+def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_pair: specgen.Pair) -> None:
+    line = told(inspect, "--pair", "--dtype", "float32")
+    assert line["type"] == "pair"
+    assert demo_pair.draft is not None
+    caches = 0
+    for role, model in (("target", demo_pair.target), ("draft", demo_pair.draft)):
+        parameters = sum(weight.numel() for weight in model.model.parameters())
+        assert line[role]["parameters"] == parameters
+        assert line[role]["weight_bytes"] == 4 * parameters
+        assert line[role]["context_limit"] == model.context_limit
+        session = model.session()
+        session.reserve(64)
+        session.logits(Context([1] * 64))
+        layers = session._cache.layers
+        held = sum(buffer[:, :, :64].numel() * buffer.element_size() for layer in layers for buffer in (layer.keys, layer.values))
+        assert line[role]["cache_bytes"] == held / 64
+        caches += held // 64 * model.context_limit
+    assert line["cache_bytes"] == caches
+    assert line["tokenizers"]["refusal"] is None
+    assert line["tokenizers"]["shared"] == line["tokenizers"]["target_size"] == len(demo_pair.tokenizer.vocabulary())
+    assert line["tokenizers"]["differences"] == []
+    assert line["measured"] is None
+    assert set(line["methods"]) == set(methods.METHODS)
+    assert all(readiness["ready"] for readiness in line["methods"].values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt_neox", "qwen3"])
+def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
+    folder = save(make_model(family), tmp_path / family)
+    report = preflight.look(Source(folder), None, (CPU, CPU), "auto", lambda _: None)
+    pair = specgen.load(folder, device="cpu", dtype="float32")
+    assert report.target.parameters == sum(weight.numel() for weight in pair.target.model.parameters())
+    assert report.target.context_limit == CONTEXT
+    session = pair.target.session()
+    session.logits(Context([1] * 10))
+    held = sum(
+        buffer[:, :, :10].numel() * buffer.element_size()
+        for layer in session._cache.layers
+        for buffer in (layer.keys, layer.values)
+    )
+    assert report.target.cache_bytes == held / 10
+    needing = {name for name, method in methods.METHODS.items() if method.needs_draft_model}
+    assert {name for name, readiness in report.methods.items() if not readiness.ready} == needing
+
+
+def test_bfloat16_takes_half_the_memory() -> None:
+    source = Source(str(demo.folder("target")))
+    wide, narrow = (preflight.look(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16"))
+    assert wide.weight_bytes == 2 * narrow.weight_bytes
+    assert wide.cache_bytes is not None
+    assert wide.cache_bytes == 2 * (narrow.cache_bytes or 0)
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two models whose tokenizers have the same tokens in another order, from the third on."""
+    parent = tmp_path_factory.mktemp("strangers")
+    model = make_model("llama")
+    other = [*LETTERS[:3], *reversed(LETTERS[3:])]
+    return save(model, parent / "one", make_tokenizer(LETTERS)), save(model, parent / "other", make_tokenizer(other))
+
+
+def test_a_pair_that_is_refused_still_gets_a_report(inspect: Inspect, strangers: tuple[str, str]) -> None:
+    out, err = inspect("-t", strangers[0], "-d", strangers[1], "--measure")
+    assert err == ""
+    assert "✗ tokenizer  the tokenizers differ" in out
+    alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
+    assert f"{alike} tokens have the same id in both" in " ".join(out.split())
+    assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
+    assert "✓ ar, lookup" in out
+    assert "✗ sd, " in out
+    assert "the tokenizers differ: take a draft of the target's family" in " ".join(out.split())
+    assert "next" not in out
+    line = told(inspect, "-t", strangers[0], "-d", strangers[1])
+    assert [entry["token_id"] for entry in line["tokenizers"]["differences"]] == [3, 4, 5, 6, 7]
+
+
+def test_padded_tables_and_added_tokens_are_named(inspect: Inspect, tmp_path: Path) -> None:
+    model = make_model("llama")
+    both = ("-t", save(model, tmp_path / "t"), "-d", save(near_copy(model), tmp_path / "d"))
+    out, _ = inspect(*both)
+    assert f"✓ tokenizer  the same, {len(WORDS)} tokens (tables of {VOCAB} rows: padded)" in out
+
+
+def test_texts_that_are_cut_differently_are_shown(inspect: Inspect, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = None
+    from tokenizers import normalizers
+
+    lower = make_tokenizer()
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    both = ("-t", save(make_model("llama"), tmp_path / "t", tokenizer), "-d", save(make_model("llama"), tmp_path / "d", lower))
+    out, _ = inspect(*both)
+    assert "✓ tokenizer  the same" in out
+    assert "but they cut “Where is Oslo? It's in Norway" in out
+    assert "from token 1 on" in out
+
+
+def test_a_target_alone(inspect: Inspect, strangers: tuple[str, str]) -> None:
+    out, _ = inspect("-t", strangers[0])
+    assert "draft" not in out.splitlines()[1]
+    assert "no draft model: name one with --draft" in out
+    assert "✓ ar, lookup" in out
+
+
+def test_what_is_no_model_is_refused(inspect: Inspect, tmp_path: Path) -> None:
+    out, err = inspect("-t", str(tmp_path), code=2)
+    assert out == ""
+    assert "is no Hugging Face model" in err
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_every_line_fits_its_width(inspect: Inspect, strangers: tuple[str, str], width: int) -> None:
+    out = inspect("--pair", width=width)[0]
+    assert max(map(len, out.splitlines())) <= width
+    out = inspect("--measure", "-t", str(demo.folder("draft")), "-d", str(demo.folder("draft")), width=width)[0]
+    # a path is not cut: whoever copies the command needs all of it
+    assert all(len(line) <= width or str(demo.folder("draft"))[:10] in line for line in out.splitlines())
+    assert "✓ cost" in out
+
+
+# ------------------------------------------------------------------ measured
+
+
+def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:
+    line = told(inspect, "--measure", "--dtype", "float32")
+    found = line["measured"]
+    seconds = {int(width): taken for width, taken in found["target_seconds"].items()}
+    draft = found["draft_seconds"]
+    assert sorted(seconds) == list(range(1, 17))
+    assert all(taken > 0 for taken in seconds.values())
+    assert 0 < draft < seconds[1]  # a tenth of the parameters
+    window = found["pearl_window"]
+    assert found["cost_ratio"] == pytest.approx(seconds[min(window, 16)] / draft)
+    for k in range(1, 16):
+        rate = (k * draft + seconds[k + 1] - seconds[1]) / (k * seconds[1])
+        expected = max(0.0, rate) if rate < 1 else None
+        assert found["pays_from"][str(k)] == (None if expected is None else pytest.approx(expected))
+    for entry in found["expected"]:
+        chance, k = entry["acceptance"], entry["draft_length"]
+        tokens = (1 - chance ** (k + 1)) / (1 - chance)
+        assert entry["speedup"] == pytest.approx(tokens * seconds[1] / (k * draft + seconds[k + 1]))
+
+
+def test_methods_that_cannot_be_planned_say_why(
+    inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a later method lacks is told by planning a run with it: nothing here knows of it."""
+    picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": methods.Setting(3, "")})
+    monkeypatch.setitem(methods.METHODS, "picky", picky)
+    planned = methods.make_run
+
+    def refusing(method: methods.Method, *rest: Any) -> Any:
+        if method.name == "picky":
+            raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
+        return planned(method, *rest)
+
+    monkeypatch.setattr(methods, "make_run", refusing)
+    line = told(inspect, "-t", strangers[0], "--measure")
+    assert line["methods"]["picky"] == {
+        "ready": False,
+        "why": "no exit layer for this pair",
+        "cure": "make one: specgen tune --train",
+    }
+    out, _ = inspect("-t", strangers[0], "--measure")
+    assert "✗ picky" in out
+    assert "no exit layer for this pair: make one: specgen tune --train" in " ".join(out.split())
+
+
+def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
+    session = demo_pair.target.session()
+    seen = []
+    run = session._run
+    session._run = lambda ids, tree, keep: (seen.append((len(ids), session._committed)), run(ids, tree, keep))[1]  # type: ignore[method-assign]
+    seconds = target_pass_seconds(session, [1, 4], 20)
+    assert set(seconds) == {1, 4}
+    assert seen[0] == (20, 0)
+    assert set(seen[1:]) == {(1, 19), (4, 19)}
+    assert len(seen[1:]) >= 10
+
+
+def payoff(draft: float, a_token_more: float) -> Payoff:
+    return Payoff({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
+
+
+def test_payoff_by_hand() -> None:
+    cheap = payoff(draft=0.2, a_token_more=0.0)
+    assert cheap.pays_from(1) == pytest.approx(0.2)
+    assert cheap.pays_from(5) == pytest.approx(0.2)
+    assert cheap.speedup(5, 1.0) == pytest.approx(6 / 2)
+    assert cheap.speedup(1, 0.2) == pytest.approx(1.0)
+    assert (cheap.window, cheap.cost_ratio) == (5, pytest.approx(5.0))
+    dear = payoff(draft=1.1, a_token_more=0.1)
+    assert dear.pays_from(3) is None
+    assert dear.window == 1
+    free = payoff(draft=0.0, a_token_more=0.05)
+    assert free.pays_from(10) == pytest.approx(0.05)
+    assert free.window is None
+    assert free.best(0.9)[0] > free.best(0.3)[0]
+
+
+def test_a_wide_pass_settles_pearls_window() -> None:
+    growing = payoff(draft=0.25, a_token_more=0.1)
+    window = growing.window
+    assert window is not None
+    assert window == round(growing.target_seconds[window] / 0.25)
