@@ -201,7 +201,8 @@ def _batches(recipe: Recipe) -> int:
 def _prompts(job: Job, number: int, window: int) -> tuple[list[list[int]], list[bool], bool]:
     """A batch's prompts, which of them are kept apart, and whether it is greedy.
 
-    A greedy batch and a sampled one take turns. The user's prompts come round again, but greedy text only once: it would be the same.
+    A greedy batch and a sampled one take turns. The user's prompts come round again, but greedy text only once: it would be
+    the same.
     """
     greedy = number % 2 == 0
     if not job.prompts:
