@@ -17,17 +17,19 @@ from rich.console import Console
 from specgen import methods
 from specgen.cli import options
 from specgen.cli.reporting import INTERRUPTED, reported
-from specgen.errors import SpecgenError
+from specgen.errors import RunError, SpecgenError
 
 if TYPE_CHECKING:
     from specgen.cli.models import ModelOptions
     from specgen.models.load import LoadedModel
     from specgen.tuning.exits import Job, Outcome
+    from specgen.tuning.texts import Texts
     from specgen.tuning.training import Progress
     from specgen.ui.training import TrainingBars
 
 _TRAINING = "Training"
 DEFAULT_MINUTES = 10.0
+DEMO_CORPUS = Path("demo")  # a file of that name needs its whole path
 _OPEN_TOKENS = 600_000  # of the demo pair's own corpus
 
 Train = Annotated[bool, typer.Option("--train", help="Train EESD's exit layer and its predictor.", rich_help_panel=_TRAINING)]
@@ -46,7 +48,9 @@ Steps = Annotated[
 ]
 Corpus = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Open text: plain, or JSON lines with text.", rich_help_panel=_TRAINING),
+    typer.Option(
+        metavar="FILE", help="Open text: plain, or JSON lines with text; demo: the bundled pair's own.", rich_help_panel=_TRAINING
+    ),
 ]
 Prompts = Annotated[
     Path | None,
@@ -77,7 +81,9 @@ Batch = Annotated[
 Window = Annotated[
     int | None, typer.Option("--window", metavar="W", help="Tokens a row (2048; on a CPU 256).", rich_help_panel=_TRAINING)
 ]
-LearningRate = Annotated[float, typer.Option("--learning-rate", metavar="R", rich_help_panel=_TRAINING)]
+LearningRate = Annotated[
+    float, typer.Option("--learning-rate", metavar="R", help="The highest: a tenth of it in the end.", rich_help_panel=_TRAINING)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,11 @@ def _train(models: ModelOptions, request: Request, err: Console, *, quiet: bool,
         except Stopped:
             bars.say(f"interrupted; the same command goes on from here (kept in {job.out / 'training'})")
             return INTERRUPTED
+        except OSError as error:
+            raise RunError(
+                f"cannot write to {job.out}: {error.strerror or error}",
+                "What was kept before is still there: make room, and go on",
+            ) from error
     _report(outcome, err, quiet=quiet, as_json=as_json)
     return None
 
@@ -241,9 +252,10 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
         loaded = load_model(found, device, dtype, loading.announce)
         loading.announce("reading texts")
         encode = loaded.tokenizer.encode_long
-        open_text = None if request.corpus is None else read_corpus(request.corpus, encode)
-        if open_text is None and models.target is None:
-            open_text = demo_texts(encode, request.seed, _OPEN_TOKENS)
+        if request.corpus == DEMO_CORPUS or (request.corpus is None and models.target is None):
+            open_text: Texts | None = demo_texts(encode, request.seed, _OPEN_TOKENS)
+        else:
+            open_text = None if request.corpus is None else read_corpus(request.corpus, encode)
         prompts = _prompts(request, loaded)
     recipe = default_recipe(device, loaded.context_limit)
     recipe = replace(

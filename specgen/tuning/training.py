@@ -32,6 +32,7 @@ from specgen.tuning.texts import Texts
 WARM_UP = 50  # steps, at most a tenth of them
 _LOGITS = 1 << 26  # numbers in the logits that are held at once: longer batches are gone through in pieces
 _SAVE_EVERY = 60.0  # seconds
+_ASLEEP = 5.0  # times as long as usual
 _WINDOWS = 100  # steps that the progress' figures look back
 
 
@@ -93,6 +94,7 @@ class Training:
         self.first, self.layer, self.recipe = first, layer, recipe
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._data = data
+        self._usual: float | None = None  # seconds of a step
         layer.to(first.device, torch.float32).requires_grad_(True).train()
         layer.head.requires_grad_(own_head)
         self._trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
@@ -121,7 +123,7 @@ class Training:
             start = time.monotonic()
             self._recent.append(self._advance())
             del self._recent[:-_WINDOWS]
-            self.seconds += time.monotonic() - start
+            self._spend(time.monotonic() - start)
             progress = self.progress()
             if not math.isfinite(progress.loss):
                 raise RunError(f"the loss is {progress.loss} at step {self.step}", "Take a smaller --learning-rate")
@@ -133,6 +135,11 @@ class Training:
             if stopped:
                 raise Stopped
         self.save(save_to, settings)
+
+    def _spend(self, seconds: float) -> None:
+        """A step that takes many times what steps usually take was not at work: the process was stopped, the machine asleep."""
+        self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * min(seconds, _ASLEEP * self._usual)
+        self.seconds += min(seconds, _ASLEEP * self._usual)
 
     def progress(self) -> Progress:
         losses, right, judged = zip(*self._recent, strict=True) if self._recent else ((math.nan,), (0.0,), (0.0,))
