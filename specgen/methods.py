@@ -114,6 +114,11 @@ class Method:
         return self.drafter not in ("none", "lookup", "exit", "skip")
 
     @property
+    def may_measure(self) -> bool:
+        """Whether a run may have to wait for something to be measured before it starts."""
+        return self.schedule == "parallel" or self.drafter == "skip"
+
+    @property
     def needs_exit_layer(self) -> bool:
         return self.drafter == "exit"
 

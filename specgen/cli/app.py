@@ -13,6 +13,7 @@ from specgen.cli.compare import compare
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.reporting import INTERRUPTED, usage_error
+from specgen.cli.tune import tune
 
 app = typer.Typer(
     name="specgen",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("generate")(generate)
 app.command("compare")(compare)
 app.command("inspect")(inspect)
+app.command("tune")(tune)
 
 
 def _version(wanted: bool) -> None:

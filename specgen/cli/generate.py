@@ -81,7 +81,7 @@ def generate(
     chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
-    if chosen.needs_exit_layer and not models.may_have_exit:
+    if chosen.needs_exit_layer and not models.has_exit:
         raise methods.no_exit_layer(chosen)
     recorded = options.recorded(record)
     if recorded and trace is None and not json:
@@ -140,7 +140,7 @@ def _run(pair: Pair, request: Request, output: Output) -> int | None:
     from specgen.ui.progress import LoadingLine
 
     prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
-    silent = output.quiet or methods.find(request.method).schedule != "parallel"  # only there is something to wait for
+    silent = output.quiet or not methods.find(request.method).may_measure
     with LoadingLine(theme.console(stderr=True, no_color=output.no_color), quiet=silent) as loading:
         loading.still("getting ready")
         plan = pair.plan(prompt, request.method, request.sampling, record=request.record, **request.settings)

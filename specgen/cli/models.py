@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from specgen import demo
 from specgen.errors import SpecgenError
 from specgen.ui.progress import LoadingLine
 from specgen.workers.process import DraftProcess, is_possible
@@ -39,9 +40,9 @@ class ModelOptions:
         return self.draft is not None or self.target is None
 
     @property
-    def may_have_exit(self) -> bool:
-        """Whether an exit layer may be there: one is named, or it is the bundled target's."""
-        return self.exit_layer is not None or self.target is None
+    def has_exit(self) -> bool:
+        """Whether there will be an exit layer: one is named, or it is the bundled target's."""
+        return self.exit_layer is not None or (self.target is None and demo.exit_folder().is_dir())
 
     @property
     def probably_on_cpu(self) -> bool:

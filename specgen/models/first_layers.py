@@ -27,6 +27,11 @@ class FirstLayers:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
 
+    def cut(self, count: int) -> FirstLayers:
+        """The same with fewer layers."""
+        self._decoder.layers = self._decoder.layers[:count]
+        return self
+
     @property
     def parameters_held(self) -> int:
         return sum(parameter.numel() for parameter in self._decoder.parameters())

@@ -24,7 +24,13 @@ CONTEXT_LENGTH = 256  # tokens behind which passes are timed, less where the mod
 
 
 def look(
-    target: Source, draft: Source | None, devices: tuple[torch.device, torch.device], dtype: str, announce: Callable[[str], None]
+    target: Source,
+    draft: Source | None,
+    devices: tuple[torch.device, torch.device],
+    dtype: str,
+    announce: Callable[[str], None],
+    *,
+    has_exit: bool = False,
 ) -> PairReport:
     """A report of the pair, without reading its weights. A draft whose tokenizer differs is reported, not refused.
 
@@ -39,7 +45,7 @@ def look(
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        all_methods(has_draft=theirs is not None, refusal=refusal),
+        all_methods(has_draft=theirs is not None, refusal=refusal, has_exit=has_exit),
     )
 
 
@@ -59,7 +65,8 @@ def refusals(pair: Pair) -> dict[str, SpecgenError]:
     found = {}
     for name in methods.METHODS:
         try:
-            pair.plan([1], name, SamplingParams(max_new_tokens=1))
+            known = {"skip": "0"} if methods.METHODS[name].drafter == "skip" else {}  # a search would take its time
+            pair.plan([1], name, SamplingParams(max_new_tokens=1), **known)
         except SpecgenError as error:
             found[name] = error
     return found

@@ -36,6 +36,11 @@ class Tokenizer:
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
+    def encode_long(self, text: str) -> list[int]:
+        """As `encode`, for text that need not fit into the model's context: without the warning that it does not."""
+        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        return ids
+
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
         """The ids of a conversation in the model's chat template, up to where the answer begins. `before` are earlier turns, each
         with its answer."""

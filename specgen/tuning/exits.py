@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +23,7 @@ from specgen.models.exit_layer import ExitLayer, check_split, decoder_of
 from specgen.models.fingerprint import weights_fingerprint
 from specgen.models.first_layers import FirstLayers, check_depth, usual_depth
 from specgen.tuning.predictor import Fit, train_predictor
-from specgen.tuning.selftext import SelfTexts, beginnings, write_batch
+from specgen.tuning.selftext import HELD_OUT, SelfTexts, beginnings, write_batch
 from specgen.tuning.texts import Texts
 from specgen.tuning.training import Data, Progress, Recipe, Training, agreement, check_same_run
 
@@ -88,13 +88,11 @@ def train_exit(target: LoadedModel, job: Job, watcher: Watcher) -> Outcome:
     settings = _settings(target, job, after)
     texts, writing_seconds = _written(target, job, settings, folder, watcher)
     layer = ExitLayer.of(target.model, job.layers)
-    if not job.own_head:
-        layer.head.requires_grad_(False)
     first = FirstLayers(target.model, after)
     recipe = job.recipe
     if recipe.seconds is not None:
         recipe = replace(recipe, seconds=max(1.0, recipe.seconds * (1 - _ENDING) - writing_seconds))
-    training = Training(first, layer, Data(job.open_text, texts, recipe), recipe)
+    training = Training(first, layer, Data(job.open_text, texts, recipe), recipe, own_head=job.own_head)
     state = folder / "state.safetensors"
     if state.exists():
         training.restore(state, settings)
@@ -141,7 +139,7 @@ def _written(target: LoadedModel, job: Job, settings: dict[str, Any], folder: Pa
     """The target's own text, what is missing of it generated; and the seconds that this took, earlier runs included."""
     kept, log = SelfTexts(folder), folder / "writing.json"
     seconds = _begun(log, settings)
-    write_text_log(log, settings, seconds)
+    _log(log, settings, seconds)
     if not job.recipe.self_text:
         return [], seconds
     window = min(job.recipe.window, target.context_limit)
@@ -155,18 +153,20 @@ def _written(target: LoadedModel, job: Job, settings: dict[str, Any], folder: Pa
     # Two at the least, a greedy one and a sampled one, and with a budget in minutes as many as it takes.
     while number < 2 or (number < planned if planned is not None else seconds < limit):
         start = time.monotonic()
+        prompts, apart, greedy = _prompts(job, number, window)
         made = write_batch(
             target,
-            _prompts(job, number, window),
+            prompts,
             window,
-            greedy=number % 2 == 0,
+            greedy=greedy,
             seed=_seed(job.recipe.seed, number),
-            keep_rows=TEXTS_AT_ONCE if with_rows < most_kept else 0,
+            held_out=apart,
+            keep_rows=with_rows < most_kept,
             stopping=watcher.stopping,
         )
         kept.keep(number, made)
         seconds += time.monotonic() - start
-        write_text_log(log, settings, seconds)
+        _log(log, settings, seconds)
         number += 1
         tokens += sum(len(text.ids) for text in made)
         with_rows += sum(len(text.ids) for text in made if text.rows is not None)
@@ -174,7 +174,7 @@ def _written(target: LoadedModel, job: Job, settings: dict[str, Any], folder: Pa
     return kept.read(), seconds
 
 
-def write_text_log(log: Path, settings: dict[str, Any], seconds: float) -> None:
+def _log(log: Path, settings: dict[str, Any], seconds: float) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     write_text(log, json.dumps({"settings": settings, "seconds": seconds}))
 
@@ -198,14 +198,24 @@ def _batches(recipe: Recipe) -> int:
     return max(2, 2 * round(tokens / (2 * TEXTS_AT_ONCE * recipe.window)))
 
 
-def _prompts(job: Job, number: int, window: int) -> list[list[int]]:
+def _prompts(job: Job, number: int, window: int) -> tuple[list[list[int]], list[bool], bool]:
+    """A batch's prompts, which of them are kept apart, and whether it is greedy.
+
+    A greedy batch and a sampled one take turns. The user's prompts come round again, but greedy text only once: it would be
+    the same.
+    """
+    greedy = number % 2 == 0
     if not job.prompts:
         assert job.open_text is not None
-        return beginnings(job.open_text, TEXTS_AT_ONCE, window, _seed(job.recipe.seed, number))
-    # A greedy batch and a sampled one go on from the same prompts, then come the next ones.
-    start = number // 2 * TEXTS_AT_ONCE
-    count = min(TEXTS_AT_ONCE, max(2, len(job.prompts)))
-    return [list(job.prompts[(start + place) % len(job.prompts)])[: window - 1] for place in range(count)]
+        found = beginnings(job.open_text, TEXTS_AT_ONCE, window, _seed(job.recipe.seed, number))
+        return found, [place % HELD_OUT == 0 for place in range(len(found))], greedy
+    longest = max(1, 3 * window // 4)  # of a longer prompt, its end
+    count, start = len(job.prompts), number // 2 * TEXTS_AT_ONCE
+    greedy = greedy and start < count
+    places = range(start, min(count, start + TEXTS_AT_ONCE)) if greedy else range(start, start + TEXTS_AT_ONCE)
+    found = [list(job.prompts[place % count])[-longest:] for place in places]
+    # Where there are many, what is kept apart are prompts, and all the texts behind them.
+    return found, [(place % count if count >= HELD_OUT else place) % HELD_OUT == 0 for place in places], greedy
 
 
 def _seed(seed: int, number: int) -> int:
@@ -228,6 +238,3 @@ def default_recipe(device: torch.device, context_limit: int) -> Recipe:
     if device.type == "cuda":
         return Recipe(window=min(2048, context_limit))
     return Recipe(batch=16, window=min(256, context_limit))
-
-
-Announce = Callable[[str], None]

@@ -119,8 +119,10 @@ def _measured(payoff: Payoff) -> dict[str, Any]:
     }
 
 
-def readiness(method: Method, *, has_draft: bool, refusal: str | None) -> Readiness:
+def readiness(method: Method, *, has_draft: bool, refusal: str | None, has_exit: bool = False) -> Readiness:
     """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run."""
+    if method.needs_exit_layer and not has_exit:
+        return Readiness(False, "no exit layer", "train one with specgen tune --train --methods eesd")
     if not method.needs_draft_model:
         return Readiness(True, "needs no draft model")
     if not has_draft:
@@ -130,8 +132,9 @@ def readiness(method: Method, *, has_draft: bool, refusal: str | None) -> Readin
     return Readiness(True)
 
 
-def all_methods(*, has_draft: bool, refusal: str | None) -> dict[str, Readiness]:
-    return {name: readiness(method, has_draft=has_draft, refusal=refusal) for name, method in METHODS.items()}
+def all_methods(*, has_draft: bool, refusal: str | None, has_exit: bool = False) -> dict[str, Readiness]:
+    known = {"has_draft": has_draft, "has_exit": has_exit}
+    return {name: readiness(method, refusal=refusal, **known) for name, method in METHODS.items()}
 
 
 def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:

@@ -26,7 +26,7 @@ from specgen.tuning.texts import Texts
 if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
-HELD_OUT = 8  # of so many texts of a batch one is never trained on
+HELD_OUT = 8  # of so many texts one is never trained on
 _WORTH_SHRINKING = 0.7  # the share of a batch's texts that still grow, under which the others' cache rows are dropped
 
 
@@ -71,6 +71,7 @@ class SelfTexts:
             "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
             "kept": torch.tensor([text.rows is not None for text in texts]),
             "greedy": torch.tensor([text.greedy for text in texts]),
+            "held_out": torch.tensor([text.held_out for text in texts]),
         }
         if rows:
             content["rows"] = torch.cat(rows)
@@ -95,8 +96,8 @@ class SelfTexts:
             rows = iter(content["rows"].split([n for n, k in zip(lengths, kept, strict=True) if k]) if any(kept) else ())
             for place, length in enumerate(content["prompts"].tolist()):
                 own = next(rows) if kept[place] else None
-                greedy = bool(content["greedy"][place])
-                texts.append(SelfText(ids[place], best[place], own, length, greedy, place % HELD_OUT == 0))
+                flags = bool(content["greedy"][place]), bool(content["held_out"][place])
+                texts.append(SelfText(ids[place], best[place], own, length, *flags))
         return texts
 
     def _path(self, number: int) -> Path:
@@ -110,17 +111,18 @@ def write_batch(
     *,
     greedy: bool,
     seed: int,
-    keep_rows: int,
+    held_out: Sequence[bool],
+    keep_rows: bool,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[SelfText]:
-    """Let the target go on from each prompt, up to `longest` tokens together with it; hidden rows kept of `keep_rows` texts."""
+    """Let the target go on from each prompt, up to `longest` tokens together with it. Some texts are `held_out` of training."""
     texts = continuations(target, prompts, longest, greedy=greedy, seed=seed, stopping=stopping)
     made = []
-    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    for prompt, text, apart in zip(prompts, texts, held_out, strict=True):
         ids = torch.tensor(text)
         best, rows = judged(target.model, ids)
-        own = rows.to("cpu", torch.bfloat16) if place < keep_rows else None
-        made.append(SelfText(ids, best.cpu(), own, len(prompt), greedy, place % HELD_OUT == 0))
+        own = rows.to("cpu", torch.bfloat16) if keep_rows else None
+        made.append(SelfText(ids, best.cpu(), own, len(prompt), greedy, apart))
         if stopping():
             raise Stopped
     return made
@@ -193,11 +195,10 @@ class _Batch:
         logits = output.logits[:, -1].float()
         if logits.isnan().any():
             raise RunError("the target's logits hold NaN", "Its weights are damaged, or the dtype is too narrow")
-        if greedy:
-            chosen = logits.argmax(dim=-1)
-        else:
-            chosen = logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
-        self._append(chosen)
+        self._append(logits.argmax(dim=-1) if greedy else self._drawn(logits))
+
+    def _drawn(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
 
     def _append(self, chosen: torch.Tensor) -> None:
         kept = []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specgen.models.skipping import Skips
     from specgen.pair import Pair
 
-SECONDS = 20.0
+SECONDS = 10.0
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32  # the authors: 8 prompts of 32 tokens
 
 

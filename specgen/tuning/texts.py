@@ -59,19 +59,6 @@ def read_corpus(path: Path, encode: Encode) -> Texts:
     return found
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Prompts from YAML as `examples.yaml`, JSON lines with `prompt` (or `text`), or plain text with one a line."""
-    if path.suffix in (".yaml", ".yml"):
-        prompts = _yaml_prompts(path)
-    elif path.suffix in (".jsonl", ".json"):
-        prompts = list(_json_lines(path, ("prompt", "text")))
-    else:
-        prompts = [line.rstrip("\n") for _, line in _lines(path) if line.strip()]
-    if not prompts:
-        raise SpecgenError(f"there are no prompts in {path}", "Give one a line, or JSON lines with a field prompt")
-    return prompts
-
-
 def demo_texts(encode: Encode, seed: int, tokens: int) -> Texts:
     """The demo pair's corpus: about `tokens` of it in its own proportions, documents that the pair never saw, code aside."""
     from specgen.demo.corpus import documents
@@ -89,18 +76,6 @@ def demo_texts(encode: Encode, seed: int, tokens: int) -> Texts:
                     break
 
     return Texts(mixed())
-
-
-def _yaml_prompts(path: Path) -> list[str]:
-    import yaml
-
-    text = "".join(line for _, line in _lines(path))
-    try:
-        found = yaml.safe_load(text)
-        prompts = [entry["prompt"] for entry in found["prompts"]]
-    except (yaml.YAMLError, TypeError, KeyError) as error:
-        raise SpecgenError(f"{path} is no list of prompts", "Write it as examples.yaml is") from error
-    return [_text(path, number, prompt) for number, prompt in enumerate(prompts, 1)]
 
 
 def _json_lines(path: Path, names: Sequence[str]) -> Iterator[str]:

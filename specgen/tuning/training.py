@@ -32,6 +32,7 @@ from specgen.tuning.texts import Texts
 WARM_UP = 50  # steps, at most a tenth of them
 _LOGITS = 1 << 26  # numbers in the logits that are held at once: longer batches are gone through in pieces
 _SAVE_EVERY = 60.0  # seconds
+_ASLEEP = 5.0  # times as long as usual
 _WINDOWS = 100  # steps that the progress' figures look back
 
 
@@ -89,12 +90,15 @@ class Data:
 class Training:
     """An exit layer in training, and all that has to be kept to go on with it."""
 
-    def __init__(self, first: FirstLayers, layer: ExitLayer, data: Data, recipe: Recipe) -> None:
+    def __init__(self, first: FirstLayers, layer: ExitLayer, data: Data, recipe: Recipe, *, own_head: bool = True) -> None:
         self.first, self.layer, self.recipe = first, layer, recipe
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._data = data
+        self._usual: float | None = None  # seconds of a step
         layer.to(first.device, torch.float32).requires_grad_(True).train()
-        self._optimizer = torch.optim.AdamW(layer.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        layer.head.requires_grad_(own_head)
+        self._trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
+        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._recent: list[tuple[float, float, float]] = []
 
     @property
@@ -107,7 +111,7 @@ class Training:
     @property
     def parameters_held(self) -> int:
         """All that is in memory of the target and of the exit, in parameters."""
-        return self.first.parameters_held + sum(parameter.numel() for parameter in self.layer.parameters())
+        return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
 
     def run(
         self, save_to: Path, settings: dict[str, Any], report: Callable[[Progress], None], stopping: Callable[[], bool]
@@ -119,7 +123,7 @@ class Training:
             start = time.monotonic()
             self._recent.append(self._advance())
             del self._recent[:-_WINDOWS]
-            self.seconds += time.monotonic() - start
+            self._spend(time.monotonic() - start)
             progress = self.progress()
             if not math.isfinite(progress.loss):
                 raise RunError(f"the loss is {progress.loss} at step {self.step}", "Take a smaller --learning-rate")
@@ -131,6 +135,11 @@ class Training:
             if stopped:
                 raise Stopped
         self.save(save_to, settings)
+
+    def _spend(self, seconds: float) -> None:
+        """A step that takes many times what steps usually take was not at work: the process was stopped, the machine asleep."""
+        self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * min(seconds, _ASLEEP * self._usual)
+        self.seconds += min(seconds, _ASLEEP * self._usual)
 
     def progress(self) -> Progress:
         losses, right, judged = zip(*self._recent, strict=True) if self._recent else ((math.nan,), (0.0,), (0.0,))
@@ -148,7 +157,7 @@ class Training:
         sums = torch.zeros(3, device=self.first.device)
         for start in range(0, rows.ids.shape[0], count):
             sums += self._backward(rows.part(start, start + count).to(self.first.device), labelled)
-        torch.nn.utils.clip_grad_norm_(self.layer.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -193,9 +202,9 @@ class Training:
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
         """Weights, moments and numbers, in one file, whole or not at all. OSError where the disk refuses."""
-        tensors = {f"layer.{name}": weight for name, weight in self.layer.state_dict().items()}
-        for (name, _), state in zip(self.layer.named_parameters(), self._moments(), strict=True):
-            tensors |= {f"{kind}.{name}": moment for kind, moment in state.items()}
+        tensors = {f"layer.{name}": weight for name, weight in self._trained.items()}
+        for name, weight in self._trained.items():  # the optimizer knows nothing of a weight before the first step
+            tensors |= {f"{kind}.{name}": moment for kind, moment in self._optimizer.state.get(weight, {}).items()}
         numbers = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "recent": self._recent}
         stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,20 +220,15 @@ class Training:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise SpecgenError(f"cannot read {path}", "Delete it to begin anew") from error
         check_same_run(path, before, settings)
-        layer = {name.removeprefix("layer."): t for name, t in tensors.items() if name.startswith("layer.")}
-        self.layer.load_state_dict(layer)
-        if "exp_avg." + next(name for name, _ in self.layer.named_parameters()) in tensors:
-            state = {
-                place: {kind: tensors[f"{kind}.{name}"] for kind in ("step", "exp_avg", "exp_avg_sq")}
-                for place, (name, _) in enumerate(self.layer.named_parameters())
-            }
+        with torch.no_grad():
+            for name, weight in self._trained.items():
+                weight.copy_(tensors[f"layer.{name}"])
+        if numbers["step"]:
+            kinds = ("step", "exp_avg", "exp_avg_sq")
+            state = {place: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for place, name in enumerate(self._trained)}
             self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
         self.step, self.tokens, self.seconds = numbers["step"], numbers["tokens"], numbers["seconds"]
         self._recent = [(loss, right, judged) for loss, right, judged in numbers["recent"]]
-
-    def _moments(self) -> list[dict[str, torch.Tensor]]:
-        """The optimizer's state of each parameter; nothing before the first step."""
-        return [self._optimizer.state.get(parameter, {}) for parameter in self.layer.parameters()]
 
 
 def autocast(first: FirstLayers) -> AbstractContextManager[Any]:

@@ -1,0 +1,99 @@
+"""Seconds and memory of a training batch (EESD, Table 6): an exit layer, against a draft model of the same size.
+
+    python tests/measure_training.py [--batches 12]
+
+Both are measured in a process of their own: 16 rows of 256 tokens a batch, float32 on a CPU. The draft model has as many
+parameters as the first layer and the exit together (embedding, two layers, a head of its own), all of them trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from statistics import median
+
+import torch
+
+ROWS, WINDOW = 16, 256
+
+
+def exit_layer(batches: int) -> dict[str, float]:
+    from measure_exit import load_target
+
+    from specgen.models.exit_layer import ExitLayer
+    from specgen.models.first_layers import FirstLayers
+    from specgen.tuning.texts import demo_texts
+    from specgen.tuning.training import Data, Recipe, Training
+
+    target = load_target()
+    recipe = Recipe(steps=1000, batch=ROWS, window=WINDOW)
+    layer = ExitLayer.of(target.model)
+    first = FirstLayers(target.model, 1)
+    training = Training(first, layer, Data(demo_texts(target.tokenizer.encode_long, 0, 100_000), [], recipe), recipe)
+    trained = sum(weight.numel() for weight in layer.parameters())
+    return timed(training._advance, batches, training.parameters_held, trained)
+
+
+def draft_model(batches: int) -> dict[str, float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        ids = torch.randint(4096, (ROWS, WINDOW + 1))
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    size = sum(weight.numel() for weight in model.parameters())
+    return timed(step, batches, size, size)
+
+
+def timed(step: object, batches: int, held: int, trained: int) -> dict[str, float]:
+    seconds = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        step()  # type: ignore[operator]
+        seconds.append(time.perf_counter() - start)
+    return {
+        "held": held,
+        "trained": trained,
+        "megabytes_of_weights_gradients_and_moments": (4 * held + 12 * trained) / 2**20,
+        "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "seconds": median(seconds[len(seconds) // 4 :]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--only", choices=["exit", "draft"])
+    options = parser.parse_args()
+    if options.only is not None:
+        measure = exit_layer if options.only == "exit" else draft_model
+        print(json.dumps(measure(options.batches)))
+        return
+    for only in ("exit", "draft", "exit", "draft"):
+        command = [sys.executable, __file__, "--only", only, "--batches", str(options.batches)]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(only, " ".join(f"{name} {value:,.3f}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

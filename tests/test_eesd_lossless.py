@@ -1,0 +1,175 @@
+"""Early exit, draft trees and layer skipping give the target's own output, however bad the drafts are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONTEXT, make_model, plain, save
+from test_early_exit import LLAMA_LIKE, four_kinds
+from test_lossless import prompt
+
+import specgen
+from specgen.models.exit_files import Description, Exit
+from specgen.models.exit_layer import ExitLayer, Predictor
+from specgen.pair import Pair
+from specgen.types import SamplingParams
+
+COUNT = 40
+LAYERS = 4
+METHODS = {
+    "eesd": {},
+    "eesd-fixed": {"k": 4},
+    "eesd-fixed:policy": {"policy": "svip"},
+    "eesd-beta": {},
+    "eesd-cali": {},
+    "eesd-cali:model": {"sampling_prediction": False},
+    "eesd-cali:sampling": {"model_prediction": False},
+    "eesd-tree": {"width": 2, "depth": 4},
+    "eesd-tree:3": {"width": 3, "depth": 3, "theta0": 1.0, "sigma_model": 0.001},
+    "eesd-tree:4": {"width": 4, "depth": 6},
+    "selfsd": {"skip": "1+2"},
+    "selfsd:parts": {"skip": "0a+1m+2", "policy": "fixed", "k": 5},
+}
+
+
+def exit_of(model: object, after: int, *, predictor: bool = True, seed: int = 0) -> Exit:
+    """An untrained exit, with a predictor that guesses."""
+    own = None
+    if predictor:
+        torch.manual_seed(seed)
+        own = Predictor(model.config.hidden_size)  # type: ignore[attr-defined]
+        for weight in own.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+        own.requires_grad_(False)
+    return Exit(ExitLayer.of(model), own, Description("a test's", "", after))
+
+
+@pytest.fixture(scope="module")
+def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pair]:
+    """A float32 target of four layers without a draft model, with an untrained exit behind layer N."""
+
+    @cache
+    def made(family: str) -> Pair:
+        folder: Path = tmp_path_factory.mktemp(family)
+        model = make_model(family, num_hidden_layers=LAYERS, **four_kinds(family))
+        return specgen.load(save(model, folder), device="cpu", dtype="float32")
+
+    @cache
+    def with_exit(family: str, after: int) -> Pair:
+        target = made(family).target
+        return Pair(target, None, exit_layer=exit_of(target.model, after))
+
+    return with_exit
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.parametrize("after", [1, LAYERS // 2])
+def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, after: int) -> None:
+    pair = pair_with(family, after)
+    for number, (name, settings) in enumerate(METHODS.items()):
+        for seed in (number, number + 100):  # the second run finds the first one's caches
+            ids = prompt(seed)
+            expected = plain(pair.target.model, ids, COUNT)
+            result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
+            assert result.token_ids == expected, (name, seed)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[[str, int], Pair], length: int) -> None:
+    pair = pair_with("qwen2", 1)
+    ids = prompt(length)
+    expected = plain(pair.target.model, ids, COUNT)
+    runs: list[tuple[str, dict[str, object]]] = [
+        ("eesd-fixed", {"k": length}),
+        ("eesd-beta", {"max_draft": length, "alpha": 50}),
+        ("eesd-tree", {"width": 1 + length % 4, "depth": length, "theta0": 1.0}),
+        ("selfsd", {"skip": "1+2", "k": length}),
+    ]
+    for name, settings in runs:
+        result = pair.generate(ids, name, SamplingParams(max_new_tokens=COUNT, seed=1), **settings)
+        assert result.token_ids == expected, name
+        assert max(round_.draft.levels for round_ in result.rounds) <= length
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("draft", ["unrelated", "near", "itself"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_trees_of_a_draft_model(pair_of: Callable[[str, str], Pair], family: str, draft: str, width: int) -> None:
+    pair = pair_of(family, draft)
+    ids = prompt(width)
+    expected = plain(pair.target.model, ids, COUNT)
+    for settings in ({"k": 4}, {"depth": 3}, {"policy": "svip"}):
+        result = pair.generate(ids, "sd", SamplingParams(max_new_tokens=COUNT), width=width, **settings)
+        assert result.token_ids == expected, settings
+        widest = max(list(round_.draft.parents).count(-1) for round_ in result.rounds)
+        assert widest == width
+
+
+def test_a_tree_of_the_target_itself_is_accepted_to_its_leaves(pair_of: Callable[[str, str], Pair]) -> None:
+    result = pair_of("llama", "itself").generate(
+        prompt(3), "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), width=2, k=4
+    )
+    assert [len(round_.verdict.path) for round_ in result.rounds[1:]] == [4] * 6
+    assert all(round_.verdict.source == "bonus" for round_ in result.rounds[1:])
+
+
+def test_skipping_nothing_but_a_layer_that_does_nothing_is_accepted_whole(pair_with: Callable[[str, int], Pair]) -> None:
+    """What a skipped layer leaves is the residual: a layer whose parts give nothing may be skipped without any difference."""
+    pair = pair_with("llama", 1)
+    layer = pair.target.model.model.layers[2]
+    kept = [weight.clone() for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    try:
+        sampling = SamplingParams(max_new_tokens=31, ignore_eos=True)
+        pair.forget()
+        result = pair.generate(prompt(3), "selfsd", sampling, skip="2", policy="fixed", k=4)
+        assert [len(round_.verdict.path) for round_ in result.rounds[1:]] == [4] * 6
+    finally:
+        with torch.no_grad():
+            layer.self_attn.o_proj.weight.copy_(kept[0])
+            layer.mlp.down_proj.weight.copy_(kept[1])
+        pair.forget()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sampled_runs_repeat_with_their_seed_and_methods_take_turns(pair_with: Callable[[str, int], Pair], name: str) -> None:
+    pair = pair_with("llama", 1)
+    sampling = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=20, seed=5)
+    method, settings = name.partition(":")[0], METHODS[name]
+    first = pair.generate(prompt(5), method, sampling, **settings).token_ids
+    pair.generate(prompt(6), "lookup", sampling)
+    rounds = pair.rounds(prompt(7), method, sampling, **settings)
+    for _ in range(3):
+        next(rounds)
+    rounds.close()  # type: ignore[attr-defined]
+    assert pair.generate(prompt(5), method, sampling, **settings).token_ids == first
+
+
+def test_a_models_penalties_hold_for_both_halves(tmp_path: Path) -> None:
+    model = make_model("llama", num_hidden_layers=LAYERS)
+    model.generation_config.repetition_penalty = 1.4
+    model.generation_config.no_repeat_ngram_size = 2
+    target = specgen.load(save(model, tmp_path), device="cpu", dtype="float32").target
+    pair = Pair(target, None, exit_layer=exit_of(target.model, 1))
+    for name, settings in METHODS.items():
+        ids = prompt(4)
+        result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=30, seed=0), **settings)
+        assert result.token_ids == plain(target.model, ids, 30), name
+
+
+def test_a_run_to_the_contexts_end(pair_with: Callable[[str, int], Pair]) -> None:
+    pair = pair_with("mistral", 2)
+    rng = random.Random(0)
+    ids = [rng.randrange(3, 40) for _ in range(CONTEXT - 20)]
+    expected = plain(pair.target.model, ids, 20)
+    for name, settings in METHODS.items():
+        result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=50, seed=0), **settings)
+        assert result.token_ids == expected[: len(result.token_ids)]
+        assert len(result.token_ids) in (20, len(expected))

@@ -1,0 +1,491 @@
+"""Training an exit layer: the texts, the packing, the loop, what is kept of it, and the command."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import EOS, FAMILIES, LETTERS, make_model, make_tokenizer, plain, save
+from typer.testing import CliRunner
+
+import specgen.tuning.exits as exits
+from specgen.cli.app import app
+from specgen.errors import RunError, SpecgenError
+from specgen.models.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description, save_exit
+from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
+from specgen.models.fingerprint import weights_fingerprint
+from specgen.models.first_layers import FirstLayers
+from specgen.models.load import LoadedModel, Source, load_model, prepare
+from specgen.tuning.exits import Job, train_exit
+from specgen.tuning.packing import NOTHING, pack
+from specgen.tuning.predictor import train_predictor
+from specgen.tuning.selftext import SelfText, SelfTexts, Stopped, continuations, judged
+from specgen.tuning.texts import Texts, read_corpus
+from specgen.tuning.training import Data, Progress, Recipe, Training, agreement, exit_rows
+
+SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt", "gpt_neox")]
+CPU = torch.device("cpu")
+TINY = Recipe(steps=6, batch=4, window=24)
+
+
+class Silent:
+    """Says nothing, and stops when so many batches are written or so many steps done."""
+
+    def __init__(self, stop_at_batch: int | None = None, stop_at_step: int | None = None) -> None:
+        self.stop_at_batch, self.stop_at_step = stop_at_batch, stop_at_step
+        self.batches = 0
+        self.seen: list[Progress] = []
+        self.said: list[str] = []
+
+    def announce(self, what: str) -> None:
+        self.said.append(what)
+
+    def writing(self, batches: int, share: float, tokens: int) -> None:
+        self.batches = batches
+
+    def training(self, progress: Progress) -> None:
+        self.seen.append(progress)
+
+    def stopping(self) -> bool:
+        if self.seen:
+            return self.seen[-1].step == self.stop_at_step
+        return self.batches == self.stop_at_batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save(make_model("llama"), tmp_path_factory.mktemp("training") / "target", make_tokenizer(LETTERS)))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of a few words, which a model can learn."""
+    rng = random.Random(1)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("\n".join(" ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)))
+    return path
+
+
+def opened(folder: Path | str) -> LoadedModel:
+    return load_model(prepare(Source(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
+
+
+def open_text(corpus: Path, target: LoadedModel) -> Texts:
+    return read_corpus(corpus, target.tokenizer.encode_long)
+
+
+def test_an_untrained_exit_behind_all_layers_but_the_last_says_what_the_target_says(models_folder: Path) -> None:
+    for family in SPLIT:
+        target = opened(save(make_model(family), models_folder / "exit" / family))
+        ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(1))  # beyond the sliding windows
+        expected = target.model(input_ids=ids[None]).logits[0]
+        for layers in (1, 2):
+            target = opened(models_folder / "exit" / family)
+            layer = ExitLayer.of(target.model, layers)
+            first = FirstLayers(target.model, len(decoder_of(target.model).layers) - layers)
+            found, _ = exit_rows(first, layer, ids)
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, msg=lambda text, f=family: f"{f}: {text}")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
+def test_other_families_are_refused(family: str) -> None:
+    with pytest.raises(SpecgenError, match=r"built as Llama is, and .* is not"):
+        ExitLayer.of(make_model(family))
+
+
+def test_a_model_whose_layers_alone_are_not_the_model_is_refused() -> None:
+    model = make_model("gemma2")
+    decoder_of(model).embed_tokens.register_forward_hook(lambda module, args, out: out)
+    ExitLayer.of(model)
+    model.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits * 2))
+    with pytest.raises(SpecgenError, match="do not give its own logits"):
+        ExitLayer.of(model)
+
+
+def test_what_is_saved_is_what_is_loaded(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    layer, predictor = ExitLayer.of(target.model), Predictor(32)
+    with torch.no_grad():
+        for weight in [*layer.parameters(), *predictor.parameters()]:
+            weight.copy_(torch.randn_like(weight).bfloat16())
+    described = Description("here", weights_fingerprint(folder), 1, predictor=True, figures={"agreement": 0.123456})
+    path = save_exit(tmp_path, layer, predictor, described)
+    for named in (path, tmp_path, tmp_path / DESCRIPTION):
+        found = load_exit(named, target)
+        assert found.after == 1
+        assert found.predictor is not None
+        assert found.description.figures == {"agreement": 0.1235}
+        for mine, theirs in ((layer, found.layer), (predictor, found.predictor)):
+            for name, weight in mine.state_dict().items():
+                assert torch.equal(weight, theirs.state_dict()[name])
+    # A head that is the target's own is not written.
+    small = save_exit(tmp_path / "small", layer, None, replace(described, own_head=False, predictor=False))
+    assert small.stat().st_size < path.stat().st_size
+    assert load_exit(small, target).layer.head is target.model.lm_head
+
+
+def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    layer = ExitLayer.of(target.model)
+    described = Description("here", weights_fingerprint(folder), 1)
+    path = save_exit(tmp_path / "exit", layer, None, described)
+    other = opened(save(make_model("llama", seed=3), tmp_path / "other"))
+    with pytest.raises(SpecgenError, match=r"was trained for here .*not for .*other\. Train one"):
+        load_exit(path, other)
+    with pytest.raises(SpecgenError, match=r"there is no exit layer in"):
+        load_exit(tmp_path, target)
+    text = (tmp_path / "exit" / DESCRIPTION).read_text()
+    breaks = {
+        "after: 1": ("after: 9", "after is 9"),
+        "layers: 1": ("layers: 2", "does not fit its description"),
+        "format: 1": ("format: 7", "has the format 7"),
+        "own_head: true": ("own_head: maybe", "own_head is 'maybe'"),
+        "predictor: false": ("predictor: true", "does not fit its description"),
+        "target: here": ("target: here\nzebra: 1", "'zebra'"),
+    }
+    for old, (new, message) in breaks.items():
+        assert old in text
+        (tmp_path / "exit" / DESCRIPTION).write_text(text.replace(old, new))
+        with pytest.raises(SpecgenError, match=message):
+            load_exit(path, target)
+    (tmp_path / "exit" / DESCRIPTION).write_text(text)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(SpecgenError, match="cannot read the exit layer"):
+        load_exit(path, target)
+    path.write_bytes(content)
+    save_exit(tmp_path / "third", layer, None, replace(described, fingerprint="0" * 16))
+    (tmp_path / "third" / DESCRIPTION).write_text(text)
+    with pytest.raises(SpecgenError, match="do not belong together"):
+        load_exit(tmp_path / "third", target)
+
+
+def test_a_fingerprint_follows_the_weights_and_not_their_files(folder: Path, tmp_path: Path) -> None:
+    model = make_model("llama")
+    before = weights_fingerprint(folder)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert weights_fingerprint(tmp_path / "shards") == before
+    with torch.no_grad():
+        decoder_of(model).layers[1].mlp.up_proj.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "changed")
+    assert weights_fingerprint(tmp_path / "changed") != before
+
+
+def test_the_predictor_is_the_papers_formula() -> None:
+    torch.manual_seed(0)
+    width, places = 8, Predictor.PLACES
+    maps, weights = torch.randn(places, width, width), torch.randn(2 * width)  # W_i and w
+    predictor = Predictor(width).requires_grad_(False)
+    predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
+    predictor.draft_weights.copy_(weights[width:])
+    target, draft = torch.randn(width), torch.randn(width)
+    for place in (1, 4, 10, 13):
+        expected = torch.sigmoid(weights @ torch.cat((maps[min(place, places) - 1] @ target, draft)))
+        torch.testing.assert_close(predictor.score(predictor.offsets(target), draft, place), expected)
+        logit = predictor.logits(predictor.offsets(target), draft[None], torch.tensor([place]))
+        torch.testing.assert_close(logit.sigmoid()[0], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+def test_texts_written_side_by_side_are_those_written_alone(family: str, models_folder: Path) -> None:
+    target = opened(save(make_model(family), models_folder / "side" / family))
+    prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
+    texts = continuations(target, prompts, 30, greedy=True)
+    for prompt, text in zip(prompts, texts, strict=True):
+        alone = plain(target.model, prompt, 24 + 6 - len(prompt))
+        made = text[len(prompt) :]
+        assert made == alone[: len(made)]
+        assert text[-1] == EOS or len(text) >= 24
+    sampled = continuations(target, prompts, 30, greedy=False, seed=1)
+    assert sampled == continuations(target, prompts, 30, greedy=False, seed=1)
+    assert sampled != continuations(target, prompts, 30, greedy=False, seed=2)
+
+
+def test_sampled_texts_follow_the_targets_distribution(folder: Path) -> None:
+    target = opened(folder)
+    drawn = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
+    expected = target.model(input_ids=torch.tensor([[5, 9, 7]])).logits[0, -1].detach().softmax(dim=-1)
+    found = torch.bincount(drawn, minlength=96) / 4000
+    assert float((found - expected).abs().max()) < 5 * (0.25 / 4000) ** 0.5
+
+
+def test_own_text_is_kept_as_it_was(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    texts = []
+    for place in range(3):
+        ids = torch.randint(3, 90, (5 + place,))
+        best, rows = judged(target.model, ids)
+        texts.append(SelfText(ids, best, rows.bfloat16() if place else None, 2, place == 1, place == 2))
+    kept = SelfTexts(tmp_path)
+    kept.keep(0, texts)
+    kept.keep(1, texts[:1])
+    assert kept.count() == 2
+    for mine, theirs in zip([*texts, texts[0]], kept.read(), strict=True):
+        assert torch.equal(mine.ids, theirs.ids)
+        assert torch.equal(mine.best, theirs.best)
+        assert (mine.rows is None) == (theirs.rows is None)
+        assert mine.rows is None or torch.equal(mine.rows, theirs.rows)
+        assert (mine.prompt, mine.greedy, mine.held_out) == (theirs.prompt, theirs.greedy, theirs.held_out)
+
+
+def test_no_packed_text_sees_another(folder: Path) -> None:
+    """A text's rows in a packed row are its rows alone."""
+    target = opened(folder)
+    layer = ExitLayer.of(target.model)
+    first = FirstLayers(target.model, 1)
+    made = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
+    waiting = iter([*made, *made])
+
+    def draw(rng: random.Random, longest: int) -> tuple[list[int], list[int]]:
+        text = next(waiting)[:longest]
+        return text, [token + 1 for token in text]
+
+    rows = pack([draw], 18, random.Random(0))
+    assert rows.ids[0].tolist() == [*made[0], *made[1], *made[2], *made[0][:4]]
+    assert rows.labels[0].tolist()[:8] == [9, 7, 3, 11, NOTHING, 8, NOTHING, 31]
+    assert rows.labels[0, -1] == made[0][4]
+    assert rows.best[0].tolist() == [token + 1 for token in rows.ids[0].tolist()]
+    mask = first.masks.batched(rows.visible(), rows.positions, rows.positions, first.dtype)
+    found = layer(*first(rows.ids, rows.positions, mask), mask).logits[0]
+    start = 0
+    for text in made:
+        alone, _ = exit_rows(first, layer, torch.tensor(text))
+        torch.testing.assert_close(found[start : start + len(text)], alone, atol=1e-5, rtol=1e-4)
+        start += len(text)
+
+
+def test_gradients_are_the_same_in_pieces(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for logits in (1 << 26, 96 * 7):  # all at once; a row at a time, its head 7 tokens at a time
+        monkeypatch.setattr("specgen.tuning.training._LOGITS", logits)
+        target = opened(folder)
+        layer = ExitLayer.of(target.model)
+        first = FirstLayers(target.model, 1)
+        training = Training(first, layer, Data(open_text(corpus, target), [], TINY), TINY)
+        training._advance()
+        found.append({name: weight.detach().clone() for name, weight in layer.named_parameters()})
+    for name, weight in found[0].items():
+        torch.testing.assert_close(weight, found[1][name], atol=2e-6, rtol=1e-4)
+
+
+def test_training_lowers_the_loss_and_brings_agreement(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    watcher = Silent()
+    recipe = replace(TINY, steps=150, learning_rate=3e-3, batch=8)
+    outcome = train_exit(target, Job(tmp_path, recipe, open_text=open_text(corpus, target)), watcher)
+    losses = [progress.loss for progress in watcher.seen]
+    assert losses[-1] < losses[0] - 0.5
+    fresh = opened(folder)
+    ids = [torch.tensor(text) for text in continuations(fresh, [[5, 9, place] for place in range(3, 40)], 24, greedy=True)]
+    texts = [SelfText(text, judged(fresh.model, text)[0], None, 3, True, True) for text in ids]
+    trained, untrained = load_exit(outcome.path, fresh).layer, ExitLayer.of(fresh.model)
+    first = FirstLayers(fresh.model, 1)
+    before, after = agreement(first, untrained, texts), agreement(first, trained, texts)
+    assert before is not None
+    assert after is not None
+    assert after > before + 0.2
+    assert outcome.agreement is not None
+    assert not (tmp_path / "training").exists()
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    def job(name: str) -> tuple[LoadedModel, Job]:
+        target = opened(folder)
+        return target, Job(tmp_path / name, TINY, open_text=open_text(corpus, target))
+
+    straight = train_exit(*job("straight"), Silent())
+    for watcher in (Silent(stop_at_batch=0), Silent(stop_at_batch=1), Silent(stop_at_step=1), Silent(stop_at_step=4)):
+        with pytest.raises(Stopped):
+            train_exit(*job("resumed"), watcher)
+    last = Silent()
+    resumed = train_exit(*job("resumed"), last)
+    assert last.batches == 0  # what was written is not written again,
+    assert [progress.step for progress in last.seen] == [5, 6]  # and what was trained is not trained again
+    assert resumed.progress.loss == straight.progress.loss
+    assert (tmp_path / "resumed" / WEIGHTS).read_bytes() == straight.path.read_bytes()
+
+
+def test_another_runs_state_is_refused(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    job = Job(tmp_path, TINY, open_text=open_text(corpus, target))
+    with pytest.raises(Stopped):
+        train_exit(target, job, Silent(stop_at_step=2))
+    with pytest.raises(SpecgenError, match=r"another run's \(steps: 6, now 7\)"):
+        train_exit(opened(folder), replace(job, recipe=replace(TINY, steps=7)), Silent())
+
+
+def test_only_the_first_layers_and_the_exit_are_held(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    model = target.model
+    per_layer = sum(weight.numel() for weight in decoder_of(model).layers[0].parameters())
+    table, norm = model.lm_head.weight.numel(), 32
+    gc.collect()
+    before = {id(weight) for weight in _parameters()} - {id(weight) for weight in model.parameters()}
+    counts = []
+
+    class Counting(Silent):
+        def training(self, progress: Progress) -> None:
+            gc.collect()
+            counts.append(sum(weight.numel() for weight in _parameters() if id(weight) not in before))
+
+    outcome = train_exit(target, Job(tmp_path, replace(TINY, steps=2), open_text=open_text(corpus, target)), Counting())
+    # Embedding and layer 1 of the target; a layer, norm and head of the exit's.
+    assert counts == [table + per_layer + per_layer + norm + table] * 2
+    assert outcome.parameters_held == counts[0]
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    return [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Parameter)]
+
+
+def test_a_predictor_learns_where_the_exit_is_right(folder: Path) -> None:
+    target = opened(folder)
+    texts = []
+    for place in range(60):
+        ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(place))
+        best, rows = judged(target.model, ids)
+        texts.append(SelfText(ids, best, rows.bfloat16(), 1, False, place % 8 == 0))
+    layer = ExitLayer.of(target.model)
+    fitted = train_predictor(FirstLayers(target.model, 1), layer, texts, seed=0)
+    assert fitted is not None
+    assert fitted[1].ranking > 0.6
+    assert fitted[1].loss < fitted[1].base_loss
+
+
+def test_a_loss_that_is_no_number_ends_the_run(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    with pytest.raises(RunError, match="learning-rate"):
+        train_exit(
+            target, Job(tmp_path, replace(TINY, steps=40, learning_rate=1e30), open_text=open_text(corpus, target)), Silent()
+        )
+
+
+def test_a_corpus_is_read_in_both_forms(tmp_path: Path) -> None:
+    encode: Any = lambda text: list(text.encode())  # noqa: E731
+    (tmp_path / "a.txt").write_text("one two\nthree\n" * 5000)
+    assert read_corpus(tmp_path / "a.txt", encode).tokens == 14 * 5000
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "twelve", "id": 1}\n')
+    texts = read_corpus(tmp_path / "a.jsonl", encode)
+    assert texts.tokens == 9
+    drawn = {bytes(texts.draw(random.Random(seed), 4)).decode() for seed in range(60)}
+    assert drawn == {"one", "twel", "welv", "elve"}
+    for content, message in (("{", "line 1: no JSON"), ('{"prompt": "x"}', "no 'text'"), ('{"text": ""}', "is no text")):
+        (tmp_path / "bad.jsonl").write_text(content)
+        with pytest.raises(SpecgenError, match=message):
+            read_corpus(tmp_path / "bad.jsonl", encode)
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(SpecgenError, match="not UTF-8"):
+        read_corpus(tmp_path / "bad.txt", encode)
+    with pytest.raises(SpecgenError, match="cannot read"):
+        read_corpus(tmp_path, encode)
+
+
+def options(folder: Path, corpus: Path, out: Path, *more: str) -> list[str]:
+    named = ["-t", str(folder), "--corpus", str(corpus), "--out", str(out), "--window", "24", "--batch-size", "4"]
+    return ["tune", "--train", "--methods", "eesd", "--device", "cpu", "--dtype", "float32", *named, *more]
+
+
+def test_the_command_trains_and_says_so(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, options(folder, corpus, tmp_path / "out", "--steps", "3", "--json"))
+    assert result.exit_code == 0, result.stderr
+    line = json.loads(result.stdout)
+    assert line["type"] == "train"
+    assert line["exit_layer"] == str(tmp_path / "out" / WEIGHTS)
+    assert line["figures"]["steps"] == 3
+    assert "Training: 100%, step 3" in result.stderr
+    described = read_description(tmp_path / "out" / DESCRIPTION)
+    assert described.fingerprint == weights_fingerprint(folder)
+    assert described.predictor
+    assert load_exit(tmp_path / "out", opened(folder)).predictor is not None
+
+
+def test_the_command_writes_to_the_users_data_folder(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
+    given = options(folder, corpus, tmp_path, "--steps", "1", "-q")
+    del given[given.index("--out") : given.index("--out") + 2]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.stderr
+    assert Path(result.stdout.strip()).parent.parent == tmp_path / "pairs"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--layer", "3"], "the exit stands after layer 3"),
+        (["--exit-layers", "3"], "--exit-layers is 3"),
+        (["--self-text", "2"], "--self-text is 2.0"),
+        (["--methods", "svip"], "svip has nothing to train"),
+        (["--methods", "esd"], "there is no method 'esd'"),
+        (["--head", "other"], "--head is 'other'"),
+        (["--corpus", "missing.txt"], "cannot read missing.txt"),
+        (["--prompts", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_mistakes_get_one_line(folder: Path, corpus: Path, tmp_path: Path, more: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, options(folder, corpus, tmp_path, *more))
+    assert result.exit_code == 2
+    said = [line for line in result.stderr.strip().splitlines() if "writing to" not in line]
+    assert len(said) == 1
+    assert said[0].startswith("error: ")
+    assert message in said[0]
+
+
+def test_without_train_it_says_what_is_there() -> None:
+    result = CliRunner().invoke(app, ["tune"])
+    assert result.exit_code == 2
+    assert "Add --train" in result.stderr
+
+
+def test_without_text_it_asks_for_some(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["tune", "--train", "-t", str(folder)])
+    assert result.exit_code == 2
+    assert "there is no text to train on" in result.stderr
+
+
+def test_a_full_disk_is_one_line(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exits, "save_exit", full)
+    result = CliRunner().invoke(app, options(folder, corpus, tmp_path / "out", "--steps", "2", "-q"))
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    # What was trained is still there: the same command ends it.
+    monkeypatch.undo()
+    assert CliRunner().invoke(app, options(folder, corpus, tmp_path / "out", "--steps", "2", "-q")).exit_code == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
+def test_a_process_that_is_interrupted_goes_on(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specgen", *options(folder, corpus, tmp_path / "out", "--steps", "20000")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    lines = []
+    assert process.stderr is not None
+    while time.monotonic() < deadline and not any(line.startswith("Training:") for line in lines):
+        lines.append(process.stderr.readline())
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "the same command goes on from here" in err
+    assert (tmp_path / "out" / "training" / "state.safetensors").is_file()
+    assert not (tmp_path / "out" / WEIGHTS).exists()
+    assert os.environ.get("HF_HUB_OFFLINE") == "1"
