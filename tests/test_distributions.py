@@ -46,7 +46,18 @@ class TableSession:
         paths = [context.ids[-2:]]
         for node, token in enumerate(draft):
             paths.append([*paths[node if parents is None else parents[node] + 1], token])
-        return Rows(torch.stack([self.row(path) for path in paths[start:]]))
+        rows = torch.stack([self.row(path) for path in paths[start:]])
+        return Rows(rows, rows)
+
+
+class Guesses:
+    """A predictor of agreement that looks at the drafted token's row alone."""
+
+    def begin(self, context: Context) -> None:
+        pass
+
+    def score(self, draft_row: torch.Tensor, place: int) -> torch.Tensor:
+        return draft_row.softmax(dim=-1).max()
 
 
 TARGET, DRAFT = TableSession(1), TableSession(2)
@@ -75,6 +86,17 @@ SETTINGS = {
     "pearl:policy": {"window": 3, "policy": "svip", "threshold": 0.42},
     "spectr": {"k": 2, "drafts": 2},
     "specinfer": {"k": 2, "drafts": 2},
+    "sd:tree": {"k": 2, "width": 2},
+    "sd:tree of 4": {"policy": "confidence", "width": 4, "depth": 2},
+    "sd:selfsd": {"policy": "selfsd"},
+    "eesd": {},
+    "eesd-fixed": {"k": 2},
+    "eesd-beta": {},
+    "eesd-cali": {"sigma_model": 0.5},
+    "eesd-cali:model": {"sampling_prediction": False},
+    "eesd-cali:sampling": {"model_prediction": False},
+    "eesd-tree": {"width": 3, "depth": 2, "theta0": 1.0},
+    "selfsd": {"skip": "1"},
 }
 
 
@@ -82,7 +104,7 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER)  # type: ignore[arg-type]
+    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
     run = methods.make_run(
         method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
@@ -187,7 +209,7 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     worker = ThreadWorker(sessions[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker)
+        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
         made = methods.make_run(
             method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
         )

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from families import CONTEXT, make_model
-from test_session import check, random_path, random_tree
+from test_session import InterruptAt, check, random_path, random_tree
 
 from specgen.errors import SpecgenError
 from specgen.models.early_exit import EarlyExit
@@ -102,8 +103,8 @@ class CountedLayers:
 
 
 def test_layers_times_tokens_are_the_least_there_can_be() -> None:
-    """Chains and trees, accepted in part, whole or not at all: the first layers run once for each token and each drafted node,
-    verification goes on from layer N, and the exit layer has a token that is drafted last only if it is committed."""
+    """Drafts accepted in part, whole or not at all: the first layers run once for each token and each drafted one, verification
+    goes on from layer N, and the exit layer has a token that is drafted last only if it is committed."""
     model = make_model("llama", num_hidden_layers=4)
     layer = ExitLayer.of(model)
     both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
@@ -121,5 +122,123 @@ def test_layers_times_tokens_are_the_least_there_can_be() -> None:
         context.extend([*draft[:accepted], 50 + accepted])
     assert counted.tokens["0"] == counted.tokens["1"] == first
     assert counted.tokens["2"] == counted.tokens["3"] == first, "each token once, from layer N on"
-    # behind the prompt, a round runs its committed tokens that the exit has not seen and all drafted ones but the last
+    # the exit: the prompt; in each round the target's own token and all drafted ones but the last, which it runs when it stood
     assert counted.tokens["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
+
+
+def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers() -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    layer = ExitLayer.of(model)
+    both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
+    counted = CountedLayers(model, layer)
+    context = Context([1, 5, 6])
+    both.target.logits(context)
+    context.extend([4])
+    nodes, parents = [7, 8, 9, 10, 11, 12], [-1, -1, 1, 1, 2, 3]
+    both.draft.logits(context)
+    both.draft.logits(context, nodes[:2], parents[:2], start=1)
+    both.draft.logits(context, nodes[:4], parents[:4], start=3)
+    both.target.logits(context, nodes, parents)
+    assert counted.tokens == {"0": 10, "1": 10, "2": 10, "3": 10, "exit 0": 8}
+    context.extend([8, 10, 20])  # the second branch of the second branch: gathered everywhere
+    both.draft.logits(context)
+    both.target.logits(context)
+    assert counted.tokens == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
+
+
+def scripted_calls(both: EarlyExit, context: Context) -> None:
+    """A draft that grows and is taken in part, a tree, its second branch taken, another sequence."""
+    both.draft.logits(context, [8], start=1)
+    both.draft.logits(context, [8, 9], start=2)
+    both.target.logits(context, [8, 9, 10])
+    context.extend([8, 30])
+    both.draft.logits(context, [7, 9], [-1, -1])
+    both.target.logits(context, [7, 9, 4], [-1, -1, 1])
+    context.extend([9, 4, 12])
+    both.draft.logits(context, [5, 6])
+    both.target.logits(Context([*context.ids[:5], 3, 3]))
+
+
+def test_an_interruption_at_any_line_leaves_both_usable() -> None:
+    model = make_model("llama")
+    drafts = exit_model(model, 1)
+    line, finished = 0, False
+    while not finished:
+        line += 1 if line < 20 else 13
+        both, context = early_exit(model), Context([1, 5, 6, 7])
+        both.target.logits(context)
+        with InterruptAt(line):
+            try:
+                scripted_calls(both, context)
+                finished = True
+            except KeyboardInterrupt:
+                pass
+        for again in (context, Context([*context.ids[:4], 8, 9, 9])):
+            check(drafts, both.draft.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
+            check(model, both.target.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
+    assert line > 200
+
+
+def test_long_prompts_are_run_in_chunks_by_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.models.slots.PREFILL_CHUNK", 5)
+    model = make_model("gemma2")
+    layer = ExitLayer.of(model)
+    both = EarlyExit(model, layer, 1, context_limits=(CONTEXT, None))
+    counted = CountedLayers(model, layer)
+    context = Context([1, *range(3, 27)])
+    rows = both.target.logits(context, [8, 9]).logits
+    draft_rows = both.draft.logits(context, [8], start=1).logits
+    assert counted.tokens == {"0": 27, "1": 27, "2": 27, "exit 0": 26}
+    check(model, rows, context, [8, 9], [-1, 0])
+    check(exit_model(model, 1), draft_rows, context, [8], [-1], start=1)
+
+
+def test_the_row_that_produced_the_last_token_is_known() -> None:
+    """What Cali-TS's predictor reads: the target's row behind its norm, whichever node of a draft it stood at."""
+    model = make_model("llama")
+    both = early_exit(model)
+    context = Context([1, 5, 6, 7])
+    assert both.target.producing_row(context) is None
+    both.target.logits(context)
+    context.extend([9])
+
+    def hidden(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            rows: torch.Tensor = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state
+        return rows[0, -1]
+
+    for tokens, parents, path in (
+        ([8, 9, 10], [-1, 0, 1], [8, 9, 10]),
+        ([8, 9, 10], [-1, 0, 1], [8]),
+        ([8, 9, 10], [-1, 0, 1], []),
+        ([8, 9, 10, 11], [-1, -1, 1, 1], [9, 11]),
+    ):
+        found = both.target.producing_row(context)
+        assert found is not None
+        assert torch.allclose(found, hidden(context.ids[:-1]), atol=1e-4)
+        both.target.logits(context, tokens, parents)
+        context.extend([*path, 30])
+    assert both.target.producing_row(Context(context.ids)) is None, "another run's context tells nothing"
+
+
+def test_the_predictors_score_is_the_papers_formula() -> None:
+    model = make_model("llama")
+    predictor = Predictor(32)
+    torch.manual_seed(0)
+    for weight in predictor.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    predictor.requires_grad_(False)
+    both = early_exit(model, predictor=predictor)
+    context = Context([1, 5, 6, 7])
+    rows = both.target.logits(context)
+    assert rows.hidden is not None
+    produced = rows.hidden[0].clone()
+    context.extend([9])
+    assert both.agreement is not None
+    both.agreement.begin(context)
+    drafted = both.draft.logits(context, [8]).hidden
+    assert drafted is not None
+    for place in (1, 2, 10, 13):
+        weights = predictor.target_weights[min(place, 10) - 1], predictor.bias[min(place, 10) - 1]
+        expected = torch.sigmoid(weights[0] @ produced + predictor.draft_weights @ drafted[1] + weights[1])
+        assert torch.allclose(both.agreement.score(drafted[1], place), expected, atol=1e-5)

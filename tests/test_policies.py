@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specgen.decoding.drafters import DraftModel, PromptLookup
-from specgen.decoding.policies import SVIP, BetaTS, Confidence, Fixed, Heuristic, LengthPolicy, Step
-from specgen.errors import RunError
+from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, Fixed, Heuristic, LengthPolicy, SelfSD, Step
+from specgen.errors import RunError, SpecgenError
 from specgen.models.session import Rows
 from specgen.types import Context, SamplingParams
 
@@ -85,6 +85,71 @@ def test_beta_ts_counts_only_what_the_target_judged() -> None:
 def test_beta_ts_repeats_with_its_seed() -> None:
     first, second = (BetaTS(1, 1, 40, seed=7) for _ in range(2))
     assert [drafted(first, steps()) for _ in range(20)] == [drafted(second, steps()) for _ in range(20)]
+
+
+def cali(**changes: object) -> CaliTS:
+    settings: dict[str, object] = {"sigma_model": 0.2, "sigma_sample": 0.4, "theta0": 0.7, "max_draft": 40, "seed": 0}
+    parts = {"model_prediction": True, "sampling_prediction": True}
+    return CaliTS(**(settings | parts | changes))  # type: ignore[arg-type]
+
+
+def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
+    policy = cali()
+    assert policy.posterior(0.9) == pytest.approx((0.9, 0.04)), "before any round, the predictor alone"
+    policy.observe(drafted=10, accepted=2)  # three were judged
+    policy.observe(drafted=3, accepted=3)
+    policy.observe(drafted=0, accepted=0)  # tells nothing
+    theta_hat = (0.7 + 5) / (1 + 6)
+    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}
+    weight = 0.16 + 2 * 0.04
+    mean, variance = policy.posterior(0.9)
+    assert mean == pytest.approx((0.16 * 0.9 + 2 * 0.04 * theta_hat) / weight)
+    assert variance == pytest.approx(0.04 * 0.16 / weight)
+
+
+def test_cali_ts_ends_at_the_acceptance_rate() -> None:
+    policy = cali()
+    for _ in range(3000):
+        policy.observe(drafted=4, accepted=3)
+    assert policy.posterior(0.1)[0] == pytest.approx(0.75, abs=0.01), "the printed update ends at 1 whatever is accepted"
+    lengths = [drafted(policy, [Step(place, agreement=0.1) for place in range(1, 41)]) for _ in range(3000)]
+    assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1)
+    assert policy.reason.startswith("bandit θ 0.7")
+
+
+def test_cali_ts_with_one_part_switched_off() -> None:
+    sampling, model = cali(model_prediction=False), cali(sampling_prediction=False)
+    assert (sampling.needs, model.needs) == (frozenset(), frozenset({"agreement"}))
+    for policy in (sampling, model):
+        for _ in range(4):
+            policy.observe(drafted=2, accepted=0)
+    assert sampling.posterior(math.nan) == pytest.approx((0.7 / 5, 0.16 / 4))
+    assert model.posterior(0.9) == pytest.approx((0.9, 0.04))
+    with pytest.raises(SpecgenError, match="neither model_prediction nor sampling_prediction"):
+        cali(model_prediction=False, sampling_prediction=False)
+
+
+def test_cali_ts_has_a_cap_and_clips() -> None:
+    policy = cali(sampling_prediction=False, sigma_model=1e-3, max_draft=6)
+    assert drafted(policy, [Step(place, agreement=1.5) for place in range(1, 41)]) == 6
+    assert policy.reason == "limit 6"
+    assert drafted(policy, [Step(place, agreement=-0.5) for place in range(1, 41)]) == 1
+
+
+def test_selfsd_adapts_its_threshold_to_the_acceptance_rate() -> None:
+    policy = SelfSD(k=12)
+    assert drafted(policy, [Step(1, prob=0.9), Step(2, prob=0.59), Step(3, prob=0.9)]) == 2
+    assert policy.reason == "prob 0.59 < 0.60"
+    assert drafted(policy, steps()) == 12
+    policy.observe(drafted=12, accepted=12)
+    assert policy.threshold == pytest.approx(0.6), "the cap ended it, not the threshold"
+    policy.observe(drafted=5, accepted=5)
+    assert policy.threshold == pytest.approx(0.9 * 0.6 + 0.1 * 0.59)
+    before = policy.threshold
+    policy.observe(drafted=5, accepted=0)
+    assert policy.threshold == pytest.approx(0.9 * before + 0.1 * (before + 0.01))
+    policy.observe(drafted=0, accepted=0)
+    assert policy.state() == {"threshold": pytest.approx(before + 0.001)}
 
 
 class ScriptedSession:

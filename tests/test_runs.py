@@ -11,7 +11,7 @@ import torch
 from families import CONTEXT, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import PROMPT, SETTINGS, VOCAB, TableSession
+from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableSession
 
 import specgen
 from specgen import methods
@@ -31,6 +31,12 @@ LENGTH_SETTINGS = {
     "spectr": "k",
     "specinfer": "k",
     "pearl": "window",
+    "eesd": "max_draft",
+    "eesd-fixed": "k",
+    "eesd-beta": "max_draft",
+    "eesd-cali": "max_draft",
+    "eesd-tree": "depth",
+    "selfsd": "k",
 }
 LOSSY = {"mtad", "bild"}
 
@@ -54,7 +60,7 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     chosen = methods.find(method)
     setting = LENGTH_SETTINGS.get(method)
     resolved = methods.resolve(chosen, {setting: length} if setting else {})
-    parts = methods.Parts(table, TableSession(draft), SamplingParams(), eos, VOCAB, seed=0)  # type: ignore[arg-type]
+    parts = methods.Parts(table, TableSession(draft), SamplingParams(), eos, VOCAB, seed=0, agreement=Guesses())  # type: ignore[arg-type]
     run = methods.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
     rounds = list(run.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == expected

@@ -178,7 +178,7 @@ class InterruptAt:
         self.left = line
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("session.py", "slots.py", "cache.py")):
+        if not frame.f_code.co_filename.endswith(("session.py", "slots.py", "cache.py", "early_exit.py")):
             return None
         if event == "line":
             self.left -= 1

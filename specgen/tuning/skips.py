@@ -34,12 +34,13 @@ class FoundSkips:
 
 
 def search_skips(
-    pair: Pair, layers: int, *, prompts: Sequence[Sequence[int]] | None = None, seconds: float = SECONDS, seed: int = 0
+    pair: Pair, layers: int, *, prompts: Sequence[Sequence[int]] | None = None, seconds: float | None = None, seed: int = 0
 ) -> FoundSkips:
-    """Search for about `seconds`; at least the first guess is measured. `prompts` are token ids, of the examples' by default."""
+    """Search for about `seconds` (None: `SECONDS`); at least the first guess is measured. `prompts` are token ids; None: of the
+    examples."""
     from specgen.models.skipping import Skips
 
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + (SECONDS if seconds is None else seconds)
     texts = _prompts(pair) if prompts is None else prompts
     rng = random.Random(seed)
     speeds: dict[str, float] = {}

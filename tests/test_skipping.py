@@ -1,0 +1,138 @@
+"""Layer skipping: what is left out, whose cache is read, and the search for what to leave out."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CONTEXT, make_model, save
+from test_early_exit import LLAMA_LIKE, four_kinds
+from test_session import TOLERANCE, check
+
+import specgen
+from specgen.errors import SpecgenError
+from specgen.models.session import Session
+from specgen.models.skipping import SkippingSession, Skips
+from specgen.pair import Pair
+from specgen.tuning.skips import search_skips
+from specgen.tuning.store import SkipStore, cache_folder
+from specgen.types import Context, SamplingParams
+
+
+def test_skips_are_read_and_written() -> None:
+    skips = Skips.parse("3+5a+7m+5m", 8)
+    assert skips == Skips(frozenset({3, 5}), frozenset({3, 5, 7}))
+    assert str(skips) == "3+5+7m"
+    assert Skips.parse(str(skips), 8) == skips
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("", "skip is ''"), ("3,5", "3,5"), ("8", "layer 8"), ("-1", "skip is '-1'"), ("2x", "2x"), ("1+", "1+")]
+)
+def test_a_mistake_in_skips_is_named(text: str, named: str) -> None:
+    with pytest.raises(SpecgenError, match=named.replace("+", r"\+")):
+        Skips.parse(text, 8)
+
+
+def skipped(model: Any, skips: Skips) -> Any:
+    """The model with the weights that lead out of what is skipped set to zero: the same thing, all layers run."""
+    quiet = copy.deepcopy(model)
+    with torch.no_grad():
+        for number, layer in enumerate(quiet.model.layers):
+            if number in skips.attention:
+                layer.self_attn.o_proj.weight.zero_()
+            if number in skips.mlp:
+                layer.mlp.down_proj.weight.zero_()
+    return quiet
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.parametrize("skip", ["0", "2a", "1m", "1+3a+2m"])
+def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> None:
+    """Behind rows of the whole model: so the expected row comes from one pass of the quiet model over the target's own cache."""
+    model = make_model(family, num_hidden_layers=4, **four_kinds(family))
+    skips = Skips.parse(skip, 4)
+    target = Session(model, CONTEXT)
+    session = SkippingSession(target, model, skips)
+    rng = random.Random(skip)
+    context = Context([1, 5, 6, 7])
+    target.logits(context)
+    for _ in range(4):
+        context.extend([rng.randrange(3, 40)])
+        tokens = [rng.randrange(3, 40) for _ in range(3)]
+        expected = over_the_targets_rows(model, skipped(model, skips), context, tokens)
+        rows = [session.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
+        assert torch.allclose(torch.stack(rows), expected, atol=TOLERANCE, rtol=1e-4)
+        assert torch.allclose(session.logits(context, tokens).logits, expected, atol=TOLERANCE, rtol=1e-4)
+        check(model, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
+        context.extend(tokens[: rng.randrange(4)])
+
+
+def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list[int]) -> torch.Tensor:
+    """The quiet model's rows behind keys and values that the whole model made of all tokens but the context's last."""
+    whole, part = Session(model, CONTEXT), Session(quiet, CONTEXT)
+    past = Context(context.ids[:-1])
+    whole.logits(past)
+    part.logits(past)
+    for mine, theirs in zip(part._cache.layers, whole._cache.layers, strict=True):
+        mine.keys[:, :, : len(past)] = theirs.keys[:, :, : len(past)]
+        mine.values[:, :, : len(past)] = theirs.values[:, :, : len(past)]
+    past.extend(context.ids[-1:])
+    return part.logits(past, tokens).logits
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
+def test_other_families_are_refused(family: str) -> None:
+    model = make_model(family)
+    with pytest.raises(SpecgenError, match=f"layer skipping needs a model built as Llama is, and {family} is not"):
+        SkippingSession(Session(model, CONTEXT), model, Skips.parse("1", 3))
+
+
+def test_trees_are_refused() -> None:
+    model = make_model("llama")
+    session = SkippingSession(Session(model, CONTEXT), model, Skips.parse("1", 3))
+    with pytest.raises(SpecgenError, match="no trees"):
+        session.logits(Context([1, 5]), [6, 7], [-1, -1])
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path / "target"), device="cpu", dtype="float32")
+
+
+def test_a_search_is_kept_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.tuning.skips.SECONDS", 0.0)
+    sampling = SamplingParams(max_new_tokens=12)
+    first = pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"]
+    monkeypatch.setattr("specgen.tuning.skips.search_skips", lambda *_, **__: pytest.fail("it was searched for already"))
+    assert pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"] == first
+    assert Skips.parse(str(first), 4).attention
+    assert list((cache_folder() / "skips").iterdir())
+    expected = pair.generate([1, 5, 6], "ar", sampling).token_ids
+    assert pair.generate([1, 5, 6], "selfsd", sampling).token_ids == expected
+
+
+def test_the_search_takes_what_is_measured_to_be_faster(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scored by a rule that knows the best z: the search has to find it, from wherever its guesses begin."""
+    wanted = Skips.parse("1a+2+3m", 4)
+
+    def speed(_: Pair, skips: Skips, __: object) -> float:
+        return 100.0 - len(skips.attention ^ wanted.attention) - len(skips.mlp ^ wanted.mlp)
+
+    monkeypatch.setattr("specgen.tuning.skips._speed", speed)
+    found = search_skips(pair, 4, prompts=[[1, 5]], seconds=1.0)
+    assert (found.skips, found.tokens_per_second) == (str(wanted), 100.0)
+    assert found.tried <= 4**4
+
+
+def test_a_file_of_skips_that_cannot_be_read_counts_for_nothing(tmp_path: Path) -> None:
+    store = SkipStore(tmp_path)
+    store.keep({"model": "a"}, "1+2")
+    assert store.find({"model": "a"}) == "1+2"
+    assert store.find({"model": "b"}) is None
+    next((tmp_path / "skips").iterdir()).write_text("{")
+    assert store.find({"model": "a"}) is None
