@@ -18,7 +18,7 @@ from specgen.bench.trace import versions
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
-from specgen.models.devices import pick_device, pick_dtype, pick_threads, synchronizer
+from specgen.models.devices import device_name, pick_device, pick_dtype, pick_threads, synchronizer
 from specgen.models.early_exit import EarlyExit
 from specgen.models.exit_files import Exit, load_exit
 from specgen.models.exit_layer import check_split
@@ -162,7 +162,8 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Plan:
-        """Check everything and put the method's parts together; nothing is computed yet."""
+        """Check everything and put the method's parts together. Nothing is decoded yet; the first plan for PEARL starts what
+        drafts beside the target, and where its window is `auto` measures how long passes take."""
         chosen = methods.find(self.default_method if method is None else method)
         has_predictor = self.exit_layer is not None and self.exit_layer.predictor is not None
         settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
@@ -189,7 +190,7 @@ class Pair:
             parts = replace(parts, draft=self._skipping_session(str(settings.values["skip"])))
         costs = None
         if settings.values.get("window") == "auto" and worker is not None:
-            costs = self._costs(worker, parts, prompt_ids + prompt_ids[-1:] * (min(limit, RESERVED) // 2))
+            costs = self._costs(worker, parts, len(prompt_ids) + min(limit, RESERVED) // 2, context_limit)
             parts = replace(parts, window=costs.window)
             settings = settings.with_value("window", costs.window.size)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
@@ -257,17 +258,17 @@ class Pair:
         worker.ready()
         return worker
 
-    def _costs(self, worker: DraftWorker, parts: methods.Parts, context_ids: list[int]) -> timing.Costs:
-        """How long passes take behind a context of that length: as kept from an earlier run here, else measured now."""
+    def _costs(self, worker: DraftWorker, parts: methods.Parts, length: int, context_limit: int) -> timing.Costs:
+        """How long passes take behind a context of about that length: as kept from an earlier run here, else measured now."""
         assert self.draft is not None
-        length = 1 << (len(context_ids) - 1).bit_length()  # contexts up to twice as long share their figures
+        sampling = parts.sampling
         key = {
             "models": [store.fingerprint(model.folder) for model in (self.target, self.draft)],
-            "devices": [str(model.device) for model in (self.target, self.draft)],
+            "devices": [device_name(model.device) for model in (self.target, self.draft)],
             "dtypes": [model.dtype_name for model in (self.target, self.draft)],
-            "worker": [worker.kind, worker.threads],
-            "context": length,
-            "sampled": not parts.sampling.greedy,
+            "worker": [worker.kind, worker.threads, torch.get_num_threads()],
+            "context": 1 << (length - 1).bit_length(),  # contexts up to twice as long share their figures
+            "warped": [not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self.target.has_penalties],
             "versions": versions(),
             "machine": store.machine(),
         }
@@ -276,7 +277,10 @@ class Pair:
         if found is None:
             endless = replace(parts, eos_ids=frozenset())
             drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), endless, timing.LONGEST_WINDOW)
-            found = timing.measure(self._target_session, drafter, Context(context_ids), synchronizer(self.target.device))
+            shortest = min(context_limit, self.draft.context_limit)
+            length = max(1, min(length, max(shortest - timing.LONGEST_WINDOW, shortest // 2)))
+            context, widest = Context([1] * length), max(1, min(timing.LONGEST_WINDOW, shortest - length))
+            found = timing.measure(self._target_session, drafter, context, synchronizer(self.target.device), widest)
             kept.keep(key, found)
         return found
 

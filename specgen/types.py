@@ -34,6 +34,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        self._check()
+        numbers = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int} | (
+            {"seed": int} if self.seed else {}
+        )
+        for name, kind in numbers.items():
+            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are no JSON
+
+    def _check(self) -> None:
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
             raise SpecgenError(f"max_new_tokens is {self.max_new_tokens}", "It has to be a whole number of at least 1")
         if not _is_number(self.temperature) or not 0 <= self.temperature <= 100:

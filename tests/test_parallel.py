@@ -24,6 +24,7 @@ from specgen.errors import RunError, SpecgenError
 from specgen.models.session import Rows
 from specgen.pair import Pair
 from specgen.types import Context, Fate, Round, SamplingParams
+from specgen.workers.process import DraftProcess
 from specgen.workers.thread import ThreadWorker
 
 
@@ -346,3 +347,110 @@ def test_there_is_no_pearl_without_a_draft_model(folders: tuple[str, str]) -> No
 def test_settings_that_make_no_sense(given_: dict[str, object], message: str) -> None:
     with pytest.raises(SpecgenError, match=message):
         methods.resolve(methods.METHODS["pearl"], given_)
+
+
+def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
+    """Where rotary frequencies change with the length, it may lie beyond the change: running it would change all rows."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    rope = factors | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+    model = make_model("phi3", sliding_window=None, original_max_position_embeddings=32, rope_parameters=rope)
+    folder = save(model, tmp_path)
+    with specgen.load(folder, folder, device="cpu", dtype="float32") as pair:
+        pair._process_worker = None
+        for window in (1, 3, 4, 7):
+            for ids in ([5] * 8, [5, 9, 11, 7, 30, 8]):
+                sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+                expected = pair.generate(ids, "ar", sampling).token_ids
+                assert len(expected) == 33 - len(ids)
+                assert pair.generate(ids, "pearl", sampling, window=window).token_ids == expected
+
+
+@pytest.mark.parametrize("length", [1, 60, 100, 126, 127])
+def test_the_window_is_measured_wherever_a_prompt_ends(
+    pair_of: Callable[[str, str], Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPT-2 has a table of 128 positions: a pass beyond it would be an index error."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    pair = pair_of("gpt2", "near")
+    ids = [3 + place % 50 for place in range(length)]
+    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    result = pair.generate(ids, "pearl", sampling)
+    assert result.token_ids == pair.generate(ids, "ar", sampling).token_ids
+    assert len(result.token_ids) == 128 - length
+
+
+@posix
+def test_after_a_load_that_failed_a_second_try_fails_too(tmp_path: Path) -> None:
+    target, draft = (save(make_model("llama", seed=seed), tmp_path / str(seed)) for seed in (0, 1))
+    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
+        (tmp_path / "1" / "model.safetensors").unlink()
+        for _ in range(2):
+            with pytest.raises(SpecgenError, match="no safetensors weights"):
+                pair.plan(PROMPT, "pearl", window=4)
+
+
+@posix
+def test_a_run_behind_a_closed_pair_touches_nobodys_files(folders: tuple[str, str], tmp_path: Path) -> None:
+    pair = specgen.load(*folders, device="cpu", dtype="float32")
+    run = pair.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(run), next(run)
+    pair.close()
+    others = [(tmp_path / str(number)).open("w+b") for number in range(12)]  # they get the numbers that were closed
+    with pytest.raises(RunError, match="draft worker is gone"):
+        next(run)
+    assert [file.read() for file in others] == [b""] * 12
+    for file in others:
+        file.close()
+
+
+@posix
+def test_threads_are_as_before_when_runs_took_turns(apart: Pair) -> None:
+    torch.set_num_threads(2)
+    try:
+        first, second = (apart.rounds(PROMPT, "pearl", SAMPLED, window=4) for _ in range(2))
+        next(first), next(second)
+        first.close()  # type: ignore[attr-defined]
+        list(second)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@posix
+def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(going), next(going)
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.workers.remote.os.ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RunError, match="cannot be started: No space left"):
+            list(apart.rounds(PROMPT, "pearl", SAMPLED, window=900))
+    assert sum(len(round_.token_ids) for round_ in going) > 40
+
+
+def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RunError, match=r"cannot be started: Resource temporarily unavailable.*-m svip"):
+        DraftProcess()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("window", ["auto", 1, 4])
+def test_on_a_gpu_the_draft_has_a_stream_of_its_own(folders: tuple[str, str], window: object) -> None:
+    with specgen.load(*folders, device="cuda", dtype="float32") as pair:
+        expected = pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=60)).token_ids
+        assert pair.generate(PROMPT, "pearl", SamplingParams(max_new_tokens=60), window=window).token_ids == expected
+        first, second = (pair.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids for _ in range(2))
+        assert first == second
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
+def test_on_two_gpus_each_model_has_one(folders: tuple[str, str]) -> None:
+    with specgen.load(*folders, device="cuda:0", draft_device="cuda:1", dtype="float32") as pair:
+        expected = pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=60)).token_ids
+        assert pair.generate(PROMPT, "pearl", SamplingParams(max_new_tokens=60)).token_ids == expected
+        assert process_of(pair)

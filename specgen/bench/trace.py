@@ -32,6 +32,7 @@ def start_line(pair: Pair, plan: Plan) -> dict[str, Any]:
         "prompt_ids": plan.prompt_ids,
         "sampling": sampling,
         "versions": versions(),
+        **({} if plan.costs is None else {"costs": plan.costs.as_dict()}),
     }
 
 

@@ -90,11 +90,13 @@ class Parallel:
         """One pass of the target over the pending tokens, one draft beside it. Returns the tokens that are pending then."""
         run.clock.start()
         if not pending.tokens and not self.pre_verify:
-            pending = self._finish(self._start(run, pending))
+            pending = self._finish(self._start(run, pending, self.window.size))  # the target idles: there is time for all
             run.clock.lap("draft")
         mode: Mode = "post-verify" if pending.tokens else "pre-verify"
-        window = self._start(run, pending) if self.post_verify or not pending.tokens else 0
-        rows = run.target.logits(run.context, pending.tokens, pending.parents)
+        beside = self.window.beside(len(pending.tokens) + 1)
+        window = self._start(run, pending, beside) if self.post_verify or not pending.tokens else 0
+        run_through = pending.part(0, run.remaining - 1)  # what the last possible token would say next, nobody asks
+        rows = run.target.logits(run.context, run_through.tokens, run_through.parents)
         run.clock.lap("verify", synchronize=True)
         fresh = self._finish(window) if window else Draft(stop_reason=pending.stop_reason)
         run.clock.lap("draft")
@@ -103,17 +105,16 @@ class Parallel:
             len(fresh.tokens) - 1, 0
         )  # the last row judges the first of the new tokens: never a bonus behind pending ones
         judged = both.part(0, len(both.tokens) - ahead)
-        verdict = run.verifier.verify(judged, rows._replace(logits=rows.logits[: run.remaining]))
+        verdict = run.verifier.verify(judged, rows)
         run.clock.lap("sample")
         round_ = run.commit(mode, both, verdict, ahead)
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
-    def _start(self, run: Run, pending: Draft) -> int:
+    def _start(self, run: Run, pending: Draft, window: int) -> int:
         """Begin to draft behind what is pending. Returns the window, 0 where a draft is pointless: the output ends there."""
         room = run.remaining - len(pending.tokens)
         if room < 1 or (pending.tokens and pending.tokens[-1] in run.eos_ids):
             return 0
-        window = self.window.beside(len(pending.tokens) + 1)
         self.drafter.start(run.context, pending.tokens, min(window, room))
         return window
 

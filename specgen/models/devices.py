@@ -53,6 +53,11 @@ def _cuda(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
+def device_name(device: torch.device) -> str:
+    """Which device it is, and for a GPU which card: what was measured on another one says nothing."""
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """What waits for the device, None on a CPU."""
     if device.type == "cuda":  # the stream alone: a draft may be at work on another

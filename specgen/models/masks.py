@@ -31,12 +31,13 @@ class ChainMasks:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, 0)
         self._corner: torch.Tensor | None = None  # where the last mask was not zero
+        self._triangle = lru_cache(maxsize=128)(_triangle)  # not shared: two models may run on streams of their own
 
     def __call__(self, past: int, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The mask [1, 1, rows, past + rows]."""
         if rows > _FEW_ROWS:
             mask = torch.zeros(rows, past + rows, dtype=dtype, device=device)
-            mask[:, past:] = _triangle(rows, dtype, device)
+            mask[:, past:] = self._triangle(rows, dtype, device)
             return mask[None, None]
         if past + rows > self._buffer.shape[1]:
             width = -(-2 * (past + rows) // 64) * 64  # even strides, which attention kernels ask for
@@ -46,11 +47,10 @@ class ChainMasks:
         self._corner = None
         if rows > 1:
             self._corner = self._buffer[:rows, past : past + rows]
-            self._corner.copy_(_triangle(rows, dtype, device))
+            self._corner.copy_(self._triangle(rows, dtype, device))
         return self._buffer[None, None, :rows, : past + rows]
 
 
-@lru_cache(maxsize=128)
 def _triangle(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((rows, rows), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -44,31 +44,40 @@ class Costs:
         size = _window(self.ratio)
         return Window(size, min(size, _window(self.single_pass / self.draft_pass)))
 
+    def as_dict(self) -> dict[str, float]:
+        """For a trace: what PEARL's window was chosen by, and the window beside a pass over one token."""
+        return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+
 
 def _window(ratio: float) -> int:
     return min(max(1, round(ratio)), LONGEST_WINDOW)
 
 
-def measure(target: Session, drafter: ParallelDrafter, context: Context, synchronize: Callable[[], None] | None = None) -> Costs:
+def measure(
+    target: Session,
+    drafter: ParallelDrafter,
+    context: Context,
+    synchronize: Callable[[], None] | None = None,
+    widest: int = LONGEST_WINDOW,
+) -> Costs:
     """Time passes behind `context`, side by side as PEARL runs them, over as many tokens as the window will hold.
 
-    That number follows from the times, so a rough look comes first, and a second one where it was wrong. Medians.
+    That number follows from the times, so a rough look comes first, and a second one where it was wrong. Medians. No pass is over
+    more than `widest` tokens.
     """
     deadline = time.perf_counter() + _PATIENCE
     drafter.prefill(context)
     try:
         target.logits(context)
-        width = 8
-        passes, _ = _steps(target, drafter, context, width, width, _ROUGHLY, deadline, synchronize)
-        single, beside = _steps(target, drafter, context, 1, width, WARM_UP + STEPS // 3, deadline, synchronize)
+        costs = _steps(target, drafter, context, min(8, widest), _ROUGHLY, deadline, synchronize)
         for _ in range(2):
-            width = _window(passes / beside)
-            passes, beside = _steps(target, drafter, context, width, width, WARM_UP + STEPS, deadline, synchronize)
-            if abs(_window(passes / beside) - width) <= 1:
+            width = min(costs.window.size, widest)
+            costs = _steps(target, drafter, context, width, WARM_UP + STEPS, deadline, synchronize)
+            if abs(costs.window.size - width) <= 1:
                 break
     finally:
         drafter.close()
-    return Costs(beside, passes, single, width, len(context))
+    return costs
 
 
 def _steps(
@@ -76,25 +85,31 @@ def _steps(
     drafter: ParallelDrafter,
     context: Context,
     width: int,
-    drafted: int,
     count: int,
     deadline: float,
     synchronize: Callable[[], None] | None,
-) -> tuple[float, float]:
-    """Seconds of a target pass over `width` tokens and of a draft pass: medians of `count` steps, in which `drafted` tokens are
-    drafted beside a target pass; of fewer, but some, behind the deadline."""
-    tokens = [context.ids[-1]] * (width - 1)
+) -> Costs:
+    """`count` steps, each a target pass over `width` tokens beside a draft of as many; fewer, but some, behind the deadline.
+
+    Every third is followed by one with a pass over a single token, so that a machine that slows down for a while slows both.
+    """
     drafting: list[float] = []
     judging: list[float] = []
+    single: list[float] = []
     while len(judging) < count and (len(judging) < FEWEST or time.perf_counter() < deadline):
-        drafter.start(context, (), drafted)
-        start = time.perf_counter()
-        rows = target.logits(context, tokens)
-        rows.logits.argmax(dim=-1)
-        if synchronize is not None:
-            synchronize()
-        judging.append(time.perf_counter() - start)
-        made = len(drafter.finish().tokens)
-        drafting.append(drafter.seconds / made if made else math.inf)  # a draft that can't follow here: any window will do
-    warm = min(WARM_UP, len(judging) // 2)
-    return median(judging[warm:]), median(drafting[warm:])
+        for tokens, seconds in ((width, judging), *(((1, single),) if len(judging) % 3 == 0 else ())):
+            drafter.start(context, (), width)
+            start = time.perf_counter()
+            rows = target.logits(context, [context.ids[-1]] * (tokens - 1))
+            rows.logits.argmax(dim=-1)
+            if synchronize is not None:
+                synchronize()
+            seconds.append(time.perf_counter() - start)
+            made = len(drafter.finish().tokens)
+            drafting.append(drafter.seconds / made if made else math.inf)  # a draft that can't follow here: any window will do
+    return Costs(_settled(drafting), _settled(judging), _settled(single), width, len(context))
+
+
+def _settled(seconds: list[float]) -> float:
+    """The median, but for the first ones, which warm up."""
+    return median(seconds[min(WARM_UP, len(seconds) // 2) :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -20,11 +21,12 @@ def cache_folder() -> Path:
     """Where the system keeps what programs may lose: `SPECGEN_CACHE`, else the user's cache folder."""
     if own := os.environ.get("SPECGEN_CACHE"):
         return Path(own)
+    home = Path(os.path.expanduser("~"))  # unlike Path.home() it takes a user who has none
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "specgen"
+        return home / "Library" / "Caches" / "specgen"
     if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
         return Path(local) / "specgen" / "Cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specgen"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "specgen"
 
 
 def fingerprint(folder: Path) -> str:
@@ -47,12 +49,13 @@ class CostStore:
     def find(self, key: Mapping[str, Any]) -> Costs | None:
         try:
             costs = Costs(**self._files.find(key))
-            return costs if min(astuple(costs)) > 0 else None
+            return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
         except TypeError:
             return None
 
     def keep(self, key: Mapping[str, Any], costs: Costs) -> None:
-        self._files.keep(key, asdict(costs))
+        if max(astuple(costs)) < math.inf:  # else a draft that could not follow: true of that context alone
+            self._files.keep(key, asdict(costs))
 
 
 class SkipStore:
@@ -85,13 +88,16 @@ class _Files:
     def keep(self, key: Mapping[str, Any], value: Any) -> None:
         """Written to a file of its own first, so that two runs at once leave a whole one."""
         text = json.dumps({"key": key, self._name: value}, indent=1)
+        part = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._folder, suffix=".part", delete=False) as file:
+                part = Path(file.name)
                 file.write(text)
-            os.replace(file.name, self._path(key))
+            os.replace(part, self._path(key))
         except OSError:
-            return
+            if part is not None:
+                part.unlink(missing_ok=True)
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         return self._folder / f"{sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -31,20 +32,21 @@ class DraftProcess:
     """
 
     def __init__(self) -> None:
-        self.memory = _nameless_file()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
-        package = str(Path(__file__).resolve().parents[2])
-        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        self._process = subprocess.Popen(  # noqa: S603  this very interpreter
-            [sys.executable, "-P", "-m", "specgen.workers", str(os.getpid()), str(self.memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            pass_fds=[self.memory],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            bufsize=0,
-            start_new_session=True,
-        )
+        try:
+            self.memory = _nameless_file()
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
+            self._process = subprocess.Popen(  # noqa: S603  this very interpreter
+                [sys.executable, "-P", "-m", "specgen.workers", str(os.getpid()), str(self.memory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                pass_fds=[self.memory],
+                env=_environment(),
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise cannot_start(error) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno())
@@ -62,6 +64,8 @@ class DraftProcess:
 
     def send(self, kind: Kind, payload: bytes | int | dict[str, Any] = b"") -> int:
         """Returns the message's serial number. Raises RunError where the worker is gone."""
+        if not self._close.alive:  # its descriptors may be somebody else's by now
+            raise self._died()
         self._serial += 1
         data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
         try:
@@ -73,14 +77,17 @@ class DraftProcess:
             raise
         return self._serial
 
-    def receive(self, serial: int, since: int) -> bytes:
-        """The answer to the message `serial`. Raises what the worker reports of that one and of those before it from `since` on;
-        what else was not waited for is passed over."""
+    def receive(self, serial: int, run: int) -> bytes:
+        """The answer to the message `serial`. Raises what the worker reports of that one or of `run`, with which it belongs; what
+        else was not waited for is passed over."""
+        if not self._close.alive:
+            raise self._died()
         try:
             while True:
                 kind, answered, payload = self._channel.receive()
                 self._ready |= kind == Kind.READY
-                if kind == Kind.FAILED and answered >= since:
+                if kind == Kind.FAILED and answered in (serial, run):
+                    self._log.truncate(0)  # told, and not to be told again
                     raise _reported(json.loads(payload))
                 if answered == serial:
                     return payload
@@ -94,8 +101,13 @@ class DraftProcess:
 
     def wait_ready(self, serial: int) -> None:
         """Until the model is loaded."""
-        if not self._ready:
+        if self._ready:
+            return
+        try:
             self.receive(serial, serial)
+        except SpecgenError:
+            self.close()  # without a model it is of no use
+            raise
 
     def close(self) -> None:
         """End it at once: it has nothing to lose."""
@@ -113,6 +125,21 @@ class DraftProcess:
         last = _last_line(self._log)
         self.close()
         return RunError(f"the draft worker is gone ({why}{f': {last}' if last else ''})", WITHOUT)
+
+
+def cannot_start(error: OSError) -> RunError:
+    """What the system refused: another process, a file to share memory through, room in it."""
+    return RunError(f"the draft worker cannot be started: {error.strerror or error}", WITHOUT)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with this package's folder where the worker would not find it by itself. One that is installed it finds,
+    and what is installed beside it must not stand before the standard library."""
+    package = str(Path(__file__).resolve().parents[2])
+    if package in {*site.getsitepackages(), site.getusersitepackages()}:
+        return dict(os.environ)
+    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _reported(failure: dict[str, Any]) -> SpecgenError:

@@ -14,7 +14,7 @@ from specgen.decoding.policies import Feeds, LengthPolicy, Step
 from specgen.models.devices import split_threads
 from specgen.types import Context, Draft
 from specgen.workers.channel import Asked, Kind, unpack_draft
-from specgen.workers.process import DraftProcess
+from specgen.workers.process import DraftProcess, cannot_start
 from specgen.workers.serve import shared_slots
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class ProcessWorker:
         self._loading = process.send(Kind.LOAD, self._wanted) if process is not None else 0
         self.penalties: dict[str, Any] | None = None
         self._parts: dict[int, int] = {}  # where each run's part of the shared memory begins, and where it ends
+        self._going = 0  # runs
+        self._threads_before = 0
 
     def follow(self, target: LoadedModel) -> None:
         """Have the draft's logits reshaped by the target's penalties too."""
@@ -64,12 +66,28 @@ class ProcessWorker:
         """A part of the shared memory for a run, as an offset. Runs that take turns get parts of their own."""
         offset = max(self._parts.values(), default=0)
         self._parts[offset] = offset + size
-        if os.fstat(process.memory).st_size < offset + size:
-            os.ftruncate(process.memory, offset + size)
+        try:
+            if os.fstat(process.memory).st_size < offset + size:
+                os.ftruncate(process.memory, offset + size)
+        except OSError as error:
+            raise cannot_start(error) from error
         return offset
 
     def unshare(self, offset: int) -> None:
         del self._parts[offset]
+
+    def enter(self) -> None:
+        """A run begins: leave the draft its threads."""
+        self._going += 1
+        if self._going == 1 and self.threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(min(self._threads_before, self.threads))
+
+    def leave(self) -> None:
+        """A run is over; after the last of those that took turns, all threads are the target's again."""
+        self._going -= 1
+        if self._going == 0 and self.threads is not None:
+            torch.set_num_threads(self._threads_before)
 
     def forget(self) -> None:
         if self._process is not None and self._process.alive:
@@ -89,6 +107,7 @@ class ProcessDrafter:
         self._observed: list[int] = []
         self.policy: LengthPolicy = _Twin(methods.make_policy(settings, parts.seed), self._observed)
         self._process: DraftProcess | None = None
+        self._run = 0
         self._slots: torch.Tensor | None = None
         self._offset: int | None = None
         self._slot = 0
@@ -96,9 +115,7 @@ class ProcessDrafter:
     def prefill(self, context: Context) -> None:
         parts, sampled = self._parts, not self._parts.sampling.greedy
         self._process = self._worker.ready()
-        self._threads = torch.get_num_threads()
-        if self._worker.threads is not None:
-            torch.set_num_threads(min(self._threads, self._worker.threads))
+        self._worker.enter()
         if sampled:
             self._offset = self._worker.share(self._process, 2 * self._window * parts.vocab_size * 4)
             self._slots = shared_slots(self._process.memory, self._offset, self._window, parts.vocab_size)
@@ -143,12 +160,12 @@ class ProcessDrafter:
     def close(self) -> None:
         if self._process is None:
             return
-        torch.set_num_threads(self._threads)
+        process, self._process = self._process, None
+        self._worker.leave()
         if self._offset is not None:
             self._worker.unshare(self._offset)
-        if self._process.alive:
-            self._process.send(Kind.END, self._run)
-        self._process = None
+        if process.alive and self._run:
+            process.send(Kind.END, self._run)
 
 
 class _Twin:

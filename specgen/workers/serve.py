@@ -50,7 +50,7 @@ class Worker:
         self._memory = memory
         self._model: Any = None
         self._session: Session | None = None
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _Run | Exception] = {}
 
     def handle(self, kind: Kind, serial: int, payload: bytes) -> tuple[Kind, bytes] | None:
         """Do what a message asks; the answer's kind and payload, if there is one."""
@@ -58,10 +58,17 @@ class Worker:
             self._load(json.loads(payload))
             return Kind.READY, b""
         if kind == Kind.BEGIN:
-            self._begin(serial, json.loads(payload))
+            try:
+                self._runs[serial] = self._begin(json.loads(payload))
+            except Exception as error:
+                self._runs[serial] = error  # its drafts are asked for already, maybe
+                raise
         elif kind == Kind.DRAFT:
             asked = Asked.unpack(payload)
-            draft, seconds = self._runs[asked.run].draft(asked)
+            run = self._runs[asked.run]
+            if isinstance(run, Exception):
+                raise run
+            draft, seconds = run.draft(asked)
             return Kind.DRAFTED, pack_draft(draft, seconds)
         elif kind == Kind.FORGET and self._session is not None:
             self._session.forget()
@@ -83,7 +90,7 @@ class Worker:
         if wanted["device"] == "cpu":
             pick_threads(a_draft)  # of those that it may have at most
 
-    def _begin(self, number: int, wanted: dict[str, Any]) -> None:
+    def _begin(self, wanted: dict[str, Any]) -> _Run:
         """Make the run's drafter and policy just as a pair makes them in its own process, and read the prompt."""
         if self._session is None:
             self._session = new_session(self._model, self._penalties(wanted["penalties"], wanted["vocab_size"]))
@@ -94,9 +101,9 @@ class Worker:
         policy = methods.make_policy(methods.Settings(wanted["policy"], wanted["settings"]), seed)
         context = Context(wanted["prompt_ids"])
         slots = shared_slots(self._memory, wanted["offset"], wanted["window"], vocab_size) if wanted["window"] else None
-        self._runs[number] = _Run(context, drafter, policy, slots)
         if context.largest_id < self._session.known_ids and len(context) <= self._session.context_limit:
             self._session.logits(context)
+        return _Run(context, drafter, policy, slots)
 
     def _penalties(self, wanted: dict[str, Any] | None, width: int) -> Penalties | None:
         if wanted is None:

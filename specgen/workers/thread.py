@@ -62,6 +62,8 @@ class ThreadDrafter:
 
     def prefill(self, context: Context) -> None:
         fits = context.largest_id < self._session.known_ids and len(context) <= self._session.context_limit
+        if self._stream is not None:  # buffers may still be in use where other methods drafted
+            self._stream.wait_stream(torch.cuda.current_stream(self._session.device))
         if fits:
             self._pool.submit(self._read, Context(context.ids))  # a copy: the run commits its first token meanwhile
 
@@ -82,6 +84,8 @@ class ThreadDrafter:
         """Wait for what is under way: the session is to be free for others."""
         self._pool.submit(int).result()
         self._work = None
+        if self._stream is not None:
+            torch.cuda.current_stream(self._session.device).wait_stream(self._stream)
 
     @inference
     def _read(self, context: Context) -> None:
