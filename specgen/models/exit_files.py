@@ -72,8 +72,8 @@ def save_exit(
         tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
-    metadata = {"specgen": f"exit {FORMAT}", "fingerprint": description.fingerprint}
-    partial = written(folder / WEIGHTS, save(stored, metadata))
+    # A single entry: several are written in an order that changes, and the same weights should make the same file.
+    partial = written(folder / WEIGHTS, save(stored, {"fingerprint": description.fingerprint}))
     write_text(folder / DESCRIPTION, _ABOUT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True))
     partial.replace(folder / WEIGHTS)
     return folder / WEIGHTS

@@ -91,9 +91,10 @@ class SelfTexts:
             except (OSError, SafetensorError) as error:
                 raise SpecgenError(f"cannot read {self._path(number)}", "Delete it: it is generated anew") from error
             lengths = content["lengths"].tolist()
-            ids, best = content["ids"].long().split(lengths), content["best"].long().split(lengths)
+            ids, best = _split(content["ids"].long(), lengths), _split(content["best"].long(), lengths)
             kept = content["kept"].tolist()
-            rows = iter(content["rows"].split([n for n, k in zip(lengths, kept, strict=True) if k]) if any(kept) else ())
+            with_rows = [length for length, has in zip(lengths, kept, strict=True) if has]
+            rows = iter(_split(content["rows"], with_rows) if with_rows else ())
             for place, length in enumerate(content["prompts"].tolist()):
                 own = next(rows) if kept[place] else None
                 flags = bool(content["greedy"][place]), bool(content["held_out"][place])
@@ -102,6 +103,11 @@ class SelfTexts:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"part-{number:04d}.safetensors"
+
+
+def _split(tensor: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    parts: tuple[torch.Tensor, ...] = tensor.split(lengths)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def write_batch(

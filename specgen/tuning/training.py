@@ -71,8 +71,9 @@ class Data:
     def __init__(self, open_text: Texts | None, self_texts: Sequence[SelfText], recipe: Recipe) -> None:
         self._open, self._recipe = open_text, recipe
         self._own = [(text.ids.tolist(), text.best.tolist()) for text in self_texts if not text.held_out]
-        own = 0 if not self._own else recipe.batch if open_text is None else round(recipe.batch * recipe.self_text)
-        self._draws: list[Draw] = [self._draw_own] * own + [self._draw_open] * (recipe.batch - own)
+        count = 0 if not self._own else recipe.batch if open_text is None else round(recipe.batch * recipe.self_text)
+        own, other = [self._draw_own], [self._draw_open]
+        self._draws: list[Draw] = [*(own * count), *(other * (recipe.batch - count))]
 
     def batch(self, step: int) -> Rows:
         return pack(self._draws, self._recipe.window, Random(f"batch {self._recipe.seed} {step}"))
@@ -167,7 +168,7 @@ class Training:
 
     @property
     def _vocabulary(self) -> int:
-        return int(self.layer.head.weight.shape[0])
+        return int(self.layer.head.weight.shape[0])  # type: ignore[union-attr,index,arg-type]
 
     def _backward(self, rows: Rows, labelled: int) -> torch.Tensor:
         """Add the gradients of some rows. Returns their share of the mean loss, agreements and judgements [3].
@@ -194,7 +195,7 @@ class Training:
             right = (logits.detach().argmax(dim=-1) == best[piece]) & judged
             sums += torch.stack((loss.detach(), right.sum(), judged.sum()))
         if cut.grad is not None:
-            flat.backward(cut.grad)
+            flat.backward(cut.grad)  # type: ignore[no-untyped-call]
         return sums
 
     def _autocast(self) -> AbstractContextManager[Any]:

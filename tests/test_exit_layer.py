@@ -1,0 +1,143 @@
+"""An exit layer: made from a target, run behind its first layers, kept on disk, refused where it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, LETTERS, make_model, make_tokenizer, save
+
+from specgen.errors import SpecgenError
+from specgen.models.exit_files import DESCRIPTION, Description, load_exit, save_exit
+from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
+from specgen.models.fingerprint import weights_fingerprint
+from specgen.models.first_layers import FirstLayers
+from specgen.models.load import LoadedModel, Source, load_model, prepare
+from specgen.tuning.training import exit_rows
+
+SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt", "gpt_neox")]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save(make_model("llama"), tmp_path_factory.mktemp("exit") / "target", make_tokenizer(LETTERS)))
+
+
+def opened(folder: Path | str) -> LoadedModel:
+    return load_model(prepare(Source(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
+
+
+def test_an_untrained_exit_behind_all_layers_but_the_last_says_what_the_target_says(models_folder: Path) -> None:
+    for family in SPLIT:
+        target = opened(save(make_model(family), models_folder / "exit" / family))
+        ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(1))  # beyond the sliding windows
+        expected = target.model(input_ids=ids[None]).logits[0]
+        for layers in (1, 2):
+            target = opened(models_folder / "exit" / family)
+            layer = ExitLayer.of(target.model, layers)
+            first = FirstLayers(target.model, len(decoder_of(target.model).layers) - layers)
+            found, _ = exit_rows(first, layer, ids)
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, msg=lambda text, f=family: f"{f}: {text}")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
+def test_other_families_are_refused(family: str) -> None:
+    with pytest.raises(SpecgenError, match=r"built as Llama is, and .* is not"):
+        ExitLayer.of(make_model(family))
+
+
+def test_a_model_whose_layers_alone_are_not_the_model_is_refused() -> None:
+    model = make_model("gemma2")
+    decoder_of(model).embed_tokens.register_forward_hook(lambda module, args, out: out)
+    ExitLayer.of(model)
+    model.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits * 2))
+    with pytest.raises(SpecgenError, match="do not give its own logits"):
+        ExitLayer.of(model)
+
+
+def test_what_is_saved_is_what_is_loaded(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    layer, predictor = ExitLayer.of(target.model), Predictor(32)
+    with torch.no_grad():
+        for weight in [*layer.parameters(), *predictor.parameters()]:
+            weight.copy_(torch.randn_like(weight).bfloat16())
+    described = Description("here", weights_fingerprint(folder), 1, predictor=True, figures={"agreement": 0.123456})
+    path = save_exit(tmp_path, layer, predictor, described)
+    for named in (path, tmp_path, tmp_path / DESCRIPTION):
+        found = load_exit(named, target)
+        assert found.after == 1
+        assert found.predictor is not None
+        assert found.description.figures == {"agreement": 0.1235}
+        for mine, theirs in ((layer, found.layer), (predictor, found.predictor)):
+            for name, weight in mine.state_dict().items():
+                assert torch.equal(weight, theirs.state_dict()[name])
+    # A head that is the target's own is not written.
+    small = save_exit(tmp_path / "small", layer, None, replace(described, own_head=False, predictor=False))
+    assert small.stat().st_size < path.stat().st_size
+    assert load_exit(small, target).layer.head is target.model.lm_head
+
+
+def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    layer = ExitLayer.of(target.model)
+    described = Description("here", weights_fingerprint(folder), 1)
+    path = save_exit(tmp_path / "exit", layer, None, described)
+    other = opened(save(make_model("llama", seed=3), tmp_path / "other"))
+    with pytest.raises(SpecgenError, match=r"was trained for here .*not for .*other\. Train one"):
+        load_exit(path, other)
+    with pytest.raises(SpecgenError, match=r"there is no exit layer in"):
+        load_exit(tmp_path, target)
+    text = (tmp_path / "exit" / DESCRIPTION).read_text()
+    breaks = {
+        "after: 1": ("after: 9", "after is 9"),
+        "layers: 1": ("layers: 2", "does not fit its description"),
+        "format: 1": ("format: 7", "has the format 7"),
+        "own_head: true": ("own_head: maybe", "own_head is 'maybe'"),
+        "predictor: false": ("predictor: true", "does not fit its description"),
+        "target: here": ("target: here\nzebra: 1", "'zebra'"),
+    }
+    for old, (new, message) in breaks.items():
+        assert old in text
+        (tmp_path / "exit" / DESCRIPTION).write_text(text.replace(old, new))
+        with pytest.raises(SpecgenError, match=message):
+            load_exit(path, target)
+    (tmp_path / "exit" / DESCRIPTION).write_text(text)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(SpecgenError, match="cannot read the exit layer"):
+        load_exit(path, target)
+    path.write_bytes(content)
+    save_exit(tmp_path / "third", layer, None, replace(described, fingerprint="0" * 16))
+    (tmp_path / "third" / DESCRIPTION).write_text(text)
+    with pytest.raises(SpecgenError, match="do not belong together"):
+        load_exit(tmp_path / "third", target)
+
+
+def test_a_fingerprint_follows_the_weights_and_not_their_files(folder: Path, tmp_path: Path) -> None:
+    model = make_model("llama")
+    before = weights_fingerprint(folder)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert weights_fingerprint(tmp_path / "shards") == before
+    with torch.no_grad():
+        decoder_of(model).layers[1].mlp.up_proj.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "changed")
+    assert weights_fingerprint(tmp_path / "changed") != before
+
+
+def test_the_predictor_is_the_papers_formula() -> None:
+    torch.manual_seed(0)
+    width, places = 8, Predictor.PLACES
+    maps, weights = torch.randn(places, width, width), torch.randn(2 * width)  # W_i and w
+    predictor = Predictor(width).requires_grad_(False)
+    predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
+    predictor.draft_weights.copy_(weights[width:])
+    target, draft = torch.randn(width), torch.randn(width)
+    for place in (1, 4, 10, 13):
+        expected = torch.sigmoid(weights @ torch.cat((maps[min(place, places) - 1] @ target, draft)))
+        torch.testing.assert_close(predictor.score(predictor.offsets(target), draft, place), expected)
+        logit = predictor.logits(predictor.offsets(target), draft[None], torch.tensor([place]))
+        torch.testing.assert_close(logit.sigmoid()[0], expected)
