@@ -14,7 +14,8 @@ from specgen.methods import METHODS
 from specgen.types import Round, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair, Result, load
+    from specgen.loading import load
+    from specgen.pair import Pair, Result
 
 __version__ = "0.1.0"
 __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
@@ -23,7 +24,7 @@ __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError
 def __getattr__(name: str) -> Any:
     """`load` and what it returns come with torch, which takes seconds to import: only when asked for."""
     if name in ("load", "Pair", "Result"):
-        from specgen import pair
+        from specgen import loading, pair
 
-        return getattr(pair, name)
+        return getattr(loading if name == "load" else pair, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

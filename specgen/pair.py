@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from specgen import demo, methods
+from specgen import assembly, methods
 from specgen.bench.summary import Summary
 from specgen.bench.trace import versions
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
-from specgen.models.devices import device_name, pick_device, pick_dtype, pick_threads, synchronizer
+from specgen.models.devices import device_name, pick_threads, synchronizer
 from specgen.models.early_exit import EarlyExit
-from specgen.models.exit_files import Exit, load_exit
+from specgen.models.exit_files import Exit
 from specgen.models.exit_layer import check_split
 from specgen.models.likelihood import log_likelihood
-from specgen.models.load import LoadedModel, Source, load_model, prepare
+from specgen.models.load import LoadedModel
 from specgen.models.penalties import Penalties
 from specgen.models.session import Session
 from specgen.models.skipping import SkippingSession, Skips
-from specgen.models.tokenizer import check_same
 from specgen.models.uncached import uncached_row
 from specgen.tuning import costs as timing
 from specgen.tuning import store
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers import DraftWorker
-from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.remote import ProcessWorker
 from specgen.workers.thread import ThreadWorker
 
@@ -179,7 +176,7 @@ class Pair:
                 session.reserve(capacity)
         worker = self._worker(chosen)
         width = self._target_session.vocab_size
-        parts = methods.Parts(
+        parts = assembly.Parts(
             self._target_session, self._draft_session, sampling, eos_ids, width, seed, capacity, worker, None, record
         )
         if chosen.needs_exit_layer:
@@ -195,10 +192,10 @@ class Pair:
             settings = settings.with_value("window", costs.window.size)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
-        run = methods.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
+        run = assembly.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
         return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
 
-    def _with_early_exit(self, method: Method, parts: methods.Parts) -> methods.Parts:
+    def _with_early_exit(self, method: Method, parts: assembly.Parts) -> assembly.Parts:
         """The target split at the exit layer in place of both models."""
         if self.exit_layer is None:
             raise methods.no_exit_layer(method)
@@ -258,7 +255,7 @@ class Pair:
         worker.ready()
         return worker
 
-    def _costs(self, worker: DraftWorker, parts: methods.Parts, length: int, context_limit: int) -> timing.Costs:
+    def _costs(self, worker: DraftWorker, parts: assembly.Parts, length: int, context_limit: int) -> timing.Costs:
         """How long passes take behind a context of about that length: as kept from an earlier run here, else measured now."""
         assert self.draft is not None
         sampling = parts.sampling
@@ -355,84 +352,3 @@ class Pair:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def load(
-    target: str | None = None,
-    draft: str | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    draft_device: str | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    trust_remote_code: bool = False,
-    offline: bool = False,
-    announce: Callable[[str], None] = lambda _: None,
-    process: DraftProcess | None = None,
-    exit_layer: str | Path | None = None,
-) -> Pair:
-    """Load a pair of models by Hugging Face id or folder; without a target the bundled pair. Raises SpecgenError.
-
-    `announce` is told in a few words what is going on. `process` is one for PEARL's draft that was started before, so that it
-    gets ready meanwhile; without it the first run with PEARL starts one. `exit_layer` is the file or folder of EESD's
-    trained part; the bundled target's is taken by itself.
-    """
-    if target is None and draft is not None:
-        raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
-    if (target is None and revision is not None) or (draft is None and draft_revision is not None):
-        raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
-    on = pick_device(device)
-    draft_on = pick_device(draft_device) if draft_device is not None else on
-    if target is None:
-        sources = [Source(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
-    else:
-        sources = [Source(target, None, revision, trust_remote_code, offline)]
-        if draft is not None:
-            sources.append(Source(draft, None, draft_revision, trust_remote_code, offline))
-    try:
-        pair = _load(sources, (on, draft_on), dtype, announce, process)
-    except BaseException:
-        if process is not None:
-            process.close()
-        raise
-    try:
-        if exit_layer is None and target is None and demo.exit_folder().is_dir():
-            exit_layer = demo.exit_folder()
-        if exit_layer is not None:
-            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
-    except BaseException:
-        pair.close()
-        raise
-    return pair
-
-
-def _load(
-    sources: Sequence[Source],
-    devices: tuple[torch.device, torch.device],
-    dtype: str,
-    announce: Callable[[str], None],
-    process: DraftProcess | None,
-) -> Pair:
-    prepared = [prepare(source, announce) for source in sources]
-    if len(prepared) == 2:
-        check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
-    wanted = [
-        (found, place, pick_dtype(dtype, found.config.get_text_config(), found.folder, place))
-        for found, place in zip(prepared, devices, strict=False)
-    ]
-    worker = None
-    if len(wanted) == 2 and _work_apart(*devices):
-        worker = ProcessWorker(process, *wanted[1])
-    elif process is not None:
-        process.close()
-    loaded = [load_model(*entry, announce) for entry in wanted]
-    if worker is not None:
-        worker.follow(loaded[0])
-    return Pair(loaded[0], loaded[1] if len(loaded) == 2 else None, worker)
-
-
-def _work_apart(target: torch.device, draft: torch.device) -> bool:
-    """Whether a second process is the way to let both models work at the same time. On one accelerator it is not: there the
-    kernels of two processes take turns, while those of two streams of one run side by side."""
-    return is_possible() and (target.type == "cpu" or target != draft)

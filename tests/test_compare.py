@@ -22,7 +22,7 @@ import torch
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from test_cli import POSIX, SUMMARY
 
-from specgen import methods
+from specgen import assembly, methods
 from specgen.cli.app import main
 from specgen.decoding.verifiers import Greedy
 from specgen.errors import RunError
@@ -259,7 +259,7 @@ class Contrary:
 
 
 def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(methods, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Wrong())
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd:k=3,lookup", "-n", "30", "--ignore-eos", "--repeats", "1")
     code, out, err = compare(*options, "--trace", str(trace), "--json")
@@ -285,7 +285,7 @@ def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatc
 def test_the_gap_is_what_an_uncached_pass_says(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(methods, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Wrong())
     code, out, _ = compare("-m", "sd:k=3", "-n", "30", "--ignore-eos", "--repeats", "1", "--limit", "2", "--json")
     assert code == 3
     difference = parsed(out)[1]["differences"][0]
@@ -304,7 +304,7 @@ def test_a_near_tie_in_bfloat16_is_a_tie_with_its_gap(compare: Compare, monkeypa
         head = model.lm_head.weight
         head[1::2] = head[::2] * (1 + 2**-7)
     target, draft = save(model, tmp_path / "target"), save(near_copy(model), tmp_path / "draft")
-    monkeypatch.setattr(methods, "make_verifier", lambda *_: Contrary())
+    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Contrary())
     models = ("-t", target, "-d", draft, "--dtype", "bfloat16")
     options = ("-m", "sd:k=2", "-n", "12", "--ignore-eos", "--repeats", "1")
     code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=models)
@@ -339,7 +339,7 @@ def test_a_lossy_method_is_never_judged(compare: Compare, monkeypatch: pytest.Mo
 
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
-    monkeypatch.setattr(methods, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Wrong())
     as_it_is = runner.Summary.as_dict
     monkeypatch.setattr(runner.Summary, "as_dict", lambda *told: as_it_is(*told) | {"perplexity": 2.0, "joules_per_token": 0.5})
     code, out, err = compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1")

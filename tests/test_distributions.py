@@ -12,7 +12,7 @@ from families import make_model
 from scipy.stats import chi2
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specgen import methods
+from specgen import assembly, methods
 from specgen.decoding import sampling as distributions
 from specgen.decoding import verifiers
 from specgen.decoding.run import Clock
@@ -104,8 +104,8 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    parts = methods.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
-    run = methods.make_run(
+    parts = assembly.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
+    run = assembly.make_run(
         method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
     return tuple(token for round_ in run.rounds() for token in round_.token_ids)
@@ -209,8 +209,8 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     worker = ThreadWorker(sessions[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = methods.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
-        made = methods.make_run(
+        parts = assembly.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
+        made = assembly.make_run(
             method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
         )
         return tuple(token for round_ in made.rounds() for token in round_.token_ids)

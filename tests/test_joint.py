@@ -12,7 +12,7 @@ import torch
 from families import make_model
 from test_distributions import VOCAB, TableSession
 
-from specgen import methods
+from specgen import assembly, methods
 from specgen.decoding import sampling as distributions
 from specgen.decoding.beams import BeamSearch
 from specgen.decoding.bild import Fallback, Rollback
@@ -233,9 +233,9 @@ def run(
     eos: frozenset[int] = frozenset(),
 ) -> list[Round]:
     method = methods.find(name)
-    parts = methods.Parts(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
+    parts = assembly.Parts(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
     limit = sampling.max_new_tokens
-    made = methods.make_run(method, methods.resolve(method, settings), parts, Context(PROMPT), limit, None, Clock(None))
+    made = assembly.make_run(method, methods.resolve(method, settings), parts, Context(PROMPT), limit, None, Clock(None))
     return list(made.rounds())
 
 

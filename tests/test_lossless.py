@@ -9,8 +9,8 @@ from itertools import combinations, product
 import pytest
 from families import FAMILIES, plain
 
-from specgen.methods import parse_pairs
 from specgen.pair import Pair
+from specgen.settings import parse_pairs
 from specgen.types import SamplingParams
 
 LENGTHS = tuple(range(1, 9))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_distributions import TableSession
 
-from specgen import methods
+from specgen import assembly, methods
 from specgen.decoding import multi_draft
 from specgen.decoding import sampling as distributions
 from specgen.decoding.multi_draft import Odds, SampledChains, TreeSampling, k_sequential, multi_round
@@ -294,8 +294,8 @@ def test_one_draft_is_speculative_sampling() -> None:
         for seed in range(60):
             method = methods.find(name)
             settings = methods.resolve(method, {"k": 2} | ({"drafts": 1} if name in JUDGES else {}))
-            parts = methods.Parts(TableSession(1), TableSession(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
-            run = methods.make_run(method, settings, parts, Context([0, 3, 1]), 40, None, Clock(None))
+            parts = assembly.Parts(TableSession(1), TableSession(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
+            run = assembly.make_run(method, settings, parts, Context([0, 3, 1]), 40, None, Clock(None))
             for round_ in run.rounds():
                 accepted += len(round_.verdict.path)
                 drafted += len(round_.draft.tokens)
@@ -311,8 +311,8 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
         session.context_limit, session.known_ids = context_limit, known_ids
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
-        parts = methods.Parts(session, session, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
-        draft = methods.make_drafter(method, settings, parts).propose(Context([0, 3, 1]), Fixed(4), limit)
+        parts = assembly.Parts(session, session, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
+        draft = assembly.make_drafter(method, settings, parts).propose(Context([0, 3, 1]), Fixed(4), limit)
         return max((len(path_to(draft, node)) for node in range(len(draft.tokens))), default=0)
 
     assert length(1000, 6, 10) == 4

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specgen
-from specgen import methods
+from specgen import assembly, methods
 from specgen.decoding.parallel import Window
 from specgen.decoding.run import Clock
 from specgen.errors import RunError, SpecgenError
@@ -52,8 +52,8 @@ class RandomSession:
 def decode(name: str, target: RandomSession, draft: RandomSession, limit: int, eos: set[int], **given_: object) -> list[Round]:
     method = methods.find(name)
     worker = ThreadWorker(draft)  # type: ignore[arg-type]
-    parts = methods.Parts(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
-    run = methods.make_run(method, methods.resolve(method, given_), parts, Context([0, 1]), limit, None, Clock(None))
+    parts = assembly.Parts(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
+    run = assembly.make_run(method, methods.resolve(method, given_), parts, Context([0, 1]), limit, None, Clock(None))
     rounds = list(run.rounds())
     worker.close()
     assert run.finish_reason in ("length", "eos")

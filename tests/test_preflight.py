@@ -13,10 +13,11 @@ import torch
 from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
 
 import specgen
-from specgen import demo, methods
+from specgen import assembly, demo, methods
 from specgen.cli.app import main
 from specgen.models import preflight
 from specgen.models.load import Source
+from specgen.settings import Setting
 from specgen.tuning.passes import target_pass_seconds
 from specgen.tuning.payoff import WIDTHS, Payoff
 from specgen.types import Context
@@ -200,16 +201,16 @@ def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a later method lacks is told by planning a run with it: nothing here knows of it."""
-    picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": methods.Setting(3, "")})
+    picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
-    planned = methods.make_run
+    planned = assembly.make_run
 
     def refusing(method: methods.Method, *rest: Any) -> Any:
         if method.name == "picky":
             raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
         return planned(method, *rest)
 
-    monkeypatch.setattr(methods, "make_run", refusing)
+    monkeypatch.setattr(assembly, "make_run", refusing)
     line = told(inspect, "-t", strangers[0], "--measure")
     assert line["methods"]["picky"] == {
         "ready": False,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableSession
 
 import specgen
-from specgen import methods
+from specgen import assembly, methods
 from specgen.decoding.run import Clock
 from specgen.methods import METHODS
 from specgen.pair import Pair
@@ -60,8 +60,8 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     chosen = methods.find(method)
     setting = LENGTH_SETTINGS.get(method)
     resolved = methods.resolve(chosen, {setting: length} if setting else {})
-    parts = methods.Parts(table, TableSession(draft), SamplingParams(), eos, VOCAB, seed=0, agreement=Guesses())  # type: ignore[arg-type]
-    run = methods.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
+    parts = assembly.Parts(table, TableSession(draft), SamplingParams(), eos, VOCAB, seed=0, agreement=Guesses())  # type: ignore[arg-type]
+    run = assembly.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
     rounds = list(run.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == expected
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")

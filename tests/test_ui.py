@@ -128,7 +128,7 @@ def test_a_trees_branches_stand_by_their_fate() -> None:
     refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
     accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
     lines = rounds_at(100, refused, accepted)
-    assert lines[0].split()[2:] == ["starts", "with", "✗3", "✗packs", "pencils.", "→", "baskets", "limit", "3"]
+    assert lines[0].split()[2:] == ["starts", "with", "✗3|packs", "pencils.", "→", "baskets", "limit", "3"]
     assert lines[1].split()[2:] == ["pencils.", "starts", "with", "3", "packs", "⊕", "baskets", "limit", "3"]
 
 

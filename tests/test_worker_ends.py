@@ -134,11 +134,11 @@ def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
 
 def test_ctrl_c_ends_both_and_keeps_what_was_generated(running: Running) -> None:
     assert running.process.stdout is not None
-    first = running.process.stdout.read(1)
+    while not running.process.stdout.read(1).strip():  # what it answers begins with an empty line
+        pass
     running.process.send_signal(signal.SIGINT)
-    code, out, err = running.end()
+    code, _, err = running.end()
     assert code == 130
-    assert (first + out).strip()
     assert "interrupted" in err
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.methods import Setting, Value
+from specgen.settings import Setting, Value
 
 if TYPE_CHECKING:
     from specgen.pair import Pair

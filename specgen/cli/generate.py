@@ -12,6 +12,7 @@ from specgen import methods
 from specgen.cli import options
 from specgen.cli.reporting import INTERRUPTED, reported
 from specgen.errors import SpecgenError
+from specgen.settings import parse_pairs
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def generate(
     recorded = options.recorded(record)
     if recorded and trace is None and not json:
         raise SpecgenError("--record distributions stands without a record", "Name one: --trace FILE.jsonl, or --json")
-    request = _check(prompt, chosen, methods.parse_pairs(settings or []), sampling, chat, system, recorded)
+    request = _check(prompt, chosen, parse_pairs(settings or []), sampling, chat, system, recorded)
     if trace is not None:
         check_writable(trace)
     err = theme.console(stderr=True, no_color=no_color)

@@ -70,7 +70,7 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
     with LoadingLine(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
-        from specgen.pair import load
+        from specgen.loading import load
 
         pair = load(
             models.target,

@@ -17,7 +17,7 @@ from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.models.session import Session
+    from specgen.models.session import DraftSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BeamSearch:
 
     def __init__(
         self,
-        session: Session,
+        session: DraftSession,
         sampling: SamplingParams,
         eos_ids: Collection[int],
         vocab_size: int,

@@ -15,7 +15,7 @@ from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
-    from specgen.models.session import Rows, Session
+    from specgen.models.session import DraftSession, Rows
 
 
 class Fallback:
@@ -25,7 +25,14 @@ class Fallback:
     """
 
     def __init__(
-        self, session: Session, sampling: SamplingParams, eos_ids: Collection[int], vocab_size: int, seed: int, *, fallback: float
+        self,
+        session: DraftSession,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        seed: int,
+        *,
+        fallback: float,
     ) -> None:
         self._session = session
         self._sampling = sampling

@@ -16,7 +16,7 @@ from specgen.inference import inference
 from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
-    from specgen.models.session import Session
+    from specgen.models.session import DraftSession
 
 
 class BranchingDraft:
@@ -28,7 +28,7 @@ class BranchingDraft:
 
     def __init__(
         self,
-        session: Session,
+        session: DraftSession,
         eos_ids: Collection[int],
         vocab_size: int,
         *,

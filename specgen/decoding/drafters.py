@@ -15,7 +15,7 @@ from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.models.session import Session
+    from specgen.models.session import DraftSession
 
 
 class Drafter(Protocol):
@@ -50,7 +50,7 @@ class DraftModel:
 
     def __init__(
         self,
-        session: Session,
+        session: DraftSession,
         sampling: SamplingParams,
         eos_ids: Collection[int],
         vocab_size: int,

@@ -15,7 +15,7 @@ from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
-    from specgen.models.session import Rows, Session
+    from specgen.models.session import DraftSession, Rows
 
 _BISECTIONS = 16  # of rho's interval: what is left of it costs less than a thousandth of the acceptance
 
@@ -28,7 +28,14 @@ class SampledChains:
     """
 
     def __init__(
-        self, session: Session, sampling: SamplingParams, eos_ids: Collection[int], vocab_size: int, seed: int, *, drafts: int
+        self,
+        session: DraftSession,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        seed: int,
+        *,
+        drafts: int,
     ) -> None:
         self._session = session
         self._sampling = sampling

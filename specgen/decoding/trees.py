@@ -13,13 +13,13 @@ from specgen.errors import nan_logits
 from specgen.types import Context
 
 if TYPE_CHECKING:
-    from specgen.models.session import Session
+    from specgen.models.session import DraftSession
 
 
 class GrowingTree:
     """Nodes behind a context, added level by level; one pass of the model a level, whatever its width."""
 
-    def __init__(self, session: Session, context: Context, vocab_size: int) -> None:
+    def __init__(self, session: DraftSession, context: Context, vocab_size: int) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._session, self._context, self._vocab_size = session, context, vocab_size
@@ -28,7 +28,7 @@ class GrowingTree:
         self._run = -1  # the last node that the model was run on
 
     @staticmethod
-    def room(session: Session, context: Context, limit: int) -> int:
+    def room(session: DraftSession, context: Context, limit: int) -> int:
         """How many levels there may be: none where the context holds a token that the draft model does not know."""
         return 0 if context.largest_id >= session.known_ids else min(limit, session.context_limit - len(context))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -65,7 +66,7 @@ def refusals(pair: Pair) -> dict[str, SpecgenError]:
     found = {}
     for name in methods.METHODS:
         try:
-            known = {"skip": "0"} if methods.METHODS[name].drafter == "skip" else {}  # a search would take its time
+            known: dict[str, Any] = {"skip": "0"} if methods.METHODS[name].drafter == "skip" else {}  # a search takes its time
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **known)
         except SpecgenError as error:
             found[name] = error

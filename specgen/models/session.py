@@ -76,6 +76,21 @@ class Loan(NamedTuple):
     number: int
 
 
+class DraftSession(Protocol):
+    """What a drafter asks: a session, or a part of one that answers as a session does."""
+
+    context_limit: int
+    known_ids: int
+    vocab_size: int
+    device: torch.device
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> Rows:
+        """As `Session.logits`."""
+        ...
+
+
 class Session:
     """The only code that touches a cache. Callers never roll back: the cache is addressed by its content.
 

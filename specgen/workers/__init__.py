@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from specgen.assembly import Parts
     from specgen.decoding.parallel import ParallelDrafter
-    from specgen.methods import Parts, Settings
+    from specgen.methods import Settings
 
 
 class DraftWorker(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specgen import methods
+from specgen import assembly
 from specgen.decoding.policies import Feeds, LengthPolicy, Step
 from specgen.models.devices import split_threads
 from specgen.types import Context, Draft
@@ -18,7 +18,8 @@ from specgen.workers.process import DraftProcess, cannot_start
 from specgen.workers.serve import shared_slots
 
 if TYPE_CHECKING:
-    from specgen.methods import Parts, Settings
+    from specgen.assembly import Parts
+    from specgen.methods import Settings
     from specgen.models.load import LoadedModel, Prepared
 
 
@@ -105,7 +106,7 @@ class ProcessDrafter:
         self.seconds = 0.0
         self._worker, self._settings, self._parts, self._window = worker, settings, parts, window
         self._observed: list[int] = []
-        self.policy: LengthPolicy = _Twin(methods.make_policy(settings, parts.seed), self._observed)
+        self.policy: LengthPolicy = _Twin(assembly.make_policy(settings, parts.seed), self._observed)
         self._process: DraftProcess | None = None
         self._run = 0
         self._slots: torch.Tensor | None = None

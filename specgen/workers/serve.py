@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from specgen import methods
+from specgen import assembly, methods
 from specgen.decoding.drafters import DraftModel
 from specgen.decoding.policies import LengthPolicy
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
@@ -97,8 +97,8 @@ class Worker:
         self._session.reserve(wanted["capacity"])
         sampling = SamplingParams(**wanted["sampling"])
         seed, vocab_size = wanted["seed"], wanted["vocab_size"]
-        drafter = DraftModel(self._session, sampling, frozenset(wanted["eos_ids"]), vocab_size, methods.derived(seed, "draft"))
-        policy = methods.make_policy(methods.Settings(wanted["policy"], wanted["settings"]), seed)
+        drafter = DraftModel(self._session, sampling, frozenset(wanted["eos_ids"]), vocab_size, assembly.derived(seed, "draft"))
+        policy = assembly.make_policy(methods.Settings(wanted["policy"], wanted["settings"]), seed)
         context = Context(wanted["prompt_ids"])
         slots = shared_slots(self._memory, wanted["offset"], wanted["window"], vocab_size) if wanted["window"] else None
         if context.largest_id < self._session.known_ids and len(context) <= self._session.context_limit:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen import methods
+from specgen import assembly
 from specgen.decoding.drafters import DraftModel
 from specgen.inference import inference
 from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
+    from specgen.assembly import Parts
     from specgen.decoding.policies import LengthPolicy
-    from specgen.methods import Parts, Settings
-    from specgen.models.session import Session
+    from specgen.methods import Settings
+    from specgen.models.session import DraftSession
 
 
 class ThreadWorker:
@@ -28,7 +29,7 @@ class ThreadWorker:
     kind = "thread"
     threads = None
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: DraftSession) -> None:
         self._session = session
         self._pool = ThreadPoolExecutor(1, "specgen-draft")
         self._stream = torch.cuda.Stream(session.device) if session.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -37,8 +38,8 @@ class ThreadWorker:
         """Nothing to wait for."""
 
     def drafter(self, settings: Settings, parts: Parts, window: int) -> ThreadDrafter:
-        policy = methods.make_policy(settings, parts.seed)
-        seed = methods.derived(parts.seed, "draft")
+        policy = assembly.make_policy(settings, parts.seed)
+        seed = assembly.derived(parts.seed, "draft")
         model = DraftModel(self._session, parts.sampling, parts.eos_ids, parts.vocab_size, seed)
         return ThreadDrafter(self._pool, self._session, model, policy, self._stream)
 
@@ -53,7 +54,7 @@ class ThreadDrafter:
     """One run's drafts (`ParallelDrafter`)."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, session: Session, model: DraftModel, policy: LengthPolicy, stream: Any | None
+        self, pool: ThreadPoolExecutor, session: DraftSession, model: DraftModel, policy: LengthPolicy, stream: Any | None
     ) -> None:
         self.policy = policy
         self.seconds = 0.0
