@@ -184,7 +184,7 @@ class Pair:
         elif chosen.drafter == "skip":
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", str(self.skips()))
-            parts = replace(parts, draft=self._skipping_session(str(settings.values["skip"])))
+            parts = replace(parts, draft=self.skipping_session(str(settings.values["skip"])))
         costs = None
         if settings.values.get("window") == "auto" and worker is not None:
             costs = self._costs(worker, parts, len(prompt_ids) + min(limit, RESERVED) // 2, context_limit)
@@ -197,6 +197,12 @@ class Pair:
 
     def _with_early_exit(self, method: Method, parts: assembly.Parts) -> assembly.Parts:
         """The target split at the exit layer in place of both models."""
+        both = self.early_exit(method)
+        both.reserve(parts.capacity)
+        return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
+
+    def early_exit(self, method: Method) -> EarlyExit:
+        """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
         if self.exit_layer is None:
             raise methods.no_exit_layer(method)
         if self._early_exit is None:
@@ -208,11 +214,9 @@ class Pair:
                 context_limits=(self.target.context_limit, self.target.rope_boundary),
                 reshaping=(self._penalties(), self._penalties()),
             )
-        both = self._early_exit
-        both.reserve(parts.capacity)
-        return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
+        return self._early_exit
 
-    def _skipping_session(self, skip: str) -> SkippingSession:
+    def skipping_session(self, skip: str) -> SkippingSession:
         """The target with these layers left out."""
         skips = Skips.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
         found = self._skipping.get(str(skips))

@@ -11,6 +11,7 @@ from specgen.bench.figures import Results, Run, median_runs
 from specgen.bench.specs import BASELINE, Spec
 from specgen.bench.summary import Summary
 from specgen.methods import METHODS
+from specgen.tuning.costs import Curve
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
@@ -27,13 +28,7 @@ class PassCosts:
 
     def target_pass(self, tokens: int) -> float:
         """Seconds for so many tokens, between the measured widths along a straight line."""
-        widths = sorted(self.target)
-        wider = next((width for width in widths if width >= tokens), widths[-1])
-        narrower = max((width for width in widths if width <= tokens), default=widths[0])
-        if wider == narrower:
-            return self.target[wider]
-        part = (tokens - narrower) / (wider - narrower)
-        return self.target[narrower] + part * (self.target[wider] - self.target[narrower])
+        return Curve(self.target).at(min(tokens, max(self.target)))
 
     def as_dict(self) -> dict[str, Any]:
         return {"draft": self.draft, "target": {str(width): seconds for width, seconds in sorted(self.target.items())}}

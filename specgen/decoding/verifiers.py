@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -36,18 +37,7 @@ class Greedy:
 
     @inference
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        choices = distributions.best(rows.logits)
-        path: list[int] = []
-        node = -1
-        token = _sound(choices[0])
-        for child in range(len(draft.tokens)):  # parents stand before children, so one walk in order follows the path
-            if draft.parents[child] == node and draft.tokens[child] == token:
-                path.append(child)
-                node = child
-                if child + 1 == len(choices):
-                    return Verdict(tuple(path))
-                token = _sound(choices[child + 1])
-        return Verdict(tuple(path), token, _source(draft, len(path), node))
+        return follow(draft, distributions.best(rows.logits))
 
 
 class RejectionSampling:
@@ -111,6 +101,22 @@ class Recording:
             return verdict
         overlap, kl = distributions.agreement(rows.logits[: len(draft.tokens)], draft.logits)
         return replace(verdict, agreement=Agreement(overlap, kl))
+
+
+def follow(draft: Draft, choices: Sequence[int]) -> Verdict:
+    """The path of a draft on which each node is what the target chose there: `choices` are its tokens after the context and after
+    each node. The last one may be missing."""
+    path: list[int] = []
+    node = -1
+    token = _sound(choices[0])
+    for child in range(len(draft.tokens)):  # parents stand before children, so one walk in order follows the path
+        if draft.parents[child] == node and draft.tokens[child] == token:
+            path.append(child)
+            node = child
+            if child + 1 == len(choices):
+                return Verdict(tuple(path))
+            token = _sound(choices[child + 1])
+    return Verdict(tuple(path), token, _source(draft, len(path), node))
 
 
 def _source(draft: Draft, accepted: int, last: int) -> Source | None:

@@ -1,10 +1,12 @@
-"""How long a draft pass and a target pass take on this machine, both at work at the same time: PEARL's c (section 4.1)."""
+"""How long a draft pass and a target pass take on this machine: what rounds are priced by, and, with both models at work at the same
+time, PEARL's c (section 4.1). Imports no torch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -47,6 +49,54 @@ class Costs:
     def as_dict(self) -> dict[str, float]:
         """For a trace: what PEARL's window was chosen by, and the window beside a pass over one token."""
         return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by a number of tokens: straight lines between the measured points, and on beyond the last two."""
+
+    points: Mapping[int, float]
+
+    def at(self, tokens: int) -> float:
+        if tokens in self.points:
+            return self.points[tokens]
+        known = sorted(self.points)
+        if len(known) == 1:
+            return self.points[known[0]]
+        place = min(max(bisect(known, tokens), 1), len(known) - 1)
+        left, right = known[place - 1], known[place]
+        slope = (self.points[right] - self.points[left]) / (right - left)
+        return max(0.0, self.points[left] + slope * (tokens - left))
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """A curve behind each of one or two context lengths; between them, and beyond, along a straight line."""
+
+    curves: Mapping[int, Curve]
+
+    def at(self, tokens: int, context_length: int) -> float:
+        if len(self.curves) == 1:
+            return next(iter(self.curves.values())).at(tokens)
+        found = Curve({length: curve.at(tokens) for length, curve in self.curves.items()}).at(context_length)
+        return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))  # no line goes on for ever
+
+    def as_dict(self) -> dict[int, dict[int, float]]:
+        return {length: dict(sorted(curve.points.items())) for length, curve in self.curves.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """What a round takes (seconds): drafting, by the tokens drafted (in a tree, by its levels); judging, which is the target's
+    pass, sampling and all else, by the tokens of that pass; what a policy that looks at a token adds for each.
+
+    Where both go on at once (PEARL), a round takes the longer one of both and `together`.
+    """
+
+    drafting: Surface
+    judging: Surface
+    looking: float = 0.0
+    together: float | None = None
 
 
 def _window(ratio: float) -> int:
