@@ -88,18 +88,19 @@ class Recorder:
         target: Session,
         draft: DraftSession,
         sampling: SamplingParams,
-        eos_ids: frozenset[int],
         seed: int = 0,
         predictor: Predictor | None = None,
     ) -> None:
         self._target, self._draft, self._sampling = target, draft, sampling
-        self._eos_ids, self._predictor = eos_ids, predictor
+        self._predictor = predictor
+        self._eos_ids: frozenset[int] = frozenset()  # of the answer that is being recorded
         self._rng = Random(seed)
         self._generator = distributions.generator(draft.device, seed)
 
     @inference
     def tape(self, answer: Answer) -> Tape:
         """Raises SpecgenError where the draft cannot follow at all: its context is shorter, or it does not know the tokens."""
+        self._eos_ids = answer.eos_ids
         if len(answer.token_ids) < 2:
             return Tape(answer, [()] * len(answer.token_ids), [], 0.0)
         room = self._draft.context_limit - len(answer.prompt_ids) - len(answer.token_ids) - AFTER

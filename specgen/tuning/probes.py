@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens of a draft; a target's pass is over one more
 WINDOWS = (1, 2, 3, 4, 6, 8, 12)
 LOOKING: Feeds = frozenset({"entropy", "prob"})
-MOST, FEWEST, WARM_UP = 9, 2, 2  # rounds of each kind
+MOST, WARM_UP = 9, 2  # rounds of each kind
 ANSWER = 96  # tokens of a run
 ROUNDS = 12  # of PEARL's with one window
 
@@ -96,71 +96,74 @@ class _Found:
         self.lengths.append(context_length)
 
 
-def round_costs(
-    pair: Pair,
-    method: str,
-    prompts: Sequence[list[int]],
-    sampling: SamplingParams,
-    seconds: float,
-    *,
-    lengths: Sequence[int] = LENGTHS,
-    looks: Feeds = LOOKING,
-    echo: bool = False,
-    **settings: object,
-) -> RoundCosts:
-    """Time rounds of `method` behind each of `prompts` (two lengths of context, say), for about so many seconds in all.
+class RoundProbe:
+    """Times rounds of `method` behind each of `prompts` (two lengths of context, say), as often as it is given time.
 
-    `looks` is what is asked about each token, every other time. With `echo` nothing is asked of a draft. Raises SpecgenError as planning does.
+    `looks` is what is asked about each token, every other time. With `echo` nothing is asked of a draft.
     """
-    drafting, judging = {}, {}
-    looking: list[float] = []
-    for prompt in prompts:
-        ladder = Ladder(lengths, [frozenset(), looks] if looks and not echo else [frozenset()])
-        found = _probe(pair, method, prompt, sampling, ladder, seconds / len(prompts), echo, settings)
-        length = round(median(found.lengths))
-        drafted = found.drafting.medians()
-        drafting[length] = Curve({0: 0.0} | {levels: taken for (levels, looked), taken in drafted.items() if not looked})
-        judging[length] = Curve(found.judging.medians())
-        looking += [
-            (taken - drafted[levels, False]) / levels
-            for (levels, looked), taken in drafted.items()
-            if looked and (levels, False) in drafted
-        ]
-    return RoundCosts(Surface(drafting), Surface(judging), max(0.0, median(looking)) if looking else 0.0)
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: str,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        *,
+        lengths: Sequence[int] = LENGTHS,
+        looks: Feeds = LOOKING,
+        echo: bool = False,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self._pair, self._method, self._echo, self._settings = pair, method, echo, dict(settings or {})
+        self._sampling = _endless(sampling)
+        self._behind = [(prompt, _Found()) for prompt in prompts]
+        self._ladder = Ladder(lengths, [frozenset(), looks] if looks and not echo else [frozenset()])
+
+    def run(self, seconds: float) -> None:
+        """At least one round of each kind. Raises SpecgenError as planning does, and where nothing is drafted."""
+        for prompt, found in self._behind:
+            self._time(prompt, found, time.perf_counter() + seconds / len(self._behind))
+
+    def _time(self, prompt: list[int], found: _Found, deadline: float) -> None:
+        kinds, seen = len(self._ladder), 0
+        while True:
+            plan = self._pair.plan(prompt, self._method, self._sampling, **self._settings)
+            plan.run.policy = self._ladder
+            if self._echo:
+                plan.run.drafter = Echo()
+            rounds, before = plan.run.rounds(), seen
+            for place in range(ANSWER):
+                looked = bool(self._ladder.needs)
+                round_ = next(rounds, None)
+                if round_ is None:
+                    break
+                if place >= WARM_UP and (self._echo or round_.draft.tokens):
+                    found.add(round_, looked, len(plan.run.context))
+                    seen += 1
+                if seen >= kinds and (seen >= MOST * kinds or time.perf_counter() > deadline):
+                    return
+            if seen == before:
+                raise SpecgenError(f"{self._method} drafts nothing behind the prompts", "Take others: --prompts FILE")
+
+    @property
+    def costs(self) -> RoundCosts:
+        drafting, judging = {}, {}
+        looking: list[float] = []
+        for _, found in self._behind:
+            length = round(median(found.lengths))
+            drafted = found.drafting.medians()
+            drafting[length] = Curve({0: 0.0} | {levels: taken for (levels, looked), taken in drafted.items() if not looked})
+            judging[length] = Curve(found.judging.medians())
+            looking += [
+                (taken - drafted[levels, False]) / levels
+                for (levels, looked), taken in drafted.items()
+                if looked and (levels, False) in drafted
+            ]
+        return RoundCosts(Surface(drafting), Surface(judging), max(0.0, median(looking)) if looking else 0.0)
 
 
-def _probe(
-    pair: Pair,
-    method: str,
-    prompt: list[int],
-    sampling: SamplingParams,
-    ladder: Ladder,
-    seconds: float,
-    echo: bool,
-    settings: Mapping[str, object],
-) -> _Found:
-    """Runs of one prompt, again and again, until time is over or each kind of round was seen often enough."""
-    found, deadline = _Found(), time.perf_counter() + seconds
-    sampling = replace(sampling, max_new_tokens=ANSWER, ignore_eos=True, stop=(), seed=0)
-    seen = 0
-    while True:
-        plan = pair.plan(prompt, method, sampling, **settings)
-        plan.run.policy = ladder
-        if echo:
-            plan.run.drafter = Echo()
-        rounds = plan.run.rounds()
-        for place in range(ANSWER):
-            looked = bool(ladder.needs)
-            round_ = next(rounds, None)
-            if round_ is None:
-                break
-            if place >= WARM_UP and (echo or round_.draft.tokens):
-                found.add(round_, looked, len(plan.run.context))
-                seen += 1
-            if seen >= FEWEST * len(ladder) and (seen >= MOST * len(ladder) or time.perf_counter() > deadline):
-                return found
-        if not seen:
-            raise SpecgenError(f"{method} drafts nothing behind this prompt", "Take other prompts: --prompts FILE")
+def _endless(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, max_new_tokens=ANSWER, ignore_eos=True, stop=(), seed=0)
 
 
 class _Seen:
@@ -198,47 +201,59 @@ class _Seen:
         self._drafter.close()
 
 
-def parallel_costs(
-    pair: Pair, prompts: Sequence[list[int]], sampling: SamplingParams, seconds: float
-) -> tuple[RoundCosts, float]:
-    """PEARL's rounds, both models at work at once, as `round_costs`; and how many times as long the prompt's pass takes then."""
-    drafting, judging = {}, {}
-    together: list[float] = []
-    slower: list[float] = []
-    sampling = replace(sampling, max_new_tokens=ANSWER, ignore_eos=True, stop=(), seed=0)
-    for prompt in prompts:
-        drafted, judged, lengths = Samples(), Samples(), []
-        deadline = time.perf_counter() + seconds / len(prompts)
-        for turn in count():
-            for window in WINDOWS:
-                plan = pair.plan(prompt, "pearl", sampling, window=window)
-                pair.forget()
-                schedule = plan.run.schedule
-                assert isinstance(schedule, Parallel)
-                seen = _Seen(plan.run.target, schedule.drafter)
-                plan.run.target, plan.run.drafter = cast("Any", seen), seen
-                plan.run.schedule = replace(schedule, drafter=seen)
-                with closing(cast("Generator[Round, None, None]", plan.run.rounds())) as rounds:
-                    for place, round_ in enumerate(islice(rounds, WARM_UP + ROUNDS)):
-                        if not place:
-                            slower.append(sum(round_.seconds.values()))
-                        if place < WARM_UP or not seen.drafted:
-                            continue
-                        drafted.add(seen.drafted, seen.seconds)
-                        judged.add(seen.width, round_.seconds["verify"])
-                        lengths.append(len(plan.run.context))
-                        longer = max(seen.seconds, round_.seconds["verify"])
-                        together.append(sum(round_.seconds.values()) - longer)
-                        seen.drafted = 0
-                if turn and time.perf_counter() > deadline:
+class ParallelProbe:
+    """The same for PEARL, both models at work at once."""
+
+    def __init__(self, pair: Pair, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+        self._pair, self._sampling = pair, _endless(sampling)
+        self._behind = [(prompt, _Found()) for prompt in prompts]
+        self._together: list[float] = []
+        self._prefills: list[tuple[float, float]] = []
+        self._turn = 0
+
+    def run(self, seconds: float) -> None:
+        """At least a few rounds behind each prompt."""
+        for prompt, found in self._behind:
+            deadline = time.perf_counter() + seconds / len(self._behind)
+            while True:
+                self._time(prompt, found, WINDOWS[::-1][self._turn % len(WINDOWS)])
+                self._turn += 1
+                if time.perf_counter() > deadline:
                     break
-            if time.perf_counter() > deadline or turn >= MOST:
-                break
-        length = round(median(lengths))
-        drafting[length] = Curve({0: 0.0} | drafted.medians())
-        judging[length] = Curve(judged.medians())
-    plan = pair.plan(prompts[-1], "ar", sampling)
-    pair.forget()
-    alone = sum(next(plan.run.rounds()).seconds.values())
-    costs = RoundCosts(Surface(drafting), Surface(judging), 0.0, max(0.0, median(together)))
-    return costs, median(slower[-len(slower) // len(prompts) :]) / alone
+
+    def _time(self, prompt: list[int], found: _Found, window: int) -> None:
+        alone = self._pair.plan(prompt, "ar", self._sampling)
+        self._pair.forget()
+        first = next(alone.run.rounds())
+        plan = self._pair.plan(prompt, "pearl", self._sampling, window=window)
+        self._pair.forget()
+        schedule = plan.run.schedule
+        assert isinstance(schedule, Parallel)
+        seen = _Seen(plan.run.target, schedule.drafter)
+        plan.run.target, plan.run.drafter = cast("Any", seen), seen
+        plan.run.schedule = replace(schedule, drafter=seen)
+        with closing(cast("Generator[Round, None, None]", plan.run.rounds())) as rounds:
+            for place, round_ in enumerate(islice(rounds, WARM_UP + ROUNDS)):
+                taken = sum(round_.seconds.values())
+                if not place:
+                    self._prefills.append((taken, sum(first.seconds.values())))
+                elif place >= WARM_UP and seen.drafted:
+                    found.drafting.add((seen.drafted, False), seen.seconds)
+                    found.judging.add(seen.width, round_.seconds["verify"])
+                    found.lengths.append(len(plan.run.context))
+                    self._together.append(taken - max(seen.seconds, round_.seconds["verify"]))
+                seen.drafted = 0
+
+    @property
+    def costs(self) -> RoundCosts:
+        drafting, judging = {}, {}
+        for _, found in self._behind:
+            length = round(median(found.lengths))
+            drafting[length] = Curve({0: 0.0} | {drafted: taken for (drafted, _), taken in found.drafting.medians().items()})
+            judging[length] = Curve(found.judging.medians())
+        return RoundCosts(Surface(drafting), Surface(judging), 0.0, max(0.0, median(self._together)))
+
+    @property
+    def slower(self) -> float:
+        """How many times as long the prompt's pass takes while the draft reads it too."""
+        return max(1.0, median(both / alone for both, alone in self._prefills))

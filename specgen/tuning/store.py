@@ -7,14 +7,15 @@ import math
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from specgen.tuning.costs import Costs
+from specgen.tuning.places import write_whole
 
 
 def cache_folder() -> Path:
@@ -86,18 +87,8 @@ class _Files:
             return None
 
     def keep(self, key: Mapping[str, Any], value: Any) -> None:
-        """Written to a file of its own first, so that two runs at once leave a whole one."""
-        text = json.dumps({"key": key, self._name: value}, indent=1)
-        part = None
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._folder, suffix=".part", delete=False) as file:
-                part = Path(file.name)
-                file.write(text)
-            os.replace(part, self._path(key))
-        except OSError:
-            if part is not None:
-                part.unlink(missing_ok=True)
+        with suppress(OSError):
+            write_whole(self._path(key), json.dumps({"key": key, self._name: value}, indent=1))
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         return self._folder / f"{sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"

@@ -1,0 +1,62 @@
+"""The settings that are tried of each method. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from specgen.settings import Value
+
+Given = Mapping[str, Value]
+
+# SVIP stops where c * H > h^2: only h^2 / c counts, so c stays the authors' and h is what is varied.
+_GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
+    "ar": {},
+    "sd": {"k": range(1, 17)},
+    "heuristic": {"k": (2, 3, 5, 8), "max_draft": (4, 6, 8, 12, 20, 40)},
+    "confidence": {"threshold": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "max_draft": (4, 6, 8, 12, 20)},
+    "svip": {
+        "threshold": (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85),
+        "c": (0.15,),
+        "max_draft": (4, 6, 8, 12, 20, 40),
+    },
+    "beta-ts": {"alpha": (1.0, 2.0, 5.0, 10.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (6, 12, 40)},
+    "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
+    "pearl": {"window": range(1, 17)},
+    "eesd-fixed": {"k": range(1, 13)},
+    "eesd-beta": {"alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},
+    "eesd-cali": {
+        "sigma_model": (0.1, 0.2, 0.4),
+        "sigma_sample": (0.2, 0.4),
+        "theta0": (0.5, 0.7, 0.9),
+        "max_draft": (3, 5, 8, 40),
+    },
+}
+TREES = {"width": (2, 3, 4), "depth": (2, 3, 4, 5)}
+BEAMS = {"beams": (2, 4, 8), "k": (3, 4, 6)}
+TAUS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+REPLAYED = tuple(_GRIDS)
+
+
+def grid(name: str) -> list[Given]:
+    """All settings of a method that are tried."""
+    return list(_combined(_GRIDS[name]))
+
+
+def _combined(values: Mapping[str, Sequence[Value]]) -> Iterator[Given]:
+    for chosen in product(*values.values()):
+        yield dict(zip(values, chosen, strict=True))
+
+
+def trees() -> list[Given]:
+    """Shapes of draft trees, the largest first: what is recorded for one serves the smaller."""
+    return sorted(_combined(TREES), key=lambda given: (-int(given["width"]), -int(given["depth"])))
+
+
+def written(name: str, given: Given) -> str:
+    """A method with its settings, as `compare` takes it."""
+    return ":".join([name, *(f"{key}={_text(value)}" for key, value in given.items())])
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,103 @@
+"""What tuning found, as the report, the JSON line and the profile are made from it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specgen.tuning.candidates import Given, written
+from specgen.tuning.payoff import Payoff
+from specgen.types import SamplingParams
+
+Verdict = Literal["pays", "does not pay", "unclear"]
+PLAIN = "ar"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A method with its best settings: expected tokens a second, and the measured ones where it was confirmed by real runs, with the
+    speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed."""
+
+    name: str
+    settings: Given
+    lossless: bool
+    predicted: float
+    tried: int
+    acceptance: float | None = None
+    measured: float | None = None
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def written(self) -> str:
+        return written(self.name, self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`methods` are in the order of their expected speed, plain decoding among them. `left_out` says of other methods why they were
+    not tuned. `acceptance` is how often the target takes a draft's token, those before it being right."""
+
+    methods: Sequence[Found]
+    chosen: Found
+    verdict: Verdict
+    sampling: SamplingParams
+    prompts: int
+    costs: Mapping[str, Any]
+    payoff: Payoff | None = None
+    acceptance: float | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Found:
+        return next(found for found in self.methods if found.name == PLAIN)
+
+    @property
+    def best(self) -> Found:
+        """The fastest of the methods that speculate and keep the output: as measured, where it was."""
+        others = [found for found in self.methods if found.name != PLAIN and found.lossless]
+        measured = [found for found in others if found.measured is not None]
+        return max(measured or others or [self.plain], key=lambda found: found.measured or found.predicted)
+
+    @property
+    def speedup(self) -> float:
+        """The chosen method's over plain decoding, measured where it was."""
+        if self.chosen.name == PLAIN:
+            return 1.0
+        return self.chosen.speedup or self.chosen.predicted / self.plain.predicted
+
+    @property
+    def pays_from(self) -> float | None:
+        """The acceptance from which drafts of one token pay; None where no acceptance is enough."""
+        return None if self.payoff is None else self.payoff.pays_from(1)
+
+    @property
+    def draft_share_needed(self) -> float | None:
+        """How long a draft pass may take, in target passes, to pay at the acceptance found here; None where nothing helps."""
+        if self.payoff is None or self.acceptance is None:
+            return None
+        single = self.payoff.target_seconds[1]
+        room = [
+            (sum(self.acceptance**place for place in range(k + 1)) * single - self.payoff.target_seconds[k + 1]) / k
+            for k in self.payoff.draft_lengths
+        ]
+        return max(room) / single if max(room, default=0.0) > 0 else None
+
+    @property
+    def draft_share(self) -> float | None:
+        """What a draft pass takes, in target passes."""
+        return None if self.payoff is None else self.payoff.draft_seconds / self.payoff.target_seconds[1]
+
+
+def judged(best: Found, plain: Found) -> Verdict:
+    """Whether speculation pays. An interval that holds 1 tells nothing; without real runs a tenth has to be gained at least."""
+    if best.name == PLAIN:
+        return "does not pay"
+    if best.speedup is None:
+        return "pays" if best.predicted > 1.1 * plain.predicted else "does not pay"
+    low, high = best.low or best.speedup, best.high or best.speedup
+    if low > 1:
+        return "pays"
+    return "does not pay" if high < 1 or best.speedup < 1 else "unclear"

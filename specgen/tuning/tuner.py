@@ -1,0 +1,350 @@
+"""Tuning from its first measurement to its answer, within the time that it is given.
+
+Costs, behaviour and replay say what every method should give; the best of them are then really run, in turn with plain decoding, and
+the answer is theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from specgen import methods
+from specgen.bench.figures import Results, rows
+from specgen.bench.runner import Contest, Runner
+from specgen.bench.specs import parse_spec
+from specgen.errors import SpecgenError
+from specgen.tuning.behaviour import Answer, Recorder, Tape, record_answer
+from specgen.tuning.candidates import REPLAYED, Given, grid, written
+from specgen.tuning.outcome import PLAIN, Found, Outcome, judged
+from specgen.tuning.payoff import Payoff
+from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
+from specgen.tuning.replay import Behaviour, cost_kind, replay
+from specgen.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specgen.bench.prompts import Prompt
+    from specgen.pair import Pair
+
+T = TypeVar("T")
+ANSWERS, COSTS, REPLAY = 0.15, 0.35, 0.2  # shares of the time that is left when they begin
+FINALISTS = 3  # methods that are really run, plain decoding aside
+CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
+FEWEST_PROMPTS, SHORT = 2, 48
+_LADDERS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))
+_SLICES = 2
+
+
+class Watch(Protocol):
+    """Whoever wants to know how it goes. Nothing is timed while it is told."""
+
+    def done(self, what: str, seconds: float) -> None: ...
+
+    def doing(self, what: str, seconds_left: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be tuned. `deadline` is by `time.perf_counter`; `names` None are all methods that can be."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    deadline: float
+    names: Sequence[str] | None = None
+    chat: bool = False
+
+
+class Tuner:
+    """One tuning of a pair."""
+
+    def __init__(self, pair: Pair, wanted: Wanted, watch: Watch) -> None:
+        self._pair, self._wanted, self._watch = pair, wanted, watch
+        seed = wanted.sampling.seed
+        self._sampling = replace(wanted.sampling, seed=0 if seed is None else seed)
+        self.left_out: dict[str, str] = {}
+        self.names = [name for name in methods.METHODS if self._is_wanted(name)]
+
+    @property
+    def _left(self) -> float:
+        return self._wanted.deadline - time.perf_counter()
+
+    def run(self) -> Outcome:
+        """Raises SpecgenError where not even plain decoding can go on from the prompts."""
+        answers = self._timed(self._answers)
+        behaviour = self._behaviour(answers)
+        found = self._timed(lambda: self._replayed(behaviour))
+        found = self._timed(lambda: self._confirmed(found))
+        return self._outcome(behaviour, found)
+
+    def _timed(self, step: Callable[[], tuple[T, str]]) -> T:
+        start = time.perf_counter()
+        result, said = step()
+        if said:
+            self._watch.done(said, time.perf_counter() - start)
+        return result
+
+    # what can be tuned
+
+    def _is_wanted(self, name: str) -> bool:
+        method = methods.METHODS[name]
+        if self._wanted.names is not None and name not in (PLAIN, *self._wanted.names):
+            return False
+        if method.needs_draft_model and self._pair.draft is None:
+            self.left_out[name] = "there is no draft model"
+        elif method.needs_exit_layer and self._pair.exit_layer is None:
+            self.left_out[name] = "there is no exit layer (specgen tune --train)"
+        elif name == "eesd-cali" and not self._has_predictor:
+            self.left_out[name] = "the exit layer has no predictor"
+        elif name not in REPLAYED and name != "eesd":
+            self.left_out[name] = "it is not replayed (specgen compare measures it)"
+        else:
+            return name != "eesd"  # it is one of the two others
+        return False
+
+    @property
+    def _has_predictor(self) -> bool:
+        return self._pair.exit_layer is not None and self._pair.exit_layer.predictor is not None
+
+    def _kinds(self) -> list[str]:
+        return list(dict.fromkeys(cost_kind(name) for name in self.names))
+
+    # what the target says by itself
+
+    def _answers(self) -> tuple[list[Answer], str]:
+        deadline = time.perf_counter() + ANSWERS * self._left
+        answers: list[Answer] = []
+        for prompt in self._wanted.prompts:
+            if len(answers) >= FEWEST_PROMPTS and time.perf_counter() > deadline:
+                break
+            self._watch.doing(f"plain decoding, prompt {len(answers) + 1} of {len(self._wanted.prompts)}", self._left)
+            try:
+                if not answers:
+                    record_answer(self._pair, self._ids(prompt), self._sampling)  # warms up
+                answers.append(record_answer(self._pair, self._ids(prompt), self._sampling))
+            except SpecgenError as error:
+                raise type(error)(f"{prompt.label}: {error.message}", error.cure) from error
+        tokens, seconds = sum(len(answer.token_ids) for answer in answers), sum(answer.seconds for answer in answers)
+        return answers, f"plain decoding gives {tokens / seconds:.1f} tokens/s on {_counted(len(answers), 'prompt')}"
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        tokenizer = self._pair.tokenizer
+        return tokenizer.chat(prompt.text, None) if self._wanted.chat else tokenizer.encode(prompt.text)
+
+    # costs and behaviour
+
+    def _behaviour(self, answers: Sequence[Answer]) -> Behaviour:
+        probes = self._timed(lambda: self._probed(answers))
+        tapes = self._timed(lambda: self._taped(answers))
+        slower = next((probe.slower for probe in probes.values() if isinstance(probe, ParallelProbe)), 1.0)
+        costs = {kind: probe.costs for kind, probe in probes.items()}
+        self.names = [name for name in self.names if cost_kind(name) in costs]
+        return Behaviour(answers, tapes, costs, slower)
+
+    def _probed(self, answers: Sequence[Answer]) -> tuple[dict[str, RoundProbe | ParallelProbe], str]:
+        """Each kind of round timed in turn, more than once, so that a drifting machine is fair to all."""
+        probes = self._probes(answers)
+        seconds = COSTS * self._left / (len(probes) * _SLICES)
+        for turn in range(_SLICES):
+            for kind, probe in list(probes.items()):
+                self._watch.doing(f"timing rounds ({_KINDS[kind]})", self._left)
+                try:
+                    probe.run(seconds)
+                except SpecgenError as error:
+                    if kind == "echo":
+                        raise
+                    del probes[kind]
+                    self._leave_out(kind, error.message)
+            if turn == 0 and self._left < 0:
+                break
+        judging = probes["echo"].costs.judging
+        length = min(judging.curves)
+        passes = ", ".join(f"{1e3 * judging.at(width, length):.3g} for {width}" for width in (6, 16))
+        return probes, f"a target pass takes {1e3 * judging.at(1, length):.3g} ms for 1 token, {passes}"
+
+    def _probes(self, answers: Sequence[Answer]) -> dict[str, RoundProbe | ParallelProbe]:
+        behind = self._contexts(answers)
+        a_pass = sum(answer.seconds for answer in answers) / sum(len(answer.token_ids) for answer in answers)
+        kinds = self._kinds()
+        room = COSTS * self._left / (2 * len(kinds) * _SLICES * len(behind))  # seconds of a ladder
+        lengths = next((steps for steps in _LADDERS if a_pass * (4 * len(steps) + sum(steps)) < room), _LADDERS[-1])
+        given = (self._pair, behind, self._sampling, lengths)
+        makers: Mapping[str, Callable[[], RoundProbe | ParallelProbe]] = {
+            "echo": lambda: _probe(*given, "ar", lengths=(0, *lengths), echo=True),
+            "model": lambda: _probe(*given, "sd", looks=LOOKING),
+            "exit": lambda: _probe(*given, "eesd-fixed", looks=frozenset({"agreement"} if self._has_predictor else ())),
+            "parallel": lambda: ParallelProbe(self._pair, behind, self._sampling),
+        }
+        return {kind: makers[kind]() for kind in kinds}
+
+    def _contexts(self, answers: Sequence[Answer]) -> list[list[int]]:
+        """A short beginning, and as much as the longest prompt and its answer make."""
+        prompts = sorted((answer.prompt_ids for answer in answers), key=len)
+        limits = [model.context_limit for model in (self._pair.target, self._pair.draft) if model is not None]
+        most = max(1, min(limits) // 2)
+        wanted = len(prompts[-1]) + len(answers[0].token_ids)
+        everything = [token for ids in prompts[::-1] for token in ids]
+        short, long = prompts[0][: min(SHORT, most)], everything[: min(wanted, most)]
+        return [short, long] if len(long) > 2 * len(short) else [short]
+
+    def _taped(self, answers: Sequence[Answer]) -> tuple[dict[str, list[Tape]], str]:
+        """What each drafter would have said along the answers."""
+        tapes: dict[str, list[Tape]] = {}
+        target, draft = self._pair.sessions
+        drafters = {methods.METHODS[name].drafter for name in self.names}
+        self._watch.doing("recording what the draft would say", self._left)
+        if "model" in drafters and draft is not None:
+            recorders = {"model": Recorder(target, draft, self._sampling)}
+        else:
+            recorders = {}
+        if "exit" in drafters and self._pair.exit_layer is not None:
+            early = self._pair.early_exit(methods.METHODS["eesd"])
+            predictor = self._pair.exit_layer.predictor
+            recorders["exit"] = Recorder(early.target, early.draft, self._sampling, predictor=predictor)
+        for drafter, recorder in recorders.items():
+            try:
+                tapes[drafter] = [recorder.tape(answer) for answer in answers]
+            except SpecgenError as error:
+                self._leave_out(drafter, error.message)
+        said = [f"{rate:.0%} of {_DRAFTERS[kind]} tokens" for kind, rate in _acceptances(tapes).items() if rate is not None]
+        return tapes, f"the target accepts {' and '.join(said)}" if said else ""
+
+    def _leave_out(self, kind: str, why: str) -> None:
+        gone = [name for name in self.names if kind in (cost_kind(name), methods.METHODS[name].drafter)]
+        self.left_out |= dict.fromkeys(gone, why)
+        self.names = [name for name in self.names if name not in gone]
+
+    # replay
+
+    def _replayed(self, behaviour: Behaviour) -> tuple[list[Found], str]:
+        """The best settings of each method, by their expected speed. Where time is short, the last settings are left out."""
+        deadline = time.perf_counter() + REPLAY * self._left
+        best: dict[str, Found] = {}
+        tried = 0
+        for place, (name, given) in enumerate(_in_turn({name: grid(name) for name in self.names})):
+            if place % 20 == 0:
+                self._watch.doing(f"replaying, {tried} settings so far", self._left)
+            if name in best and time.perf_counter() > deadline:
+                self.left_out.setdefault("some settings", f"time was short: {tried} were replayed")
+                break
+            found = self._expected(behaviour, name, given)
+            tried += 1
+            if name in best:
+                found = max(best[name], found, key=lambda other: other.predicted)
+                found = replace(found, tried=best[name].tried + 1)
+            best[name] = found
+        ranked = sorted(best.values(), key=lambda found: -found.predicted)
+        return ranked, f"{_counted(tried, 'setting')} of {_counted(len(best), 'method')} replayed; best: {ranked[0].written}"
+
+    def _expected(self, behaviour: Behaviour, name: str, given: Given) -> Found:
+        summary = replay(behaviour, name, given, has_predictor=self._has_predictor)
+        speed = summary.tokens_per_second or 0.0
+        return Found(name, given, methods.METHODS[name].lossless, speed, 1, summary.acceptance_rate)
+
+    # confirmation
+
+    def _confirmed(self, found: list[Found]) -> tuple[list[Found], str]:
+        """The best ones and plain decoding really run, in turn, for as long as there is time."""
+        rivals = [entry for entry in found if entry.lossless and entry.name != PLAIN]
+        rivals = [entry for entry in rivals if entry.predicted >= CLOSE * rivals[0].predicted][:FINALISTS]
+        rivals = self._affordable(found, rivals)
+        if not rivals:
+            return found, ""
+        specs = [parse_spec(PLAIN), *(parse_spec(entry.written) for entry in rivals)]
+        results = Results(specs, self._wanted.prompts, self._sampling.greedy)
+        contest = Contest(specs, self._wanted.prompts, 50, self._sampling, self._wanted.chat)
+        for step in Runner(self._pair, contest, results).steps():
+            name = "" if step.spec is None else step.spec.written
+            self._watch.doing(f"really running {name}", self._left)
+            if self._left < self._longest_run(found, rivals):
+                break
+        measured = {row.spec.written: row.overall for row in rows(results) if row.overall is not None}
+        turns = len(results.whole_turns())
+        if not turns:
+            return found, ""
+        made = []
+        for entry in found:
+            figures = measured.get(PLAIN if entry.name == PLAIN else entry.written)
+            if figures is not None and figures.summary.new_tokens:
+                told = (figures.summary.tokens_per_second, figures.speedup, figures.low, figures.high)
+                entry = replace(entry, measured=told[0], speedup=told[1], low=told[2], high=told[3])
+            made.append(entry)
+        for written_as, error in results.failures.items():
+            self.left_out[written_as] = error.message
+        return made, f"{_counted(len(rivals), 'method')} and plain decoding really run, {_counted(turns, 'turn')}"
+
+    def _affordable(self, found: Sequence[Found], rivals: list[Found]) -> list[Found]:
+        """As many as can be run on a few prompts at least, warm-up included, in the time that is left."""
+        while rivals and self._left < (1 + FEWEST_PROMPTS) * (len(rivals) + 1) * self._longest_run(found, rivals):
+            rivals = rivals[:-1]
+        if not rivals:
+            self.left_out["confirmation"] = "time was short: the figures are expected ones (a larger --budget helps)"
+        return rivals
+
+    def _longest_run(self, found: Sequence[Found], rivals: Sequence[Found]) -> float:
+        slowest = min(entry.predicted for entry in found if entry in rivals or entry.name == PLAIN)
+        return 1.2 * self._sampling.max_new_tokens / slowest
+
+    # the answer
+
+    def _outcome(self, behaviour: Behaviour, found: list[Found]) -> Outcome:
+        plain = next(entry for entry in found if entry.name == PLAIN)
+        draft = behaviour.costs.get("model", behaviour.costs.get("exit"))
+        payoff = None
+        if draft is not None:
+            length = min(draft.judging.curves)
+            echo = behaviour.costs["echo"].judging
+            widths = {width: echo.at(width, length) for width in range(1, 17)}
+            payoff = Payoff(widths, draft.drafting.at(4, length) / 4, length)
+        acceptances = [rate for rate in _acceptances(behaviour.tapes).values() if rate is not None]
+        costs = {
+            kind: {"drafting": cost.drafting.as_dict(), "judging": cost.judging.as_dict(), "looking": cost.looking}
+            | ({} if cost.together is None else {"together": cost.together})
+            for kind, cost in behaviour.costs.items()
+        }
+        acceptance = acceptances[0] if acceptances else None
+        outcome = Outcome(
+            found, plain, "does not pay", self._sampling, len(behaviour.answers), costs, payoff, acceptance, self.left_out
+        )
+        verdict = judged(outcome.best, plain)
+        chosen = outcome.best if verdict == "pays" else plain
+        return replace(outcome, chosen=chosen, verdict=verdict)
+
+
+_KINDS = {"echo": "the target alone", "model": "with the draft", "exit": "with the exit layer", "parallel": "pearl"}
+_DRAFTERS = {"model": "the draft's", "exit": "the exit layer's"}
+
+
+def _probe(
+    pair: Pair,
+    behind: Sequence[list[int]],
+    sampling: SamplingParams,
+    usual: Sequence[int],
+    method: str,
+    *,
+    lengths: Sequence[int] | None = None,
+    looks: frozenset[str] = frozenset(),
+    echo: bool = False,
+) -> RoundProbe:
+    return RoundProbe(pair, method, behind, sampling, lengths=lengths or usual, looks=looks, echo=echo)
+
+
+def _acceptances(tapes: Mapping[str, Sequence[Tape]]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for drafter, along in tapes.items():
+        chances = [chance for tape in along for chance in tape.chances]
+        found[drafter] = sum(chances) / len(chances) if chances else None
+    return found
+
+
+def _in_turn(grids: Mapping[str, Sequence[Given]]) -> Iterator[tuple[str, Given]]:
+    """The methods' settings in turn: where time runs out, each has had some."""
+    for place in range(max(map(len, grids.values()), default=0)):
+        for name, settings in grids.items():
+            if place < len(settings):
+                yield name, settings[place]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
