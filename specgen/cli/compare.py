@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,7 @@ def compare(
     trust_remote_code: options.TrustRemoteCode = False,
     offline: options.Offline = False,
     exit_layer: options.ExitLayer = None,
+    profile: options.Profile = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -84,6 +85,7 @@ def compare(
     from specgen.bench.prompts import load_prompts
     from specgen.bench.resume import read_earlier
     from specgen.bench.specs import EVERY, parse_specs
+    from specgen.cli import profiles
     from specgen.cli.comparing import Comparison, Files, Look
     from specgen.cli.models import ModelOptions, open_pair
     from specgen.ui import theme
@@ -91,6 +93,7 @@ def compare(
     models = ModelOptions(
         target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
     )
+    models = profiles.with_exit(models, profile)
     files = Files(trace, resume, csv, svg, html)
     earlier = read_earlier(resume) if resume is not None else None
     request = Request(
@@ -108,8 +111,12 @@ def compare(
     )
     err = theme.console(stderr=True, no_color=no_color)
     parallel = any(spec.is_parallel for spec in request.specs)
-    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair, closing(Comparison(pair, request)) as comparison:
-        return comparison.run()
+    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
+        if earlier is None:  # a trace is gone on with as it was begun
+            kept = profiles.find(pair, request.sampling, profile, err, quiet=quiet)
+            request = replace(request, specs=profiles.tuned_specs(kept, request.specs, err, quiet=quiet))
+        with closing(Comparison(pair, request)) as comparison:
+            return comparison.run()
 
 
 def _recorded(record: list[str] | None, trace: Path | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen import methods
@@ -51,6 +51,7 @@ def generate(
     trust_remote_code: options.TrustRemoteCode = False,
     offline: options.Offline = False,
     exit_layer: options.ExitLayer = None,
+    profile: options.Profile = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -68,6 +69,7 @@ def generate(
     no_color: options.NoColor = False,
 ) -> int | None:
     """Write on from a prompt: the draft's accepted tokens in green, the target's own plain."""
+    from specgen.cli import profiles
     from specgen.cli.models import ModelOptions, open_pair  # here, not above: --help has no need of Rich's consoles
     from specgen.cli.output import Output, check_writable
     from specgen.ui import catalogue, theme
@@ -78,6 +80,7 @@ def generate(
     models = ModelOptions(
         target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
     )
+    models = profiles.with_exit(models, profile)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
     chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
@@ -87,12 +90,17 @@ def generate(
     recorded = options.recorded(record)
     if recorded and trace is None and not json:
         raise SpecgenError("--record distributions stands without a record", "Name one: --trace FILE.jsonl, or --json")
-    request = _check(prompt, chosen, parse_pairs(settings or []), sampling, chat, system, recorded)
+    given = parse_pairs(settings or [])
+    request = _check(prompt, chosen, given, sampling, chat, system, recorded)
     if trace is not None:
         check_writable(trace)
     err = theme.console(stderr=True, no_color=no_color)
-    with open_pair(models, err, quiet=quiet, parallel=chosen.schedule == "parallel") as pair:
-        return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy))
+    parallel = chosen.schedule == "parallel" if method or given else profiles.likely_parallel(models, profile)
+    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
+        kept = None if given else profiles.find(pair, sampling, profile, err, quiet=quiet)
+        choice = profiles.choose(kept, pair, method, given)
+        request = replace(request, method=choice.method, settings=choice.settings)
+        return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy, choice.tuned))
 
 
 def _check(

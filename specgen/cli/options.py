@@ -64,6 +64,11 @@ ExitLayer = Annotated[
     typer.Option(metavar="FILE", help="EESD's trained part; the bundled pair's own by itself.", rich_help_panel=_MODELS),
 ]
 
+Profile = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A tuned profile instead of the one found by itself (specgen tune --out DIR)."),
+]
+
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", metavar="N", help="Longest answer, in tokens.", rich_help_panel=_SAMPLING),

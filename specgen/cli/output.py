@@ -36,6 +36,7 @@ class Output:
     no_color: bool = False
     perplexity: bool = False
     energy: bool = False
+    tuned: str = ""  # what a profile chose, in words
 
 
 class Sink:
@@ -102,7 +103,7 @@ class Sink:
         notes = self._notes(finish_reason)
         mono = theme.is_mono(no_color=self._output.no_color)
         width = self._err.width if self._err.is_terminal else 100
-        self._err.print(footer(self._summary, notes, width, mono=mono))
+        self._err.print(footer(self._summary, notes, width, mono=mono, tuned=self._output.tuned))
 
     def close(self) -> None:
         if self._trace is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,11 @@ class Description:
     figures: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that tell this training from another."""
+        return sha256(repr(asdict(self)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,9 +197,7 @@ class Recorder:
             draft_probs = distributions.warp(rows, self._sampling)
             drawn = distributions.draw(draft_probs, self._generator)
             tokens, probs = drawn.tolist(), draft_probs.gather(1, drawn[:, None])[:, 0].tolist()
-        return [
-            Drafted(token, Step(0, abs(entropy), prob)) for token, entropy, prob in zip(tokens, negative, probs, strict=True)
-        ]
+        return [Drafted(token, Step(0, abs(entropy), prob)) for token, entropy, prob in zip(tokens, negative, probs, strict=True)]
 
     def _rollout(
         self, begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]], scores: _Scores | None
@@ -216,9 +214,7 @@ class Recorder:
         return found
 
 
-def _path(
-    begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]]
-) -> Iterator[tuple[int, int, Drafted]]:
+def _path(begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]]) -> Iterator[tuple[int, int, Drafted]]:
     """Each token with the place whose row it came from, and how far behind a mistake there it stands (0: not at all)."""
     for place in range(begin, len(first)):
         yield place, 0, first[place]

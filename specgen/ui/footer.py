@@ -11,21 +11,22 @@ from specgen.bench.summary import Summary
 Segment = tuple[str, str]  # text, style
 
 
-def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False) -> Text:
+def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
     """Method, tokens, speed, acceptance, tokens a pass, shares of the time. Narrow terminals lose the last ones first, and the
-    method's name; `notes` stay at any width. In mono the target's own tokens are counted, as no colour tells them apart.
+    method's name; `notes`, and `tuned`, which says how a profile chose, stay at any width. In mono the target's own tokens are counted, as no colour tells them apart.
     """
-    for segments in _versions(summary, notes, mono):
+    for segments in _versions(summary, notes, mono, tuned):
         line = Text("  ").join(_styled(text, style) for text, style in segments)
         if line.cell_len <= width:
             return line
     return line
 
 
-def _versions(summary: Summary, notes: Sequence[str], mono: bool) -> list[list[Segment]]:
+def _versions(summary: Summary, notes: Sequence[str], mono: bool, tuned: str) -> list[list[Segment]]:
     """From the longest to the shortest."""
     name = [(summary.method, "strong")]
-    named = [(f"{summary.method} ({', '.join(notes)})", "strong")] if notes else []
+    noted = f" ({', '.join(notes)})" if notes else ""
+    named = [(f"{tuned or summary.method}{noted}", "strong")] if notes or tuned else []
     count = f"{summary.new_tokens:,} token{'s' * (summary.new_tokens != 1)}"
     own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
     tokens, tokens_long = [(count, "")], [(count + own, "")]

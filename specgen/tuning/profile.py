@@ -1,0 +1,308 @@
+"""What tuning found, on disk: `profile.yaml` in a folder a pair, machine, device and way of sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specgen import methods
+from specgen.errors import RunError, SpecgenError
+from specgen.settings import Value
+from specgen.tuning.outcome import Outcome
+from specgen.tuning.places import pair_folder, readable, write_whole
+
+if TYPE_CHECKING:
+    from specgen.pair import Pair
+
+FILE = "profile.yaml"
+LARGEST = 1 << 20  # bytes
+TUNE_AGAIN = "Tune again: specgen tune"
+
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Word = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _Part(BaseModel):
+    """Nothing unknown is read, and nothing is read as what it is not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(_Part):
+    """Which model it is: its name, a fingerprint of its weights and config, and how it ran."""
+
+    name: Word
+    fingerprint: Word
+    device: Word
+    dtype: Word
+
+
+class Machine(_Part):
+    node: str
+    processor: str
+    cores: Count | None
+
+
+class Versions(_Part):
+    specgen: Word
+    python: Word
+    torch: Word
+    transformers: Word
+
+
+class Fits(_Part):
+    """What a profile holds for. Where anything of it differs the profile is stale."""
+
+    target: Model
+    draft: Model | None
+    exit_layer: Word | None
+    machine: Machine
+    versions: Versions
+
+
+class Sampling(_Part):
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    top_k: Annotated[int, Field(ge=0)]
+
+
+class Choice(_Part):
+    """A method with its settings, both checked as those of a command line are."""
+
+    method: Word
+    settings: dict[str, bool | int | float | str]
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Choice:
+        try:
+            methods.resolve(methods.find(self.method), self.settings)
+        except SpecgenError as error:
+            raise ValueError(error.message) from error
+        return self
+
+
+class Tuned(_Part):
+    """The best settings of one method: tokens a second that are expected, and measured where it was really run."""
+
+    settings: dict[str, bool | int | float | str]
+    predicted: Positive
+    measured: Positive | None
+    speedup: Positive | None
+    speedup_low: Positive | None
+    speedup_high: Positive | None
+    tried: Count
+
+
+class DrafterCosts(_Part):
+    """Seconds by context length, then by tokens: of a draft so long, of a target's pass over so many and what belongs to it."""
+
+    drafting: dict[int, dict[int, Seconds]]
+    judging: dict[int, dict[int, Seconds]]
+    looking: Seconds
+    together: Seconds | None = None
+
+
+class Measured(_Part):
+    """What tuning measured: on how many prompts, what rounds cost, how often the target takes a draft's token."""
+
+    prompts: Count
+    new_tokens: Count
+    acceptance: Share | None
+    costs: dict[Literal["echo", "model", "exit", "parallel", "tree", "beams", "skip"], DrafterCosts]
+
+
+class Profile(_Part):
+    """The whole file."""
+
+    version: Literal[1]
+    written: datetime
+    verdict: Literal["pays", "does not pay", "unclear"]
+    chosen: Choice
+    speedup: Positive
+    sampling: Sampling
+    fits: Fits
+    methods: dict[str, Tuned]
+    measured: Measured
+
+    @model_validator(mode="after")
+    def _methods_are_known(self) -> Profile:
+        for name, tuned in self.methods.items():
+            try:
+                Choice(method=name, settings=tuned.settings)
+            except ValidationError as error:
+                raise ValueError(f"methods, {name}: {_said(error)}") from error
+        return self
+
+    def settings_of(self, name: str) -> Mapping[str, Value] | None:
+        """The tuned settings of a method, None where it was not tuned."""
+        if name == self.chosen.method:
+            return self.chosen.settings
+        if name == "eesd":  # one of the two
+            eesd = [self.methods[other] for other in ("eesd-cali", "eesd-beta") if other in self.methods]
+            return eesd[0].settings if eesd else None
+        return self.methods[name].settings if name in self.methods else None
+
+    def misfit(self, found: Fits) -> str | None:
+        """What differs from `found`, in a few words; None where the profile holds."""
+        ours, theirs = self.fits.model_dump(), found.model_dump()
+        for name in ("target", "draft", "exit_layer", "versions", "machine"):
+            if ours[name] != theirs[name]:
+                return _difference(name.replace("_", " "), ours[name], theirs[name])
+        return None
+
+
+def _difference(name: str, then: Any, now: Any) -> str:
+    if isinstance(then, dict) and isinstance(now, dict):
+        key = next(key for key in then if then[key] != now[key])
+        what = f"the {name}'s {key}" if name in ("target", "draft", "machine") else key
+        return f"{what} was {then[key]}, and is {now[key]}"
+    shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (then, now)]
+    return f"the {name} was {shown[0]}, and is {shown[1]}"
+
+
+def fits_of(pair: Pair) -> Fits:
+    """What a profile of this pair would hold for, here and now."""
+    from specgen.bench.trace import versions
+    from specgen.models.devices import device_name
+    from specgen.models.fingerprint import weights_fingerprint
+    from specgen.tuning import store
+
+    found = [
+        None
+        if model is None
+        else Model(
+            name=model.name,
+            fingerprint=weights_fingerprint(model.folder),
+            device=device_name(model.device),
+            dtype=model.dtype_name,
+        )
+        for model in (pair.target, pair.draft)
+    ]
+    assert found[0] is not None
+    exit_layer = None if pair.exit_layer is None else pair.exit_layer.description.digest
+    machine, named = Machine(**store.machine()), Versions(**versions())
+    return Fits(target=found[0], draft=found[1], exit_layer=exit_layer, machine=machine, versions=named)
+
+
+def default_folder(fits: Fits, temperature: float, top_p: float, top_k: int) -> Path:
+    """Where the profile of such a pair is kept: a folder a machine, device and way of sampling."""
+    own = pair_folder(fits.target.name, fits.target.fingerprint, None if fits.draft is None else fits.draft.name)
+    parts = [fits.machine.node, fits.target.device, fits.target.dtype]
+    if temperature:
+        parts += [f"t{temperature:g}", *([f"p{top_p:g}"] if top_p < 1 else []), *([f"k{top_k}"] if top_k else [])]
+    return own / readable("-".join(part.replace("/", "-") for part in parts if part))
+
+
+def made_of(outcome: Outcome, fits: Fits) -> Profile:
+    sampling = outcome.sampling
+    tuned = {
+        found.name: Tuned(
+            settings=dict(found.settings),
+            predicted=found.predicted,
+            measured=found.measured,
+            speedup=found.speedup,
+            speedup_low=found.low,
+            speedup_high=found.high,
+            tried=found.tried,
+        )
+        for found in outcome.methods
+    }
+    return Profile(
+        version=1,
+        written=datetime.now(UTC).replace(microsecond=0),
+        verdict=outcome.verdict,
+        chosen=Choice(method=outcome.chosen.name, settings=dict(outcome.chosen.settings)),
+        speedup=outcome.speedup,
+        sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
+        fits=fits,
+        methods=tuned,
+        measured=Measured(
+            prompts=outcome.prompts,
+            new_tokens=sampling.max_new_tokens,
+            acceptance=outcome.acceptance,
+            costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+        ),
+    )
+
+
+def save(profile: Profile, folder: Path) -> Path:
+    """Whole or not at all, whatever else is written there at the time. Raises RunError where that fails."""
+    path = folder / FILE
+    text = yaml.safe_dump(_rounded(profile.model_dump(mode="python")), sort_keys=False, allow_unicode=True, width=110)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}", "Make room, or name another folder: --out DIR"
+        ) from error
+    return path
+
+
+def load(folder: Path) -> Profile:
+    """Raises SpecgenError with one clear line for whatever is wrong with the file."""
+    path = folder / FILE
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise SpecgenError(f"the profile {path} is larger than {LARGEST >> 20} MB", TUNE_AGAIN)
+        found = yaml.load(data.decode("utf-8"), Loader=_Plain)  # noqa: S506  a safe loader's child
+    except OSError as error:
+        raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
+    except UnicodeDecodeError as error:
+        raise SpecgenError(f"the profile {path} is not UTF-8", TUNE_AGAIN) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise SpecgenError(f"the profile {path}{where} is no YAML: {problem}", TUNE_AGAIN) from error
+    if not isinstance(found, dict):
+        raise SpecgenError(f"the profile {path} holds no settings", TUNE_AGAIN)
+    if isinstance(found.get("version"), int) and found["version"] != 1:
+        raise SpecgenError(f"the profile {path} is of version {found['version']}, and this specgen reads version 1", TUNE_AGAIN)
+    try:
+        return Profile.model_validate(found)
+    except ValidationError as error:
+        raise SpecgenError(f"the profile {path} is damaged: {_said(error)}", TUNE_AGAIN) from error
+
+
+class _Plain(yaml.SafeLoader):
+    """Without aliases, of which bombs are made: no profile is written with any."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not read here", mark)
+        return super().compose_node(parent, index)
+
+
+def _said(error: ValidationError) -> str:
+    """The first of pydantic's complaints as one line: where, what, and with which value."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    what = str(first["msg"]).removeprefix("Value error, ")
+    value = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
+    return f"{where}: {what}{value}" if where else f"{what}{value}"
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers with as many digits as anybody reads."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.5g}")
+    return value
