@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.cli.models import ModelOptions
+    pass
 
 _TRAINING = "Training"
 DEFAULT_MINUTES = 10.0

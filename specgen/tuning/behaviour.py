@@ -41,7 +41,8 @@ class Drafted(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the target says to a prompt by itself: `token_ids`, the first from the prompt's own pass; how long that pass took, and
-    all of it (seconds); `limit` is the number of tokens at which it would have ended at the latest, `eos_ids` what ends it before."""
+    all of it (seconds); `limit` is the number of tokens at which it would have ended at the latest, `eos_ids` what ends it
+    before."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -53,9 +54,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """A drafter's behaviour along one answer: `rollouts[t]` is its draft behind the first t new tokens (none for t = 0), as long as
-    any policy may ask. `chances` are how likely the target takes its first token, for t = 1, 2, ...: 0 or 1 in greedy decoding,
-    else the sum of min(p, q) of both warped distributions. `prefill` is what the draft's own look at the prompt takes (seconds)."""
+    """A drafter's behaviour along one answer: `rollouts[t]` is its draft behind the first t new tokens (none for t = 0), as long
+    as any policy may ask. `chances` are how likely the target takes its first token, for t = 1, 2, ...: 0 or 1 in greedy
+    decoding, else the sum of min(p, q) of both warped distributions. `prefill` is what the draft's own look at the prompt takes
+    (seconds)."""
 
     answer: Answer
     rollouts: Sequence[Sequence[Drafted]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from random import Random
 
+from specgen.methods import METHODS, known_settings
 from specgen.settings import Value
 
 Given = Mapping[str, Value]
@@ -39,8 +41,13 @@ REPLAYED = tuple(_GRIDS)
 
 
 def grid(name: str) -> list[Given]:
-    """All settings of a method that are tried."""
-    return list(_combined(_GRIDS[name]))
+    """All settings of a method that are tried, in an order without a pattern: where time is short, what was tried is spread. The
+    usual ones come first."""
+    found = list(_combined(_GRIDS[name]))
+    Random(0).shuffle(found)
+    method = METHODS[name]
+    usual = {key: setting.default for key, setting in known_settings(method, method.policy).items()}
+    return sorted(found, key=lambda given: any(usual[key] != value for key, value in given.items()))
 
 
 def _combined(values: Mapping[str, Sequence[Value]]) -> Iterator[Given]:

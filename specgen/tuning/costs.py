@@ -1,5 +1,5 @@
-"""How long a draft pass and a target pass take on this machine: what rounds are priced by, and, with both models at work at the same
-time, PEARL's c (section 4.1). Imports no torch."""
+"""How long a draft pass and a target pass take on this machine: what rounds are priced by, and, with both models at work at the
+same time, PEARL's c (section 4.1). Imports no torch."""
 
 from __future__ import annotations
 

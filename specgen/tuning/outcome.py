@@ -16,8 +16,8 @@ PLAIN = "ar"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A method with its best settings: expected tokens a second, and the measured ones where it was confirmed by real runs, with the
-    speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed."""
+    """A method with its best settings: expected tokens a second, and the measured ones where it was confirmed by real runs, with
+    the speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed."""
 
     name: str
     settings: Given
@@ -37,8 +37,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`methods` are in the order of their expected speed, plain decoding among them. `left_out` says of other methods why they were
-    not tuned. `acceptance` is how often the target takes a draft's token, those before it being right."""
+    """`methods` are in the order of their expected speed, plain decoding among them. `left_out` says of other methods why they
+    were not tuned. `acceptance` is how often the target takes a draft's token, those before it being right."""
 
     methods: Sequence[Found]
     chosen: Found

@@ -1,6 +1,7 @@
 """What rounds take here, measured where they happen: real rounds of this pair with drafts of every length in turn.
 
-Passes timed one by one, each behind itself, would be too fast: in a round two models push each other out of the processor's caches.
+Passes timed one by one, each behind itself, would be too fast: in a round two models push each other out of the processor's
+caches.
 """
 
 from __future__ import annotations

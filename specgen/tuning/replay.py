@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specgen.models.session import Session
     from specgen.tuning.behaviour import Answer, Tape
 
+THROWS = 3
 _BEYOND = 1 << 40  # stands for what the target would say behind the end of its answer: nothing drafted is like it
 
 
@@ -53,7 +54,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What stands for a target's rows: where they begin in the answer, how many they are, and the parents of the drafted nodes."""
+    """What stands for a target's rows: where they begin in the answer, and the parents of the drafted nodes."""
 
     first: int
     parents: Sequence[int]
@@ -179,19 +180,24 @@ def cost_kind(name: str) -> str:
 
 @inference
 def replay(behaviour: Behaviour, name: str, given: Mapping[str, object], *, has_predictor: bool = False) -> Summary:
-    """The method's run along every answer, folded; its seconds are the expected ones. `given` are its settings."""
+    """The method's run along every answer, folded; its seconds are the expected ones. `given` are its settings.
+
+    A policy that throws dice is run a few times.
+    """
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=has_predictor)
     summary = Summary(name)
-    for number, answer in enumerate(behaviour.answers):
-        for round_ in _run(behaviour, method, settings, number, answer).rounds():
-            summary.add(round_)
+    throws = THROWS if settings.policy is not None and methods.POLICIES[settings.policy].random else 1
+    for seed in range(throws):
+        for number, answer in enumerate(behaviour.answers):
+            for round_ in _run(behaviour, method, settings, number, answer, seed).rounds():
+                summary.add(round_)
     return summary
 
 
-def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, answer: Answer) -> Run:
+def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, answer: Answer, seed: int) -> Run:
     costs, meter = behaviour.costs[cost_kind(method.name)], Meter()
-    policy = assembly.make_policy(settings, number)
+    policy = assembly.make_policy(settings, seed)
     parallel = method.schedule == "parallel"
     target = ReplayTarget(costs, meter, answer.prefill * (behaviour.slower if parallel else 1.0))
     schedule: Schedule = sequential

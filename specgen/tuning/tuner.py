@@ -1,7 +1,7 @@
 """Tuning from its first measurement to its answer, within the time that it is given.
 
-Costs, behaviour and replay say what every method should give; the best of them are then really run, in turn with plain decoding, and
-the answer is theirs.
+Costs, behaviour and replay say what every method should give; the best of them are then really run, in turn with plain decoding,
+and the answer is theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specgen.bench.runner import Contest, Runner
 from specgen.bench.specs import parse_spec
 from specgen.errors import SpecgenError
 from specgen.tuning.behaviour import Answer, Recorder, Tape, record_answer
-from specgen.tuning.candidates import REPLAYED, Given, grid, written
+from specgen.tuning.candidates import REPLAYED, Given, grid
 from specgen.tuning.outcome import PLAIN, Found, Outcome, judged
 from specgen.tuning.payoff import Payoff
 from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
@@ -72,6 +72,12 @@ class Tuner:
 
     def run(self) -> Outcome:
         """Raises SpecgenError where not even plain decoding can go on from the prompts."""
+        if "pearl" in self.names:  # a process that starts beside what is timed would slow it
+            self._watch.doing("waiting for the draft's process", self._left)
+            try:
+                self._pair.plan([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
+            except SpecgenError as error:
+                self._leave_out("parallel", error.message)
         answers = self._timed(self._answers)
         behaviour = self._behaviour(answers)
         found = self._timed(lambda: self._replayed(behaviour))
@@ -98,7 +104,7 @@ class Tuner:
         elif name == "eesd-cali" and not self._has_predictor:
             self.left_out[name] = "the exit layer has no predictor"
         elif name not in REPLAYED and name != "eesd":
-            self.left_out[name] = "it is not replayed (specgen compare measures it)"
+            self.left_out[name] = "no tape holds what they need (specgen compare measures them)"
         else:
             return name != "eesd"  # it is one of the two others
         return False
@@ -194,10 +200,9 @@ class Tuner:
         target, draft = self._pair.sessions
         drafters = {methods.METHODS[name].drafter for name in self.names}
         self._watch.doing("recording what the draft would say", self._left)
+        recorders = {}
         if "model" in drafters and draft is not None:
-            recorders = {"model": Recorder(target, draft, self._sampling)}
-        else:
-            recorders = {}
+            recorders["model"] = Recorder(target, draft, self._sampling)
         if "exit" in drafters and self._pair.exit_layer is not None:
             early = self._pair.early_exit(methods.METHODS["eesd"])
             predictor = self._pair.exit_layer.predictor

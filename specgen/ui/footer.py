@@ -13,7 +13,8 @@ Segment = tuple[str, str]  # text, style
 
 def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
     """Method, tokens, speed, acceptance, tokens a pass, shares of the time. Narrow terminals lose the last ones first, and the
-    method's name; `notes`, and `tuned`, which says how a profile chose, stay at any width. In mono the target's own tokens are counted, as no colour tells them apart.
+    method's name; `notes`, and `tuned`, which says how a profile chose, stay at any width. In mono the target's own tokens are
+    counted, as no colour tells them apart.
     """
     for segments in _versions(summary, notes, mono, tuned):
         line = Text("  ").join(_styled(text, style) for text, style in segments)
