@@ -115,7 +115,7 @@ class RoundProbe:
         echo: bool = False,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        self._pair, self._method, self._echo, self._settings = pair, method, echo, dict(settings or {})
+        self._pair, self._method, self._echo, self._settings = pair, method, echo, cast("dict[str, Any]", dict(settings or {}))
         self._sampling = _endless(sampling)
         self._behind = [(prompt, _Found()) for prompt in prompts]
         self._ladder = Ladder(lengths, [frozenset(), looks] if looks and not echo else [frozenset()])
@@ -232,7 +232,7 @@ class ParallelProbe:
         assert isinstance(schedule, Parallel)
         seen = _Seen(plan.run.target, schedule.drafter)
         plan.run.target, plan.run.drafter = cast("Any", seen), seen
-        plan.run.schedule = replace(schedule, drafter=seen)
+        plan.run.schedule = replace(schedule, drafter=cast("ParallelDrafter", seen))
         with closing(cast("Generator[Round, None, None]", plan.run.rounds())) as rounds:
             for place, round_ in enumerate(islice(rounds, WARM_UP + ROUNDS)):
                 taken = sum(round_.seconds.values())

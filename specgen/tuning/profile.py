@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,6 +27,7 @@ TUNE_AGAIN = "Tune again: specgen tune"
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Kind = Literal["echo", "model", "exit", "parallel", "tree", "beams", "skip"]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -117,7 +118,7 @@ class Measured(_Part):
     prompts: Count
     new_tokens: Count
     acceptance: Share | None
-    costs: dict[Literal["echo", "model", "exit", "parallel", "tree", "beams", "skip"], DrafterCosts]
+    costs: dict[Kind, DrafterCosts]
 
 
 class Profile(_Part):
@@ -229,7 +230,7 @@ def made_of(outcome: Outcome, fits: Fits) -> Profile:
             prompts=outcome.prompts,
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance,
-            costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+            costs={cast("Kind", kind): DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
         ),
     )
 
@@ -280,7 +281,7 @@ class _Plain(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, "aliases are not read here", mark)
         return super().compose_node(parent, index)
 
