@@ -344,12 +344,6 @@ def test_mistakes_get_one_line(folder: Path, corpus: Path, tmp_path: Path, more:
     assert message in said[0]
 
 
-def test_without_train_it_says_what_is_there() -> None:
-    result = CliRunner().invoke(app, ["tune"])
-    assert result.exit_code == 2
-    assert "Add --train" in result.stderr
-
-
 def test_without_text_it_asks_for_some(folder: Path) -> None:
     result = CliRunner().invoke(app, ["tune", "--train", "-t", str(folder)])
     assert result.exit_code == 2

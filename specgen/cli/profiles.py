@@ -100,15 +100,13 @@ def choose(profile: Profile | None, pair: Pair, method: str | None, given: Mappi
 
 def in_words(name: str, settings: Mapping[str, Value]) -> str:
     """`svip, c 0.15, h 0.4`: without longest drafts that are the usual ones."""
-    usual = {
-        key: setting.default for key, setting in methods.known_settings(methods.find(name), methods.find(name).policy).items()
-    }
-    told = [
-        f"{_SHORT.get((name, key), key)} {value:g}" if isinstance(value, float) else f"{_SHORT.get((name, key), key)} {value}"
-        for key, value in sorted(settings.items())
-        if key != "max_draft" or value != usual.get(key)
-    ]
-    return ", ".join([name, *told])
+    method = methods.find(name)
+    usual = {key: setting.default for key, setting in methods.known_settings(method, method.policy).items()}
+    shown = {key: value for key, value in settings.items() if key != "max_draft" or value != usual.get(key)}
+    told = sorted(((key == "max_draft", _SHORT.get((name, key), key)), value) for key, value in shown.items())
+    return ", ".join(
+        [name, *(f"{short} {value:g}" if isinstance(value, float) else f"{short} {value}" for (_, short), value in told)]
+    )
 
 
 def tuned_specs(profile: Profile | None, specs: list[Spec], err: Console, *, quiet: bool) -> list[Spec]:

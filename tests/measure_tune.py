@@ -1,0 +1,156 @@
+"""Is `specgen tune` right? Not a test: `python tests/measure_tune.py` prints figures.
+
+A grid of methods and settings is measured for real, runs taken in turn, and held against what replay expects of each, and against
+what tuning chose: median error, rank correlation within the best quarter, whether the choice lies inside the interval of the best.
+With `--held-out` the tuning sees some categories, the measurement the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from families import near_copy
+
+import specgen
+from specgen import demo
+from specgen.bench.figures import Results, Row, rows
+from specgen.bench.prompts import Prompt, load_prompts
+from specgen.bench.runner import Contest, Runner
+from specgen.bench.specs import parse_specs
+from specgen.pair import Pair
+from specgen.tuning.candidates import grid, written
+from specgen.tuning.outcome import Outcome
+from specgen.tuning.replay import replay
+from specgen.tuning.tuner import Tuner, Wanted
+from specgen.types import SamplingParams
+
+HELD_OUT = ("news", "chat")
+METHODS = ("sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "pearl", "eesd-fixed", "eesd-beta", "eesd-cali")
+
+
+class Told:
+    def done(self, what: str, seconds: float) -> None:
+        print(f"  {what}  {seconds:.1f} s", flush=True)
+
+    def doing(self, what: str, seconds_left: float) -> None: ...
+
+
+class Opened(Tuner):
+    """A tuning that keeps what it knew, so that any setting's expected speed can be asked for."""
+
+    def _behaviour(self, answers):  # type: ignore[no-untyped-def]
+        self.known = super()._behaviour(answers)
+        return self.known
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draft", choices=("demo", "near", "unrelated"), default="demo")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--settings", type=int, default=6, help="of each method, spread over its grid")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=60.0, help="of the tuning, without loading")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--held-out", action="store_true")
+    options = parser.parse_args()
+    everything = load_prompts(None, limit=2 * options.prompts if options.held_out else options.prompts)
+    seen = [prompt for prompt in everything if not options.held_out or prompt.category not in HELD_OUT]
+    measured = [prompt for prompt in everything if not options.held_out or prompt.category in HELD_OUT]
+    sampling = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature, seed=0)
+    with tempfile.TemporaryDirectory() as folder, opened(options.draft, Path(folder)) as pair:
+        pair.settle()
+        start = time.perf_counter()
+        tuner = Opened(pair, Wanted(seen, sampling, start + options.budget), Told())
+        outcome = tuner.run()
+        print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
+        names = [name for name in options.methods.split(",") if name in tuner.names]
+        specs = [written(name, given) for name in names for given in spread(name, options.settings)]
+        specs = list(dict.fromkeys([*specs, outcome.best.written]))
+        found = measure(pair, specs, measured, options.repeats, sampling)
+        expected = {}
+        for row in found:
+            spec = row.spec
+            summary = replay(tuner.known, spec.name, spec.settings, has_predictor=True)
+            expected[spec.written] = summary.tokens_per_second or 0.0
+        report(found, expected, outcome, held_out=options.held_out)
+
+
+def opened(draft: str, folder: Path) -> Pair:
+    if draft == "demo":
+        return specgen.load(device="cpu", dtype="float32")
+    with specgen.load(device="cpu", dtype="float32") as bundled:
+        assert bundled.draft is not None
+        model = bundled.target.model if draft == "near" else bundled.draft.model
+        torch.manual_seed(1)
+        if draft == "near":
+            made = near_copy(model)
+        else:
+            made = type(model)(model.config).eval()
+        made.save_pretrained(folder)
+        for file in demo.folder("draft").glob("tokenizer*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return specgen.load(str(demo.folder("target")), str(folder), device="cpu", dtype="float32")
+
+
+def spread(name: str, count: int) -> list[dict[str, object]]:
+    """The usual settings, and others from all over the grid, whose order has no pattern."""
+    return [dict(given) for given in grid(name)[:count]]
+
+
+def measure(pair: Pair, specs: Sequence[str], prompts: Sequence[Prompt], repeats: int, sampling: SamplingParams) -> list[Row]:
+    parsed = parse_specs(list(specs))
+    results = Results(parsed, prompts, sampling.greedy)
+    start = time.perf_counter()
+    for step in Runner(pair, Contest(parsed, prompts, repeats, sampling), results).steps():
+        if step.done and step.done % 200 == 0:
+            print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
+    broken = [difference for difference in results.differences.values() if not difference.is_tie]
+    assert not broken, "an output is not the target's"
+    return [row for row in rows(results) if row.overall is not None]
+
+
+def report(found: Sequence[Row], expected: dict[str, float], outcome: Outcome, *, held_out: bool) -> None:
+    from scipy.stats import spearmanr
+
+    speeds = {row.spec.written: row.overall.summary.tokens_per_second or 0.0 for row in found if row.overall is not None}
+    intervals = {row.spec.written: (row.overall.low, row.overall.high) for row in found if row.overall is not None}
+    speedups = {row.spec.written: row.overall.speedup or 0.0 for row in found if row.overall is not None}
+    ranked = sorted(speeds, key=lambda name: -speeds[name])
+    print(f"{'setting':60} measured  expected  error    speedup (95 %)")
+    for name in ranked:
+        low, high = intervals[name]
+        interval = "" if low is None or high is None else f"{low:.2f}-{high:.2f}"
+        error = expected[name] / speeds[name] - 1
+        print(f"{name:60} {speeds[name]:8.1f}  {expected[name]:8.1f}  {error:+6.1%}  {speedups[name]:5.2f}  {interval}")
+    errors = [abs(expected[name] / speeds[name] - 1) for name in ranked]
+    print(f"{len(ranked)} settings; median error {median(errors):.1%}")
+    drifting = expected["ar"] / speeds["ar"]
+    relative = [abs(expected[name] / speeds[name] / drifting - 1) for name in ranked]
+    print(f"median error of the speedups {median(relative):.1%} (a machine that drifted between both is out of it)")
+    quarter = ranked[: max(3, len(ranked) // 4)]
+    for names, what in ((quarter, "the best quarter"), (ranked, "all")):
+        rank = spearmanr([speeds[name] for name in names], [expected[name] for name in names]).statistic
+        print(f"Spearman within {what} ({len(names)}): {rank:.2f}")
+    best, chosen = ranked[0], outcome.chosen.written
+    low, high = intervals[best]
+    inside = low is None or (low <= speedups[chosen] <= (high or speedups[chosen]))
+    print(
+        f"best: {best} {speeds[best]:.1f} tokens/s; chosen: {chosen} {speeds[chosen]:.1f} tokens/s ({speeds[chosen] / speeds[best]:.1%})"
+    )
+    print(f"the choice lies {'inside' if inside else 'OUTSIDE'} the interval of the best one's speedup")
+    if held_out:
+        print(
+            f"on categories that tuning did not see the choice loses {1 - speeds[chosen] / speeds[best]:.1%} against their best"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""The profile: written whole, read strictly, used where it fits; and what is exported of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import specgen
+from specgen.cli.app import app
+from specgen.errors import SpecgenError
+from specgen.pair import Pair
+from specgen.tuning import places
+from specgen.tuning import profile as profiles
+from specgen.tuning.export import ENGINES, Names, Tuned, export
+from specgen.tuning.outcome import Found, Outcome
+from specgen.types import SamplingParams
+
+CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012}}, "looking": 1e-5}
+
+
+def outcome(chosen: str = "svip", temperature: float = 0.0) -> Outcome:
+    methods = [
+        Found("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, True, 120.0, 40, 0.8, 118.0, 1.4, 1.2, 1.6),
+        Found("sd", {"k": 3}, True, 100.0, 16, 0.6),
+        Found("confidence", {"threshold": 0.4, "max_draft": 8}, True, 90.0, 45, 0.6),
+        Found("lookup", {"k": 4, "ngram": 2}, True, 85.0, 32, 0.1),
+        Found("ar", {}, True, 80.0, 1, None, 84.0, 1.0),
+    ]
+    sampling = SamplingParams(max_new_tokens=64, temperature=temperature)
+    found = next(entry for entry in methods if entry.name == chosen)
+    verdict = "does not pay" if chosen == "ar" else "pays"
+    return Outcome(methods, found, verdict, sampling, 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
+
+
+def opened(pair: tuple[str, ...]) -> Pair:
+    return specgen.load(pair[1], pair[3], device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def folder(pair: tuple[str, ...], tmp_path: Path) -> Path:
+    with opened(pair) as loaded:
+        profiles.save(profiles.made_of(outcome(), profiles.fits_of(loaded)), tmp_path)
+    return tmp_path
+
+
+def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
+    found = profiles.load(folder)
+    assert found.chosen.method == "svip"
+    assert found.settings_of("svip") == {"threshold": 0.45, "c": 0.15, "max_draft": 12}
+    assert found.settings_of("sd") == {"k": 3}
+    assert found.settings_of("pearl") is None
+    assert found.measured.costs["echo"].judging == CURVES["judging"]
+    assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
+    again = folder / "again"
+    profiles.save(found, again)
+    assert (again / "profile.yaml").read_text() == (folder / "profile.yaml").read_text()
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a document, the inner ones before what holds them."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from leaves(entry, (*path, key))
+    if path:
+        yield path
+
+
+def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    copy = json.loads(json.dumps(document, default=str), object_hook=_with_numbers)
+    copy["written"] = document["written"]
+    place = copy
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return copy
+
+
+def _with_numbers(entry: dict[str, Any]) -> dict[Any, Any]:
+    """JSON's keys are texts; those of curves are numbers."""
+    return {int(key) if key.isdigit() else key: value for key, value in entry.items()}
+
+
+def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
+    """Lists stand nowhere in a profile; a field less is no profile; nor is one with a field more."""
+    path = folder / "profile.yaml"
+    document = yaml.safe_load(path.read_text())
+    places_ = list(leaves(document))
+    assert len(places_) > 80
+    optional = {"together"}
+    for place in places_:
+        free = place[0] == "methods" and (len(place) == 2 or (len(place) == 4 and place[2] == "settings"))
+        free |= place[:2] == ("chosen", "settings") and len(place) == 3
+        free |= "costs" in place and (place[-1] in optional or isinstance(place[-1], int) or place[-1] in ("echo", "parallel"))
+        for value in (["broken"], None):
+            if value is None and free:  # a method, a setting, a measured point less is a profile still
+                continue
+            path.write_text(yaml.safe_dump(changed(document, place, value)))
+            with pytest.raises(SpecgenError) as caught:
+                profiles.load(folder)
+            message = str(caught.value)
+            assert "\n" not in message
+            assert str(path) in message
+            assert "specgen tune" in message
+            assert str(place[-1]) in message or str(place[0]) in message, (place, message)
+    for place in [(), ("chosen",), ("fits",), ("fits", "target"), ("methods", "sd"), ("measured",), ("sampling",)]:
+        path.write_text(yaml.safe_dump(changed(document, (*place, "surprise"), 1)))
+        with pytest.raises(SpecgenError, match="surprise"):
+            profiles.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no settings"),
+        ("- 1", "holds no settings"),
+        ("a: [", "no YAML"),
+        ("a: &x 1\nb: *x", "aliases"),
+        ("version: 2", "version 2"),
+        ("\x00", "no YAML"),
+        ("[" * 5000, "no YAML"),
+    ],
+)
+def test_no_profile_at_all_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "profile.yaml").write_text(text)
+    with pytest.raises(SpecgenError, match=said):
+        profiles.load(tmp_path)
+
+
+def test_settings_out_of_bounds_are_refused(folder: Path) -> None:
+    path = folder / "profile.yaml"
+    document = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(changed(document, ("methods", "sd", "settings", "k"), 0)))
+    with pytest.raises(SpecgenError, match=r"sd: k is 0\. "):
+        profiles.load(folder)
+    path.write_text(yaml.safe_dump(changed(document, ("chosen", "method"), "svipp")))
+    with pytest.raises(SpecgenError, match="did you mean svip"):
+        profiles.load(folder)
+
+
+def test_two_at_once_leave_a_whole_one(folder: Path) -> None:
+    found = profiles.load(folder)
+    others = [found.model_copy(update={"speedup": float(number)}) for number in range(1, 9)]
+    threads = [threading.Thread(target=lambda entry=entry: [profiles.save(entry, folder) for _ in range(5)]) for entry in others]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert profiles.load(folder).chosen == found.chosen
+    assert 1 <= profiles.load(folder).speedup <= 8
+    assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
+
+
+def test_a_kill_leaves_the_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whatever moment before the last: the file is written beside it first."""
+    before = (folder / "profile.yaml").read_text()
+    found = profiles.load(folder).model_copy(update={"speedup": 9.0})
+    for step in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(places.os, step, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                profiles.save(found, folder)
+        assert (folder / "profile.yaml").read_text() == before
+    assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
+
+
+def generated(pair: tuple[str, ...], *more: str) -> str:
+    result = CliRunner().invoke(app, ["generate", "abcabc", *pair, "--device", "cpu", "--dtype", "float32", "-n", "6", *more])
+    assert result.exit_code == 0, result.stderr
+    return result.stderr
+
+
+def test_generate_goes_by_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:
+    named = ("--profile", str(folder))
+    assert "tuned: svip, c 0.15, h 0.45, max_draft 12  6 tokens" in generated(pair, *named)
+    assert "tuned: sd, k 3" in generated(pair, *named, "-m", "sd")
+    assert "tuned" not in generated(pair, *named, "-m", "sd", "--set", "k=2")
+    assert "tuned" not in generated(pair, *named, "-m", "heuristic")
+    assert "tuned" not in generated(pair, *named, "--set", "threshold=0.3")
+    said = generated(pair, *named, "--temperature", "1")
+    assert "was made for temperature 0, and this run has 1; it is not used" in said
+    assert "tuned:" not in said
+
+
+def test_generate_finds_the_profile_by_itself(
+    pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+    found = profiles.load(folder)
+    own = profiles.default_folder(found.fits, 0.0, 1.0, 0)
+    assert own.is_relative_to(tmp_path / "data")
+    assert "tuned" not in generated(pair)
+    profiles.save(found, own)
+    assert "tuned: svip" in generated(pair)
+    assert profiles.default_folder(found.fits, 0.8, 1.0, 0) != own
+    (own / "profile.yaml").write_text("version: 1")
+    said = generated(pair)
+    assert "is damaged" in said
+    assert "it is not used" in said
+    assert generated(pair, "-q") == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("fits", "versions", "torch"), "1.0", "torch was 1.0, and is"),
+        (("fits", "target", "device"), "cuda:0", "the target's device was cuda:0, and is cpu"),
+        (("fits", "target", "dtype"), "bfloat16", "the target's dtype was bfloat16"),
+        (("fits", "draft", "fingerprint"), "0" * 16, "the draft's fingerprint was"),
+        (("fits", "machine", "node"), "other", "the machine's node was other"),
+        (("fits", "exit_layer"), "0" * 16, "the exit layer was"),
+    ],
+)
+def test_a_stale_profile_is_said_to_be(
+    pair: tuple[str, ...], folder: Path, place: tuple[str, ...], value: str, said: str
+) -> None:
+    path = folder / "profile.yaml"
+    path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), place, value)))
+    told = generated(pair, "--profile", str(folder))
+    assert "is stale: " + said in told
+    assert "it is not used" in told
+    assert "tuned:" not in told
+
+
+def test_a_profile_that_is_named_has_to_be_there(pair: tuple[str, ...], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", "abc", *pair, "--profile", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "cannot read the profile" in result.stderr
+
+
+def test_compare_takes_tuned_settings(pair: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    prompts, trace = tmp_path / "prompts.yaml", tmp_path / "trace.jsonl"
+    prompts.write_text("prompts: [abcabc]")
+    given = ["--prompts", str(prompts), "--repeats", "1", "-n", "4", "-m", "sd,sd:k=2,svip", "--trace", str(trace)]
+    result = CliRunner().invoke(app, ["compare", *pair, "--device", "cpu", *given, "--profile", str(folder)])
+    assert result.exit_code == 0, result.stderr
+    assert "tuned: sd, k 3; svip, c 0.15, h 0.45, max_draft 12" in result.stderr
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    starts = {line["spec"]: line["settings"] for line in lines if line["type"] == "start"}
+    assert starts["sd"]["k"] == 3
+    assert starts["sd:k=2"]["k"] == 2
+    assert starts["svip"]["threshold"] == 0.45
+
+
+def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "prompts.yaml").write_text("prompts: [abcabc, one two, '0123']")
+    out = tmp_path / "out"
+    given = ["-m", "sd,lookup", "--prompts", str(tmp_path / "prompts.yaml"), "--out", str(out), "-n", "16", "--budget", "6"]
+    result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", *given, "--json"])
+    assert result.exit_code == 0, result.stderr
+    line = json.loads(result.stdout)
+    assert line["type"] == "tune"
+    assert {"chosen", "speedup", "predicted", "costs", "profile"} <= line.keys()
+    assert line["profile"] == str(out / "profile.yaml")
+    assert set(line["predicted"]) == {"ar", "sd", "lookup"}
+    assert profiles.load(out).chosen.method == line["chosen"]["method"]
+    assert "✓ plain decoding gives" in result.stderr
+    assert "saved" in result.stderr
+    assert f"tuned: {line['chosen']['method']}" in generated(pair, "--profile", str(out))
+    again = CliRunner().invoke(
+        app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "-n", "16", "--out", str(out), "--export", "mlx"]
+    )
+    assert again.exit_code == 0, again.stderr
+    assert f"--num-draft-tokens {profiles.load(out).settings_of('sd')['k']}" in again.stdout  # type: ignore[index]
+    assert "✓" not in again.stderr, "what was tuned is taken as it is"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--budget", "1"], "--budget is 1"),
+        (["--budget", "nan"], "--budget is nan"),
+        (["--methods", "svipp"], "did you mean svip"),
+        (["--export", "vlm"], "did you mean vllm"),
+        (["--prompts", "missing.yaml"], "missing.yaml"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--steps", "3"], "stands without --train"),
+        (["--train", "--export", "mlx"], "stands beside --train"),
+    ],
+)
+def test_mistakes_get_one_line(more: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["tune", *more])
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert said in result.stderr
+
+
+TUNED = [Tuned(found.name, found.settings, found.predicted) for found in outcome().methods]
+NAMES = Names("org/target", "org/draft")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_is_told_in_its_own_words(engine: str) -> None:
+    made = export(engine, TUNED, "svip", NAMES)
+    assert any("svip" in lost for lost in made.lost), "the fastest does not carry over, and that is said"
+    expected = {
+        "transformers": ('"num_assistant_tokens": 3', '"assistant_confidence_threshold": 0.0', '"constant"'),
+        "vllm": ('"method": "draft_model"', '"model": "org/draft"', '"num_speculative_tokens": 3'),
+        "sglang": ("--speculative-algorithm STANDALONE", "--speculative-num-steps 3", "topk 1", "num-draft-tokens 4"),
+        "llama.cpp": ("--spec-type draft-simple", "--spec-draft-n-max 3", "--spec-draft-n-min 0", "--spec-draft-p-min 0"),
+        "mlx": ("--num-draft-tokens 3",),
+    }
+    for words in expected[engine]:
+        assert words in made.text
+
+
+def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
+    confident = [Tuned("confidence", {"threshold": 0.35, "max_draft": 9}, 1.0)]
+    assert json.loads(export("transformers", confident, "confidence", NAMES).text) == {
+        "num_assistant_tokens": 9,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.35,
+    }
+    assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", NAMES).text
+    looked_up = [Tuned("lookup", {"k": 6, "ngram": 2}, 1.0)]
+    assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", Names("t", None)).text
+    with pytest.raises(SpecgenError, match="none of the methods"):
+        export("mlx", looked_up, "lookup", NAMES)
+    plain = export("mlx", TUNED, "ar", NAMES)
+    assert "plain decoding is the fastest" in plain.lost[0]
