@@ -1,7 +1,7 @@
 """Is `specgen tune` right? Not a test: `python tests/measure_tune.py` prints figures.
 
-A grid of methods and settings is measured for real, runs taken in turn, and held against what replay expects of each, and against
-what tuning chose: median error, rank correlation within the best quarter, whether the choice lies inside the interval of the best.
+A grid of methods and settings is measured for real, runs taken in turn, and held against what replay expects of each and what
+tuning chose: median error, rank correlation within the best quarter, whether the choice lies inside the interval of the best.
 With `--held-out` the tuning sees some categories, the measurement the others.
 """
 
@@ -90,10 +90,7 @@ def opened(draft: str, folder: Path) -> Pair:
         assert bundled.draft is not None
         model = bundled.target.model if draft == "near" else bundled.draft.model
         torch.manual_seed(1)
-        if draft == "near":
-            made = near_copy(model)
-        else:
-            made = type(model)(model.config).eval()
+        made = near_copy(model) if draft == "near" else type(model)(model.config).eval()
         made.save_pretrained(folder)
         for file in demo.folder("draft").glob("tokenizer*"):
             (folder / file.name).write_bytes(file.read_bytes())
@@ -142,9 +139,8 @@ def report(found: Sequence[Row], expected: dict[str, float], outcome: Outcome, *
     best, chosen = ranked[0], outcome.chosen.written
     low, high = intervals[best]
     inside = low is None or (low <= speedups[chosen] <= (high or speedups[chosen]))
-    print(
-        f"best: {best} {speeds[best]:.1f} tokens/s; chosen: {chosen} {speeds[chosen]:.1f} tokens/s ({speeds[chosen] / speeds[best]:.1%})"
-    )
+    share = speeds[chosen] / speeds[best]
+    print(f"best: {best} {speeds[best]:.1f} tokens/s; chosen: {chosen} {speeds[chosen]:.1f} tokens/s ({share:.1%})")
     print(f"the choice lies {'inside' if inside else 'OUTSIDE'} the interval of the best one's speedup")
     if held_out:
         print(

@@ -19,6 +19,7 @@ from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
 from specgen.tuning.outcome import Found, judged
 from specgen.tuning.probes import RoundProbe
+from specgen.tuning.remembered import RememberedSession
 from specgen.tuning.replay import Behaviour, replay
 from specgen.tuning.tuner import Tuner, Wanted
 from specgen.types import SamplingParams
@@ -250,3 +251,18 @@ def test_a_draft_that_cannot_follow_is_said(near: Pair) -> None:
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
     best = Found("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
     assert judged(best, Found("ar", {}, True, 100.0, 1)) == verdict
+
+
+@pytest.mark.parametrize("given", [{"width": 2, "depth": 3}, {"width": 4, "depth": 2, "k": 2}, {"width": 3, "k": 4}])
+def test_trees_are_replayed_from_remembered_rows(near: Pair, behaviour: Behaviour, given: dict[str, object]) -> None:
+    target, draft = near.sessions
+    assert draft is not None
+    remembered = [RememberedSession(draft, answer, target.vocab_size) for answer in behaviour.answers]
+    known = replace(behaviour, trees=dict.fromkeys((2, 3, 4), COSTS), remembered=remembered)
+    found, run = replay(known, "sd", given), really(near, "sd", given)
+    assert found.token_ids == run.token_ids
+    assert (found.rounds, found.drafted, found.accepted) == (run.rounds, run.drafted, run.accepted)
+    passes = sum(session.passes for session in remembered)
+    again = replay(known, "sd", given)
+    assert again.token_ids == found.token_ids
+    assert sum(session.passes for session in remembered) == passes, "nothing is asked twice"

@@ -35,8 +35,6 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     },
 }
 TREES = {"width": (2, 3, 4), "depth": (2, 3, 4, 5)}
-BEAMS = {"beams": (2, 4, 8), "k": (3, 4, 6)}
-TAUS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 REPLAYED = tuple(_GRIDS)
 
 
@@ -58,6 +56,14 @@ def _combined(values: Mapping[str, Sequence[Value]]) -> Iterator[Given]:
 def trees() -> list[Given]:
     """Shapes of draft trees, the largest first: what is recorded for one serves the smaller."""
     return sorted(_combined(TREES), key=lambda given: (-int(given["width"]), -int(given["depth"])))
+
+
+def in_turn(grids: Mapping[str, Sequence[Given]]) -> Iterator[tuple[str, Given]]:
+    """The methods' settings in turn: where time runs out, each has had some."""
+    for place in range(max(map(len, grids.values()), default=0)):
+        for name, settings in grids.items():
+            if place < len(settings):
+                yield name, settings[place]
 
 
 def written(name: str, given: Given) -> str:

@@ -7,7 +7,7 @@ and the answer is theirs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -17,10 +17,12 @@ from specgen.bench.runner import Contest, Runner
 from specgen.bench.specs import parse_spec
 from specgen.errors import SpecgenError
 from specgen.tuning.behaviour import Answer, Recorder, Tape, record_answer
-from specgen.tuning.candidates import REPLAYED, Given, grid
+from specgen.tuning.candidates import REPLAYED, Given, grid, in_turn, trees, written
+from specgen.tuning.costs import RoundCosts
 from specgen.tuning.outcome import PLAIN, Found, Outcome, judged
 from specgen.tuning.payoff import Payoff
 from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
+from specgen.tuning.remembered import RememberedSession
 from specgen.tuning.replay import Behaviour, cost_kind, replay
 from specgen.types import SamplingParams
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ANSWERS, COSTS, REPLAY = 0.15, 0.35, 0.2  # shares of the time that is left when they begin
+TREES_SHARE, TREE_ANSWERS = 0.2, 4
 FINALISTS = 3  # methods that are really run, plain decoding aside
 CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
 FEWEST_PROMPTS, SHORT = 2, 48
@@ -81,6 +84,7 @@ class Tuner:
         answers = self._timed(self._answers)
         behaviour = self._behaviour(answers)
         found = self._timed(lambda: self._replayed(behaviour))
+        found = self._timed(lambda: self._with_trees(behaviour, found))
         found = self._timed(lambda: self._confirmed(found))
         return self._outcome(behaviour, found)
 
@@ -227,7 +231,7 @@ class Tuner:
         deadline = time.perf_counter() + REPLAY * self._left
         best: dict[str, Found] = {}
         tried = 0
-        for place, (name, given) in enumerate(_in_turn({name: grid(name) for name in self.names})):
+        for place, (name, given) in enumerate(in_turn({name: grid(name) for name in self.names})):
             if place % 20 == 0:
                 self._watch.doing(f"replaying, {tried} settings so far", self._left)
             if name in best and time.perf_counter() > deadline:
@@ -246,6 +250,46 @@ class Tuner:
         summary = replay(behaviour, name, given, has_predictor=self._has_predictor)
         speed = summary.tokens_per_second or 0.0
         return Found(name, given, methods.METHODS[name].lossless, speed, 1, summary.acceptance_rate)
+
+    def _with_trees(self, behaviour: Behaviour, found: list[Found]) -> tuple[list[Found], str]:
+        """Draft trees on a few of the answers, each shape against plain decoding on the same ones. They take real passes."""
+        target, draft = self._pair.sessions
+        if draft is None or "sd" not in self.names:
+            return found, ""
+        deadline = time.perf_counter() + TREES_SHARE * self._left
+        some = behaviour.answers[:TREE_ANSWERS]
+        widths = sorted({int(given["width"]) for given in trees()})
+        try:
+            costs = {width: self._tree_costs(some, width) for width in widths if time.perf_counter() < deadline}
+        except SpecgenError as error:  # ALiBi knows no trees
+            self.left_out["sd with width"] = error.message
+            return found, ""
+        remembered = [RememberedSession(draft, answer, target.vocab_size) for answer in some]
+        tapes = {"model": behaviour.tapes["model"][: len(some)]}
+        known = replace(behaviour, answers=some, tapes=tapes, trees=costs, remembered=remembered)
+        plain = self._expected(known, PLAIN, {}).predicted
+        usual = next(entry for entry in found if entry.name == PLAIN).predicted
+        tried: list[Found] = []
+        for given in trees():
+            if int(given["width"]) in costs and time.perf_counter() < deadline:
+                self._watch.doing(f"draft trees, {written('sd', given)}", self._left)
+                entry = self._expected(known, "sd", {**given, "k": given["depth"]})
+                tried.append(replace(entry, predicted=entry.predicted * usual / plain))
+        if not tried:
+            self.left_out["sd with width"] = "time was short (a larger --budget helps)"
+            return found, ""
+        best = max(tried, key=lambda entry: entry.predicted)
+        made = [_better(entry, best, len(tried)) if entry.name == "sd" else entry for entry in found]
+        said = f"{_counted(len(tried), 'draft tree')} replayed; best: {best.written}"
+        return sorted(made, key=lambda entry: -entry.predicted), said
+
+    def _tree_costs(self, answers: Sequence[Answer], width: int) -> RoundCosts:
+        self._watch.doing(f"timing rounds (draft trees of width {width})", self._left)
+        shape: dict[str, object] = {"width": width}
+        behind = self._contexts(answers)[:1]
+        probe = RoundProbe(self._pair, "sd", behind, self._sampling, lengths=(2, 3, 5), looks=frozenset(), settings=shape)
+        probe.run(0.5)
+        return probe.costs
 
     # confirmation
 
@@ -343,12 +387,9 @@ def _acceptances(tapes: Mapping[str, Sequence[Tape]]) -> dict[str, float | None]
     return found
 
 
-def _in_turn(grids: Mapping[str, Sequence[Given]]) -> Iterator[tuple[str, Given]]:
-    """The methods' settings in turn: where time runs out, each has had some."""
-    for place in range(max(map(len, grids.values()), default=0)):
-        for name, settings in grids.items():
-            if place < len(settings):
-                yield name, settings[place]
+def _better(chain: Found, tree: Found, tried: int) -> Found:
+    best = max(chain, tree, key=lambda entry: entry.predicted)
+    return replace(best, tried=chain.tried + tried)
 
 
 def _counted(count: int, noun: str) -> str:
