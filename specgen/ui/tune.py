@@ -103,6 +103,7 @@ def _verdict(outcome: Outcome, path: Path, width: int) -> Iterator[Text]:
         yield Text(f"Speculation pays here: {times} with {best.name}.", "strong")
         yield from _said("fastest", f"{_named(best)}: {times} plain decoding{_interval(best)}, the same output", width)
         others = [found for found in outcome.methods if found.name not in (PLAIN, best.name) and found.lossless]
+        others.sort(key=lambda found: -(found.speedup or found.predicted / outcome.plain.predicted))
         if others:
             said = " · ".join(f"{_named(found)}: {_times(found, outcome)}" for found in others[:3])
             yield from _said("next", said, width)
