@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, make_model, near_copy, plain, save
+from families import CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableSession
@@ -77,7 +77,9 @@ def several_ends(models_folder: Path) -> Pair:
     ends = sorted({ahead[7], ahead[9]})
     target.generation_config.eos_token_id = ends
     folder = save(target, models_folder / "ends")
-    return specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
+    pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
+    pair.exit_layer = exit_of(pair.target.model, 1)
+    return pair
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
