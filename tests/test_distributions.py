@@ -98,6 +98,19 @@ SETTINGS = {
     "eesd-tree": {"width": 3, "depth": 2, "theta0": 1.0},
     "selfsd": {"skip": "1"},
 }
+VARIANTS = (  # of what stands beside them
+    "heuristic",
+    "confidence",
+    "pearl:window=3",
+    "pearl:policy",
+    "pearl:post_verify",
+    "sd:tree of 4",
+    "sd:selfsd",
+    "eesd-fixed",
+    "eesd-beta",
+    "eesd-cali:model",
+    "eesd-cali:sampling",
+)
 VERDICTS = ("sd", "pearl", "spectr", "specinfer")
 
 
@@ -138,15 +151,16 @@ def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
-def seldom(names: Iterable[str], *often: str) -> list[object]:
+def seldom(names: Iterable[object], *often: object) -> list[object]:
     """All of them, those that are not to be run often only among the slow tests."""
     return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in names]
 
 
 def every_case() -> Iterator[object]:
-    """All methods with every warp at once; each warp alone, and an end of sequence, where verdicts are reached in another way."""
+    """All methods with every warp at once, one warp alone where verdicts are reached in another way; the rest are slow tests."""
     for name, warp in product(SETTINGS, WARPS):
-        yield pytest.param(name, warp, marks=() if warp == "both" or name in VERDICTS else pytest.mark.slow)
+        often = name not in VARIANTS if warp == "both" else warp == "top-p" and name in VERDICTS
+        yield pytest.param(name, warp, marks=() if often else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "warp"), every_case())

@@ -17,7 +17,7 @@ import specgen
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
-COUNT = 24
+COUNT = 20
 LAYERS = 4
 METHODS = {
     "eesd": {},

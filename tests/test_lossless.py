@@ -30,7 +30,7 @@ LENGTH_SETTING = {
     "spectr": "k",
     "specinfer": "k",
 }
-COUNT = 32
+COUNT = 26
 AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
 Case = tuple[str, str, str, int]
 

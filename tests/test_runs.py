@@ -11,7 +11,7 @@ import torch
 from families import CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableSession
+from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableSession, seldom
 
 import specgen
 from specgen import assembly, methods
@@ -83,7 +83,7 @@ def several_ends(models_folder: Path) -> Pair:
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", seldom((1, 3, 8), 3))
 def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, method: str, k: int) -> None:
     setting = LENGTH_SETTINGS.get(method)
     expected = plain(several_ends.target.model, [1, 5, 6, 7], 40)
