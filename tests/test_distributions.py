@@ -21,7 +21,7 @@ from specgen.types import Context, Draft, SamplingParams, Verdict
 from specgen.workers.thread import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
-RUNS = 2000
+RUNS = 1500
 # A false alarm in 10,000 a test. What is certain to be caught is a gross mistake, total variation of 0.1 and more; finer ones
 # show in the enumerations that the rules were checked by, and under `-m slow` with more runs.
 SIGNIFICANCE = 1e-4
