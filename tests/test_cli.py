@@ -150,6 +150,7 @@ def test_recorded_distributions_stand_beside_each_drafted_token(generate: Genera
     assert (code, b"--record distributions" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_character_that_the_locale_lacks_becomes_a_question_mark(pair: tuple[str, ...]) -> None:
     options = ("-n", "40", "--seed", "3", "--temperature", "1.5", "--ignore-eos", "-q")
     code, out, err = run("generate", *pair, *options, PROMPT, environment={"PYTHONIOENCODING": "ascii"})
