@@ -88,7 +88,7 @@ class Context:
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
-        self.largest_id = max(self.largest_id, *tokens)
+        self.largest_id = max((self.largest_id, *tokens))
 
 
 class Fate(Enum):

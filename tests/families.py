@@ -22,6 +22,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from specgen.models.exit_files import Description, Exit
+from specgen.models.exit_layer import ExitLayer, Predictor
+
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2
 WORDS = [
@@ -126,3 +129,15 @@ def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options)
     new: list[int] = output[0, len(prompt_ids) :].tolist()
     return new
+
+
+def exit_of(model: object, after: int, *, predictor: bool = True, seed: int = 0) -> Exit:
+    """An untrained exit, with a predictor that guesses."""
+    own = None
+    if predictor:
+        torch.manual_seed(seed)
+        own = Predictor(model.config.hidden_size)  # type: ignore[attr-defined]
+        for weight in own.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+        own.requires_grad_(False)
+    return Exit(ExitLayer.of(model), own, Description("a test's", "", after))

@@ -135,21 +135,22 @@ def test_json_lines_have_the_promised_keys_and_are_the_same_in_the_trace(pair: t
     assert lines[-1]["new_tokens"] == 40
 
 
-def test_recorded_distributions_stand_beside_each_drafted_token(pair: tuple[str, ...]) -> None:
+def test_recorded_distributions_stand_beside_each_drafted_token(generate: Generate, pair: tuple[str, ...]) -> None:
     options = ("-n", "20", "--ignore-eos", "-m", "sd", "--json", "-q")
-    lines = parsed(run("generate", *pair, *options, "--record", "distributions", PROMPT)[1].decode())
+    lines = parsed(generate(*options, "--record", "distributions", PROMPT)[0])
     for line in lines[1:-1]:
         assert set(line) == {*ROUND.split(), "overlap", "kl"}
         assert len(line["overlap"]) == len(line["kl"]) == len(line["draft_ids"])
         assert all(0 <= overlap <= 1 for overlap in line["overlap"])
         assert all(kl >= 0 for kl in line["kl"])
     assert any(line["overlap"] for line in lines[1:-1])
-    plainly = parsed(run("generate", *pair, *options, PROMPT)[1].decode())
+    plainly = parsed(generate(*options, PROMPT)[0])
     assert plainly[-1]["token_ids"] == lines[-1]["token_ids"]  # a record changes nothing
     code, _, err = run("generate", *pair, *options[:-2], "--record", "distributions", PROMPT)
     assert (code, b"--record distributions" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_character_that_the_locale_lacks_becomes_a_question_mark(pair: tuple[str, ...]) -> None:
     options = ("-n", "40", "--seed", "3", "--temperature", "1.5", "--ignore-eos", "-q")
     code, out, err = run("generate", *pair, *options, PROMPT, environment={"PYTHONIOENCODING": "ascii"})
@@ -187,7 +188,7 @@ def test_an_interruption_while_loading_needs_no_traceback() -> None:
 
 
 @POSIX
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("form", [(), pytest.param(("--json",), marks=pytest.mark.slow)], ids=["text", "json"])
 def test_a_reader_that_leaves_is_met_with_silence(form: tuple[str, ...]) -> None:
     process = start("generate", "-n", "900", "--ignore-eos", *form, "def add(a, b):")
     assert process.stdout is not None
@@ -310,7 +311,7 @@ def test_the_footer_says_that_the_context_is_full(generate: Generate) -> None:
 def test_settings_reach_the_method(generate: Generate) -> None:
     out, _ = generate("-n", "20", "--ignore-eos", "--json", "-m", "sd", "--set", "policy=heuristic", "--set", "k=3", PROMPT)
     first, _, second, *_ = parsed(out)
-    assert first["settings"] == {"policy": "heuristic", "k": 3, "max_draft": 40}
+    assert first["settings"] == {"policy": "heuristic", "k": 3, "max_draft": 40, "width": 1, "depth": "auto"}
     assert len(second["draft_ids"]) == 3
 
 

@@ -190,11 +190,13 @@ def test_a_missing_folder_in_a_process_of_its_own(tmp_path: Path) -> None:
     check_refused("generate", "hi", "-t", missing, named=(missing, "Check the path"))
 
 
+@pytest.mark.slow
 def test_tokenizers_that_differ_in_a_process_of_its_own(folders: Folders) -> None:
     target, draft = folders["good"], folders["other-ids"]
     check_refused("generate", "abc", "-t", target, "-d", draft, named=("tokenizers differ", target, draft, "-m lookup"))
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_context_in_a_process_of_its_own(folders: Folders) -> None:
     arguments = ("generate", "-n", "5", "-t", folders["good"])
     check_refused(*arguments, stdin=b"abc" * CONTEXT, named=(f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"))

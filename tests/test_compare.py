@@ -509,7 +509,9 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> 
 
 
 @POSIX
-def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(pair: tuple[str, ...], prompts: str, tmp_path: Path) -> None:
+def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(
+    compare: Compare, pair: tuple[str, ...], prompts: str, tmp_path: Path
+) -> None:
     trace = tmp_path / "t.jsonl"
     arguments = ["-m", "sd:k=2,lookup", "-n", "60", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
     command = [sys.executable, "-m", "specgen", "compare", *pair, "--device", "cpu", *arguments]
@@ -526,14 +528,8 @@ def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(pair: tuple[st
     assert re.search(r"^sd:k=2 +same ", table, flags=re.MULTILINE)
     assert all(run["finish_reason"] == "length" for by in runs_of(trace).values() for runs in by.values() for run in runs)
     kept = trace.read_bytes()
-    again = subprocess.run(
-        [*command[:-4], "--repeats", "2", "--prompts", prompts, "--resume", str(trace)],
-        capture_output=True,
-        env=environment,
-        timeout=60,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
+    code, _, err = compare(*arguments[:-4], "--repeats", "2", "--resume", str(trace))
+    assert code == 0, err
     assert trace.read_bytes().startswith(kept)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -21,7 +21,7 @@ from specgen.types import Context, Draft, SamplingParams, Verdict
 from specgen.workers.thread import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
-RUNS = 2000
+RUNS = 1500
 # A false alarm in 10,000 a test. What is certain to be caught is a gross mistake, total variation of 0.1 and more; finer ones
 # show in the enumerations that the rules were checked by, and under `-m slow` with more runs.
 SIGNIFICANCE = 1e-4
@@ -98,6 +98,20 @@ SETTINGS = {
     "eesd-tree": {"width": 3, "depth": 2, "theta0": 1.0},
     "selfsd": {"skip": "1"},
 }
+VARIANTS = (  # of what stands beside them
+    "heuristic",
+    "confidence",
+    "pearl:window=3",
+    "pearl:policy",
+    "pearl:post_verify",
+    "sd:tree of 4",
+    "sd:selfsd",
+    "eesd-fixed",
+    "eesd-beta",
+    "eesd-cali:model",
+    "eesd-cali:sampling",
+)
+VERDICTS = ("sd", "pearl", "spectr", "specinfer")
 
 
 def decode(
@@ -137,14 +151,26 @@ def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
-@pytest.mark.parametrize(("name", "warp"), list(product(SETTINGS, WARPS)))
+def seldom(names: Iterable[object], *often: object) -> list[object]:
+    """All of them, those that are not to be run often only among the slow tests."""
+    return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in names]
+
+
+def every_case() -> Iterator[object]:
+    """All methods with every warp at once, one warp alone where verdicts are reached in another way; the rest are slow tests."""
+    for name, warp in product(SETTINGS, WARPS):
+        often = name not in VARIANTS if warp == "both" else warp == "top-p" and name in VERDICTS
+        yield pytest.param(name, warp, marks=() if often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "warp"), every_case())
 def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
     sampling = WARPS[warp]
     counts = Counter(decode(name, SETTINGS[name], sampling, seed) for seed in range(RUNS))
     assert p_value(counts, expected(sampling)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("warp", seldom(WARPS, "both"))
 @pytest.mark.parametrize("beam", ["greedy", "sample"])
 def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: str) -> None:
     """MTAD, section 5.2.2: all drafts are refused, and what is left is the target's own tokens."""
@@ -153,7 +179,7 @@ def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: s
     assert p_value(counts, expected(WARPS[warp])) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", seldom(SETTINGS, *VERDICTS, "lookup", "eesd-tree"))
 def test_joint_distribution_with_an_end_of_sequence(name: str) -> None:
     sampling, eos = WARPS["plain"], frozenset({1, 4})
     counts = Counter(decode(name, SETTINGS[name], sampling, seed, eos) for seed in range(RUNS))

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, make_model, plain, save
+from families import CONTEXT, exit_of, make_model, plain, save
 from test_early_exit import LLAMA_LIKE, four_kinds
 from test_lossless import prompt
 
 import specgen
-from specgen.models.exit_files import Description, Exit
-from specgen.models.exit_layer import ExitLayer, Predictor
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
-COUNT = 40
+COUNT = 20
 LAYERS = 4
 METHODS = {
     "eesd": {},
@@ -35,18 +33,6 @@ METHODS = {
     "selfsd": {"skip": "1+2"},
     "selfsd:parts": {"skip": "0a+1m+2", "policy": "fixed", "k": 5},
 }
-
-
-def exit_of(model: object, after: int, *, predictor: bool = True, seed: int = 0) -> Exit:
-    """An untrained exit, with a predictor that guesses."""
-    own = None
-    if predictor:
-        torch.manual_seed(seed)
-        own = Predictor(model.config.hidden_size)  # type: ignore[attr-defined]
-        for weight in own.parameters():
-            torch.nn.init.normal_(weight, std=0.3)
-        own.requires_grad_(False)
-    return Exit(ExitLayer.of(model), own, Description("a test's", "", after))
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +53,22 @@ def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
     return with_exit
 
 
-@pytest.mark.parametrize("family", LLAMA_LIKE)
-@pytest.mark.parametrize("after", [1, LAYERS // 2])
+def exits() -> Iterator[object]:
+    """Every family with one place of the exit, and among the slow tests with the other."""
+    for number, family in enumerate(LLAMA_LIKE):
+        for after in (1, LAYERS // 2):
+            yield pytest.param(family, after, marks=() if after == 1 + number % 2 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "after"), exits())
 def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, after: int) -> None:
     pair = pair_with(family, after)
-    for number, (name, settings) in enumerate(METHODS.items()):
-        for seed in (number, number + 100):  # the second run finds the first one's caches
+    expected = {seed: plain(pair.target.model, prompt(seed), COUNT) for seed in (after, after + 100)}
+    for name, settings in METHODS.items():
+        for seed, tokens in expected.items():  # the second run finds the first one's caches
             ids = prompt(seed)
-            expected = plain(pair.target.model, ids, COUNT)
             result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
-            assert result.token_ids == expected, (name, seed)
+            assert result.token_ids == tokens, (name, seed)
 
 
 @pytest.mark.parametrize("length", range(1, 9))
@@ -96,8 +88,7 @@ def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[[str, int], Pa
         assert max(round_.draft.levels for round_ in result.rounds) <= length
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("draft", ["unrelated", "near", "itself"])
+@pytest.mark.parametrize(("draft", "width"), [("unrelated", 3), ("near", 2), ("near", 4), ("itself", 2)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
 def test_trees_of_a_draft_model(pair_of: Callable[[str, str], Pair], family: str, draft: str, width: int) -> None:
     pair = pair_of(family, draft)
@@ -110,10 +101,10 @@ def test_trees_of_a_draft_model(pair_of: Callable[[str, str], Pair], family: str
         assert widest == width
 
 
-def test_a_tree_of_the_target_itself_is_accepted_to_its_leaves(pair_of: Callable[[str, str], Pair]) -> None:
-    result = pair_of("llama", "itself").generate(
-        prompt(3), "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), width=2, k=4
-    )
+def test_a_tree_of_the_target_itself_is_accepted_to_its_leaves(demo_pair: Pair) -> None:
+    """A trained one: where all continuations are about as likely, the greedy path need not be among the two best."""
+    itself = Pair(demo_pair.target, demo_pair.target)
+    result = itself.generate("def add(a, b):\n", "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), width=2, k=4)
     assert [len(round_.verdict.path) for round_ in result.rounds[1:]] == [4] * 6
     assert all(round_.verdict.source == "bonus" for round_ in result.rounds[1:])
 

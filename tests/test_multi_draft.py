@@ -153,8 +153,6 @@ def distance(
         {"seed": 2, "k": 1, "drafts": 4},
         {"seed": 3, "k": 1, "drafts": 4, "zero": True},
         {"seed": 4, "k": 2, "drafts": 2},
-        {"seed": 5, "k": 2, "drafts": 2, "zero": True},
-        {"seed": 6, "k": 2, "drafts": 2, "eos": 1},
         {"seed": 7, "k": 2, "drafts": 2, "eos": 2, "zero": True},
         {"seed": 8, "k": 1, "drafts": 3},
     ],
@@ -188,7 +186,7 @@ def never_lowered(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from
     return Odds(p.gather(1, tokens) / q.gather(1, tokens), multi_round(p, tokens, counts, drawn_from).rest)
 
 
-@pytest.mark.parametrize("mistake", [unscaled, for_all, unweighted, never_lowered])
+@pytest.mark.parametrize("mistake", [unscaled, pytest.param(for_all, marks=pytest.mark.slow), unweighted, never_lowered])
 def test_the_enumeration_notices_known_mistakes(mistake: multi_draft.Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"k": 2, "drafts": 2} if mistake is for_all else {"k": 1, "drafts": 3}
     assert distance(mistake, monkeypatch, seed=2, **size) > 0.01

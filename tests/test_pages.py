@@ -229,6 +229,7 @@ def test_nothing_moves_and_nothing_is_lost_in_print(browser: Browser, monkeypatc
     assert len(browser.driver.print_page()) > 10_000
 
 
+@pytest.mark.slow
 def test_a_page_of_ten_thousand_rounds_opens(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = made(monkeypatch, tmp_path, traces.a_recorded_run(10_000))
     browser.driver.set_page_load_timeout(30)

@@ -262,7 +262,7 @@ def test_a_run_that_is_left_early_leaves_the_worker_usable(apart: Pair) -> None:
 
 
 @posix
-@pytest.mark.parametrize("moment", ["before", "between"])
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "between"])
 def test_a_worker_that_dies_ends_the_run_and_not_the_pair(apart: Pair, moment: str) -> None:
     if moment == "before":
         os.kill(process_of(apart), signal.SIGKILL)

@@ -165,9 +165,14 @@ def test_what_is_no_model_is_refused(inspect: Inspect, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
-def test_every_line_fits_its_width(inspect: Inspect, strangers: tuple[str, str], width: int) -> None:
+def test_every_line_fits_its_width(inspect: Inspect, width: int) -> None:
     out = inspect("--pair", width=width)[0]
     assert max(map(len, out.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "measure", lambda *_: payoff(draft=0.2, a_token_more=0.03))
     out = inspect("--measure", "-t", str(demo.folder("draft")), "-d", str(demo.folder("draft")), width=width)[0]
     # a path is not cut: whoever copies the command needs all of it
     assert all(len(line) <= width or str(demo.folder("draft"))[:10] in line for line in out.splitlines())
@@ -226,7 +231,7 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     session = demo_pair.target.session()
     seen = []
     run = session._run
-    session._run = lambda ids, tree, keep: (seen.append((len(ids), session._committed)), run(ids, tree, keep))[1]  # type: ignore[method-assign]
+    session._run = lambda span, keep: (seen.append((len(span.ids), span.first)), run(span, keep))[1]  # type: ignore[method-assign]
     seconds = target_pass_seconds(session, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)

@@ -72,6 +72,7 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
         context.extend(tokens[: rng.randrange(4)])
 
 
+@torch.inference_mode()  # as the sessions' caches may be made
 def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list[int]) -> torch.Tensor:
     """The quiet model's rows behind keys and values that the whole model made of all tokens but the context's last."""
     whole, part = Session(model, CONTEXT), Session(quiet, CONTEXT)

@@ -364,6 +364,7 @@ def test_a_full_disk_is_one_line(folder: Path, corpus: Path, tmp_path: Path, mon
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
+@pytest.mark.slow
 def test_a_process_that_is_interrupted_goes_on(folder: Path, corpus: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,

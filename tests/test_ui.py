@@ -124,12 +124,13 @@ def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
 
 
 def test_a_trees_branches_stand_by_their_fate() -> None:
+    """Those that the target judged beside one another; `²` where it took the second."""
     draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
     refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
     accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
     lines = rounds_at(100, refused, accepted)
-    assert lines[0].split()[2:] == ["starts", "with", "✗3|packs", "pencils.", "→", "baskets", "limit", "3"]
-    assert lines[1].split()[2:] == ["pencils.", "starts", "with", "3", "packs", "⊕", "baskets", "limit", "3"]
+    assert lines[0].split()[2:] == ["starts", "with", "✗3|packs", "→", "baskets", "limit", "3"]
+    assert lines[1].split()[2:] == ["pencils².", "⊕", "baskets", "limit", "3"]
 
 
 def test_tokens_keep_their_styles() -> None:

@@ -127,6 +127,7 @@ def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
     wait_for(running.find_worker, 20)
     kill_the_worker(running, 0.2)

@@ -41,6 +41,9 @@ class SharedLayers:
         """The hidden rows [1, n, width] of the span's tokens at layer N, run now or kept; valid until the next call."""
         context, draft = span.context, span.draft
         slots = self._slots
+        slots.follow(context)
+        if span.last <= slots.committed:  # a chunk of a prompt: a draft behind it may stay
+            return self._hidden.rows(span.first, span.last)
         slots.keep(context, draft, len(draft.tokens) + 1)
         while slots.committed < span.last and len(context) - slots.committed > (size := slots.chunk(context)):
             self._run(Span(context, NONE, slots.committed, slots.committed + size))

@@ -66,8 +66,10 @@ def refusals(pair: Pair) -> dict[str, SpecgenError]:
     found = {}
     for name in methods.METHODS:
         try:
-            known: dict[str, Any] = {"skip": "0"} if methods.METHODS[name].drafter == "skip" else {}  # a search takes its time
-            pair.plan([1], name, SamplingParams(max_new_tokens=1), **known)
+            method = methods.METHODS[name]
+            known: dict[str, Any] = {"skip": "0"} if method.drafter == "skip" else {}  # a search takes its time, and so does
+            like = "sd" if method.schedule == "parallel" else name  # a start of what drafts apart: it asks for a draft, too
+            pair.plan([1], like, SamplingParams(max_new_tokens=1), **known)
         except SpecgenError as error:
             found[name] = error
     return found
