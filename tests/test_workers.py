@@ -1,0 +1,313 @@
+"""PEARL on real models: the draft in a process, or a thread, of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_model, near_copy, save
+
+import specgen
+from specgen import methods
+from specgen.errors import RunError, SpecgenError
+from specgen.pair import Pair
+from specgen.types import Round, SamplingParams
+from specgen.workers.process import DraftProcess
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    parent = tmp_path_factory.mktemp("pearl")
+    target = make_model("llama")
+    target.generation_config.repetition_penalty = 1.3
+    return save(target, parent / "target"), save(near_copy(target), parent / "draft")
+
+
+@pytest.fixture(scope="module")
+def apart(folders: tuple[str, str]) -> Iterator[Pair]:
+    """A pair whose draft works in a process of its own; its target has penalties."""
+    with specgen.load(*folders, device="cpu", dtype="float32") as pair:
+        yield pair
+
+
+def process_of(pair: Pair) -> int:
+    worker = pair._process_worker
+    assert worker is not None
+    return worker.ready().pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="a second process is used on POSIX systems only")
+PROMPT = [1, 7, 9, 20, 11]
+SAMPLED = SamplingParams(max_new_tokens=60, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
+
+
+@posix
+@pytest.mark.parametrize("sampling", [SamplingParams(max_new_tokens=60, seed=5), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("given_", [{}, {"policy": "beta-ts"}, {"pre_verify": False}, {"post_verify": False}], ids=str)
+def test_a_process_and_a_thread_give_the_same_rounds(
+    apart: Pair, sampling: SamplingParams, given_: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing depends on where the draft is made or how long it takes; penalties reach it too."""
+    there = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
+    assert there.summary["acceptance_rate"] > 0.3
+    monkeypatch.setattr(apart, "_process_worker", None)
+    here = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
+    assert [comparable(round_) for round_ in there.rounds] == [comparable(round_) for round_ in here.rounds]
+    if sampling.greedy:
+        assert there.token_ids == apart.generate(PROMPT, "ar", sampling).token_ids
+
+
+def comparable(round_: Round) -> object:
+    """All but the seconds; a pipe makes lists of what were tuples."""
+    draft = round_.draft
+    figures = list(draft.tokens), list(draft.entropies), list(draft.top_probs)
+    return figures, draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
+
+
+@posix
+def test_runs_may_take_turns(apart: Pair) -> None:
+    """Each keeps its own policy, and its own part of the shared memory."""
+    other = [1, 30, 31, 8]
+    alone = [apart.generate(ids, "pearl", SAMPLED, window=3, policy="beta-ts").token_ids for ids in (PROMPT, other)]
+    runs = [apart.rounds(ids, "pearl", SAMPLED, window=3, policy="beta-ts") for ids in (PROMPT, other)]
+    tokens: list[list[int]] = [[], []]
+    going = [0, 1]
+    while going:
+        for which in list(going):
+            round_ = next(runs[which], None)
+            if round_ is None:
+                going.remove(which)
+            else:
+                tokens[which] += round_.token_ids
+    assert tokens == alone
+
+
+@posix
+def test_a_run_that_is_left_early_leaves_the_worker_usable(apart: Pair) -> None:
+    threads = torch.get_num_threads()
+    run = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(run), next(run)
+    run.close()  # type: ignore[attr-defined]
+    assert torch.get_num_threads() == threads
+    before = process_of(apart)
+    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60
+    assert process_of(apart) == before
+
+
+@posix
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "between"])
+def test_a_worker_that_dies_ends_the_run_and_not_the_pair(apart: Pair, moment: str) -> None:
+    if moment == "before":
+        os.kill(process_of(apart), signal.SIGKILL)
+        assert wait_until(lambda: not apart._process_worker._process.alive)  # type: ignore[union-attr]
+    else:
+        run = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+        next(run), next(run)
+        os.kill(process_of(apart), signal.SIGKILL)
+        with pytest.raises(RunError, match=r"draft worker is gone \(SIGKILL.*-m svip"):
+            list(run)
+    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60, "a new one is started"
+
+
+@posix
+def test_what_fails_in_the_worker_is_told_here(apart: Pair, tmp_path: Path) -> None:
+    draft = make_model("llama")
+    with torch.no_grad():
+        draft.lm_head.weight[3] = float("nan")
+    target = save(make_model("llama"), tmp_path / "target")
+    with specgen.load(target, save(draft, tmp_path / "draft"), device="cpu", dtype="float32") as pair:
+        with pytest.raises(RunError, match="draft model's logits hold NaN"):
+            pair.generate(PROMPT, "pearl", window=4)
+        pid = process_of(pair)
+    assert not is_running(pid), "closing the pair ends it"
+
+
+@posix
+def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str, str]) -> None:
+    """And nobody's script is run twice: the script prints once."""
+    script = f"""
+import specgen, sys, time
+pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
+pair.generate([1, 7, 9], "pearl", window=3)
+print(pair._process_worker.ready().pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    parent.kill()
+    assert parent.stdout.read() == ""
+    parent.wait()
+    assert wait_until(lambda: not is_running(pid))
+
+
+@posix
+def test_ctrl_c_does_not_reach_the_worker(apart: Pair) -> None:
+    pid = process_of(apart)
+    os.kill(pid, signal.SIGINT)
+    assert os.getsid(pid) != os.getsid(0), "nor does the terminal send it one"
+    apart.generate(PROMPT, "pearl", SAMPLED, window=4)
+    assert process_of(apart) == pid
+
+
+@posix
+def test_a_long_prompt_and_a_short_context_of_the_draft(tmp_path: Path) -> None:
+    """Where the draft cannot follow, the target goes on alone."""
+    target = save(make_model("llama"), tmp_path / "target")
+    draft = save(make_model("llama", max_position_embeddings=24), tmp_path / "draft")
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
+        for ids in (PROMPT, [1, *range(3, 40)]):
+            assert pair.generate(ids, "pearl", sampling, window=4).token_ids == pair.generate(ids, "ar", sampling).token_ids
+
+
+def test_there_is_no_pearl_without_a_draft_model(folders: tuple[str, str]) -> None:
+    with specgen.load(folders[0], device="cpu") as pair, pytest.raises(SpecgenError, match="pearl needs a draft model"):
+        pair.rounds(PROMPT, "pearl")
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"window": "0"}, "window is 0"),
+        ({"window": "wide"}, "a whole number or auto"),
+        ({"pre_verify": "perhaps"}, "true or false"),
+        ({"policy": "svipp"}, "did you mean svip"),
+        ({"gamma": 3}, "no setting 'gamma'"),
+    ],
+)
+def test_settings_that_make_no_sense(given_: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecgenError, match=message):
+        methods.resolve(methods.METHODS["pearl"], given_)
+
+
+def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
+    """Where rotary frequencies change with the length, it may lie beyond the change: running it would change all rows."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    rope = factors | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+    model = make_model("phi3", sliding_window=None, original_max_position_embeddings=32, rope_parameters=rope)
+    folder = save(model, tmp_path)
+    with specgen.load(folder, folder, device="cpu", dtype="float32") as pair:
+        pair._process_worker = None
+        for window in (1, 3, 4, 7):
+            for ids in ([5] * 8, [5, 9, 11, 7, 30, 8]):
+                sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+                expected = pair.generate(ids, "ar", sampling).token_ids
+                assert len(expected) == 33 - len(ids)
+                assert pair.generate(ids, "pearl", sampling, window=window).token_ids == expected
+
+
+@pytest.mark.parametrize("length", [1, 60, 100, 126, 127])
+def test_the_window_is_measured_wherever_a_prompt_ends(
+    pair_of: Callable[[str, str], Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPT-2 has a table of 128 positions: a pass beyond it would be an index error."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    pair = pair_of("gpt2", "near")
+    ids = [3 + place % 50 for place in range(length)]
+    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    result = pair.generate(ids, "pearl", sampling)
+    assert result.token_ids == pair.generate(ids, "ar", sampling).token_ids
+    assert len(result.token_ids) == 128 - length
+
+
+@posix
+def test_after_a_load_that_failed_a_second_try_fails_too(tmp_path: Path) -> None:
+    target, draft = (save(make_model("llama", seed=seed), tmp_path / str(seed)) for seed in (0, 1))
+    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
+        (tmp_path / "1" / "model.safetensors").unlink()
+        for _ in range(2):
+            with pytest.raises(SpecgenError, match="no safetensors weights"):
+                pair.plan(PROMPT, "pearl", window=4)
+
+
+@posix
+def test_a_run_behind_a_closed_pair_touches_nobodys_files(folders: tuple[str, str], tmp_path: Path) -> None:
+    pair = specgen.load(*folders, device="cpu", dtype="float32")
+    run = pair.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(run), next(run)
+    pair.close()
+    others = [(tmp_path / str(number)).open("w+b") for number in range(12)]  # they get the numbers that were closed
+    with pytest.raises(RunError, match="draft worker is gone"):
+        next(run)
+    assert [file.read() for file in others] == [b""] * 12
+    for file in others:
+        file.close()
+
+
+@posix
+def test_threads_are_as_before_when_runs_took_turns(apart: Pair) -> None:
+    torch.set_num_threads(2)
+    try:
+        first, second = (apart.rounds(PROMPT, "pearl", SAMPLED, window=4) for _ in range(2))
+        next(first), next(second)
+        first.close()  # type: ignore[attr-defined]
+        list(second)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@posix
+def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(going), next(going)
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.workers.remote.os.ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RunError, match="cannot be started: No space left"):
+            list(apart.rounds(PROMPT, "pearl", SAMPLED, window=900))
+    assert sum(len(round_.token_ids) for round_ in going) > 40
+
+
+def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RunError, match=r"cannot be started: Resource temporarily unavailable.*-m svip"):
+        DraftProcess()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("window", ["auto", 1, 4])
+def test_on_a_gpu_the_draft_has_a_stream_of_its_own(folders: tuple[str, str], window: object) -> None:
+    with specgen.load(*folders, device="cuda", dtype="float32") as pair:
+        expected = pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=60)).token_ids
+        assert pair.generate(PROMPT, "pearl", SamplingParams(max_new_tokens=60), window=window).token_ids == expected
+        first, second = (pair.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids for _ in range(2))
+        assert first == second
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
+def test_on_two_gpus_each_model_has_one(folders: tuple[str, str]) -> None:
+    with specgen.load(*folders, device="cuda:0", draft_device="cuda:1", dtype="float32") as pair:
+        expected = pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=60)).token_ids
+        assert pair.generate(PROMPT, "pearl", SamplingParams(max_new_tokens=60)).token_ids == expected
+        assert process_of(pair)
