@@ -165,17 +165,16 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
         self_text=1.0 if open_text is None else request.self_text,
         seed=request.seed,
     )
-    out = request.out or _folder(loaded, models)
+    out = request.out or _folder(loaded)
     note = "specgen " + " ".join(argument for argument in sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
     return loaded, Job(out, recipe, request.layer, request.exit_layers, request.own_head, open_text, prompts, note)
 
 
-def _folder(loaded: LoadedModel, models: ModelOptions) -> Path:
+def _folder(loaded: LoadedModel) -> Path:
     from specgen.models.fingerprint import weights_fingerprint
-    from specgen.tuning.places import pair_folder
+    from specgen.tuning.places import exit_folder
 
-    draft = "demo/draft" if models.target is None else models.draft
-    return pair_folder(loaded.name, weights_fingerprint(loaded.folder), draft)
+    return exit_folder(loaded.name, weights_fingerprint(loaded.folder))
 
 
 def _prompts(request: Request, loaded: LoadedModel) -> list[list[int]]:

@@ -104,7 +104,8 @@ class Tuner:
         if method.needs_draft_model and self._pair.draft is None:
             self.left_out[name] = "there is no draft model"
         elif method.needs_exit_layer and self._pair.exit_layer is None:
-            self.left_out[name] = "there is no exit layer (specgen tune --train)"
+            refusal = self._pair.exit_refusal
+            self.left_out[name] = "there is no exit layer (specgen tune --train)" if refusal is None else refusal.message
         elif name == "eesd-cali" and not self._has_predictor:
             self.left_out[name] = "the exit layer has no predictor"
         elif name not in REPLAYED and name != "eesd":
