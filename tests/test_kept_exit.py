@@ -66,7 +66,9 @@ def test_what_is_trained_is_found_with_any_draft(pair: tuple[str, str], tmp_path
         assert readiness(*named)["ready"] is True
         code, _, err = called("generate", "abc", *named, "-m", "eesd", "-n", "5")
         assert code == 0, err
-    code, out, err = called("compare", "-t", target, "-m", "eesd", "-n", "5", "--limit", "1", "--repeats", "1", "--json")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc abc"}\n')
+    shown = ["--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1", "-n", "5", "--json"]
+    code, out, err = called("compare", "-t", target, "-m", "eesd", *shown)
     assert code == 0, err
     assert '"eesd' in out
 
@@ -84,7 +86,7 @@ def test_one_that_cannot_be_used_is_as_good_as_none(pair: tuple[str, str]) -> No
     breaks = (
         (weights[:1000], description, "cannot read the exit layer"),
         (weights, "format: [", "cannot read"),
-        (weights, description.replace(weights_fingerprint(Path(pair[0])), "0" * 16), "was trained for"),
+        (weights, description.replace(weights_fingerprint(Path(pair[0])), "f" * 16), "was trained for"),
     )
     for bytes_, text, message in breaks:
         (folder / WEIGHTS).write_bytes(bytes_)
@@ -97,7 +99,7 @@ def test_one_that_cannot_be_used_is_as_good_as_none(pair: tuple[str, str]) -> No
         assert code == 2
         assert message in err
         assert len(err.strip().splitlines()) == 1
-    assert "was trained for" in str(readiness("-t", pair[0])["reason"])
+    assert "was trained for" in str(readiness("-t", pair[0])["why"])
 
 
 def test_the_users_own_comes_before_the_bundled_targets(demo_pair: specgen.Pair) -> None:

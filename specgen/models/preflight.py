@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from specgen import methods
 from specgen.errors import SpecgenError
+from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, pick_dtype
 from specgen.models.exit_files import find_exit
 from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare
@@ -94,8 +95,6 @@ def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
     parameters = _parameters(prepared.folder)
     if not parameters:
         raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     limit = context_limit(prepared.config)
     return ModelFacts(
         prepared.name,
@@ -106,7 +105,7 @@ def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
         str(weights).removeprefix("torch."),
         str(device),
         parameters * size,
-        2 * config.num_hidden_layers * heads * head_size * size,
+        bytes_per_token(config, size),
         None if limit >= NO_LIMIT else limit,
         config.vocab_size,
     )
