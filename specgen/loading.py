@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from specgen import demo
-from specgen.errors import SpecgenError
+from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.models.devices import pick_device, pick_dtype
-from specgen.models.exit_files import load_exit
+from specgen.models.exit_files import find_exit, load_exit
 from specgen.models.load import Source, load_model, prepare
 from specgen.models.tokenizer import check_same
 from specgen.pair import Pair
@@ -37,7 +37,7 @@ def load(
 
     `announce` is told in a few words what is going on. `process` is one for PEARL's draft that was started before, so that it
     gets ready meanwhile; without it the first run with PEARL starts one. `exit_layer` is the file or folder of EESD's
-    trained part; the bundled target's is taken by itself.
+    trained part; what was trained for the target here is found by itself, and so is the bundled target's own.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -58,14 +58,28 @@ def load(
             process.close()
         raise
     try:
-        if exit_layer is None and target is None and demo.exit_folder().is_dir():
-            exit_layer = demo.exit_folder()
         if exit_layer is not None:
             pair.exit_layer = load_exit(Path(exit_layer), pair.target)
+        else:
+            _find_exit(pair, is_bundled=target is None)
     except BaseException:
         pair.close()
         raise
     return pair
+
+
+def _find_exit(pair: Pair, *, is_bundled: bool) -> None:
+    """The exit that is there by itself. One that cannot be used is as good as none: only a method that needs it says why."""
+    found = None
+    try:
+        found = find_exit(pair.target.name, pair.target.folder, is_bundled=is_bundled)
+        pair.exit_layer = None if found is None else load_exit(found, pair.target)
+    except SpecgenError as error:
+        pair.exit_refusal = error
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        pair.exit_refusal = RunError(f"the exit layer {found} does not fit into the memory of {pair.target.device}")
 
 
 def _load(

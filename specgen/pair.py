@@ -73,6 +73,7 @@ class Pair:
         exit_layer: Exit | None = None,
     ) -> None:
         self.target, self.draft, self.exit_layer = target, draft, exit_layer
+        self.exit_refusal: SpecgenError | None = None  # why there is none, where one was found and cannot be used
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
@@ -204,7 +205,7 @@ class Pair:
     def early_exit(self, method: Method) -> EarlyExit:
         """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
         if self.exit_layer is None:
-            raise methods.no_exit_layer(method)
+            raise self.exit_refusal or methods.no_exit_layer(method)
         if self._early_exit is None:
             self._early_exit = EarlyExit(
                 self.target.model,

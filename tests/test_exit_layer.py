@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from families import FAMILIES, LETTERS, make_model, make_tokenizer, save
 
 from specgen.errors import SpecgenError
-from specgen.models.exit_files import DESCRIPTION, Description, load_exit, save_exit
+from specgen.models.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
 from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
 from specgen.models.fingerprint import weights_fingerprint
 from specgen.models.first_layers import FirstLayers
@@ -92,12 +93,13 @@ def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp
         load_exit(tmp_path, target)
     text = (tmp_path / "exit" / DESCRIPTION).read_text()
     breaks = {
-        "after: 1": ("after: 9", "after is 9"),
+        "after: 1": ("after: 3", "after is 3"),  # as many as there are layers: nothing would be left to verify with
         "layers: 1": ("layers: 2", "does not fit its description"),
         "format: 1": ("format: 7", "has the format 7"),
         "own_head: true": ("own_head: maybe", "own_head is 'maybe'"),
         "predictor: false": ("predictor: true", "does not fit its description"),
         "target: here": ("target: here\nzebra: 1", "'zebra'"),
+        "figures: {}": ("figures: 3", "figures is 3"),
     }
     for old, (new, message) in breaks.items():
         assert old in text
@@ -114,6 +116,34 @@ def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp
     (tmp_path / "third" / DESCRIPTION).write_text(text)
     with pytest.raises(SpecgenError, match="do not belong together"):
         load_exit(tmp_path / "third", target)
+
+
+@pytest.mark.parametrize("content", ["1: x\nzebra: y", "zz: 2024-99-99", "[" * 3000, "\x00", "- 1", "a: &a [*a"])
+def test_a_description_that_is_damaged_is_one_line(tmp_path: Path, content: str) -> None:
+    whole = yaml.safe_dump(asdict(Description("here", "0" * 16, 1)))
+    (tmp_path / DESCRIPTION).write_text(f"{whole}{content}\n" if content[0].isalnum() else content)
+    with pytest.raises(SpecgenError) as caught:
+        read_description(tmp_path / DESCRIPTION)
+    assert str(tmp_path / DESCRIPTION) in caught.value.message
+    assert "\n" not in str(caught.value)
+
+
+def test_the_file_that_is_named_is_the_one_that_is_taken(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    layer = ExitLayer.of(target.model)
+    described = Description("here", weights_fingerprint(folder), 1)
+    weights = save_exit(tmp_path, layer, None, described)
+    with torch.no_grad():
+        layer.norm.weight.fill_(3.0)
+    other = save_exit(tmp_path / "made", layer, None, described)
+    other.rename(tmp_path / "second.safetensors")
+    for missing in ("second.safetensors", "third.safetensors", "exit.bin", "exit"):
+        with pytest.raises(SpecgenError, match=f"there is no exit layer {tmp_path / missing}"):
+            load_exit(tmp_path / missing, target)
+    (tmp_path / "made" / DESCRIPTION).rename(tmp_path / "second.yaml")
+    for named in ("second.safetensors", "second.yaml"):
+        assert float(load_exit(tmp_path / named, target).layer.norm.weight[0]) == 3.0
+    assert float(load_exit(weights, target).layer.norm.weight[0]) != 3.0
 
 
 def test_a_fingerprint_follows_the_weights_and_not_their_files(folder: Path, tmp_path: Path) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
+from families import LETTERS, make_model, make_tokenizer, save
 from typer.testing import CliRunner
 
 import specgen.tuning.exits as exits
@@ -30,7 +28,7 @@ from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.tuning.exits import Job, train_exit
 from specgen.tuning.packing import NOTHING, pack
 from specgen.tuning.predictor import train_predictor
-from specgen.tuning.selftext import SelfText, SelfTexts, Stopped, continuations, judged
+from specgen.tuning.selftext import SelfText, Stopped, continuations, judged
 from specgen.tuning.texts import Texts, read_corpus
 from specgen.tuning.training import Data, Progress, Recipe, Training, agreement, exit_rows
 
@@ -82,48 +80,6 @@ def opened(folder: Path | str) -> LoadedModel:
 
 def open_text(corpus: Path, target: LoadedModel) -> Texts:
     return read_corpus(corpus, target.tokenizer.encode_long)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_texts_written_side_by_side_are_those_written_alone(family: str, models_folder: Path) -> None:
-    target = opened(save(make_model(family), models_folder / "side" / family))
-    prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
-    texts = continuations(target, prompts, 30, greedy=True)
-    for prompt, text in zip(prompts, texts, strict=True):
-        alone = plain(target.model, prompt, 24 + 6 - len(prompt))
-        made = text[len(prompt) :]
-        assert made == alone[: len(made)]
-        assert text[-1] == EOS or len(text) >= 24
-    sampled = continuations(target, prompts, 30, greedy=False, seed=1)
-    assert sampled == continuations(target, prompts, 30, greedy=False, seed=1)
-    assert sampled != continuations(target, prompts, 30, greedy=False, seed=2)
-
-
-def test_sampled_texts_follow_the_targets_distribution(folder: Path) -> None:
-    target = opened(folder)
-    drawn = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
-    expected = target.model(input_ids=torch.tensor([[5, 9, 7]])).logits[0, -1].detach().softmax(dim=-1)
-    found = torch.bincount(drawn, minlength=96) / 4000
-    assert float((found - expected).abs().max()) < 5 * (0.25 / 4000) ** 0.5
-
-
-def test_own_text_is_kept_as_it_was(folder: Path, tmp_path: Path) -> None:
-    target = opened(folder)
-    texts = []
-    for place in range(3):
-        ids = torch.randint(3, 90, (5 + place,))
-        best, rows = judged(target.model, ids)
-        texts.append(SelfText(ids, best, rows.bfloat16() if place else None, 2, place == 1, place == 2))
-    kept = SelfTexts(tmp_path)
-    kept.keep(0, texts)
-    kept.keep(1, texts[:1])
-    assert kept.count() == 2
-    for mine, theirs in zip([*texts, texts[0]], kept.read(), strict=True):
-        assert torch.equal(mine.ids, theirs.ids)
-        assert torch.equal(mine.best, theirs.best)
-        assert (mine.rows is None) == (theirs.rows is None)
-        assert mine.rows is None or torch.equal(mine.rows, theirs.rows)
-        assert (mine.prompt, mine.greedy, mine.held_out) == (theirs.prompt, theirs.greedy, theirs.held_out)
 
 
 def test_no_packed_text_sees_another(folder: Path) -> None:
@@ -326,6 +282,7 @@ def test_the_command_writes_to_the_users_data_folder(
         (["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
         (["--steps", "0"], "--steps is 0"),
         (["--layer", "3"], "the exit stands after layer 3"),
+        (["--layer", "4", "--corpus", "missing.txt"], "the exit stands after layer 4"),
         (["--exit-layers", "3"], "--exit-layers is 3"),
         (["--self-text", "2"], "--self-text is 2.0"),
         (["--methods", "svip"], "svip has nothing to train"),
@@ -338,16 +295,31 @@ def test_the_command_writes_to_the_users_data_folder(
 def test_mistakes_get_one_line(folder: Path, corpus: Path, tmp_path: Path, more: list[str], message: str) -> None:
     result = CliRunner().invoke(app, options(folder, corpus, tmp_path, *more))
     assert result.exit_code == 2
-    said = [line for line in result.stderr.strip().splitlines() if "writing to" not in line]
+    said = result.stderr.strip().splitlines()
     assert len(said) == 1
     assert said[0].startswith("error: ")
     assert message in said[0]
+    assert not any(tmp_path.iterdir()), "nothing is made before it is known that there is something to train"
 
 
-def test_without_text_it_asks_for_some(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["tune", "--train", "-t", str(folder)])
+@pytest.mark.parametrize("more", [[], ["--prompts", "prompts.jsonl", "--self-text", "0"]])
+def test_without_text_it_asks_for_some(folder: Path, models_folder: Path, more: list[str]) -> None:
+    result = CliRunner().invoke(app, ["tune", "--train", "-t", str(folder), *more])
     assert result.exit_code == 2
     assert "there is no text to train on" in result.stderr
+    other = save(make_model("gpt2"), models_folder / "no llama")
+    result = CliRunner().invoke(app, ["tune", "--train", "-t", other, *more])
+    assert result.exit_code == 2
+    assert "built as Llama is, and gpt2 is not" in result.stderr
+
+
+def test_the_bundled_pair_brings_its_corpus(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
+    named = ["--prompts", str(tmp_path / "prompts.jsonl"), "--self-text", "0", "--out", str(tmp_path / "out")]
+    more = ["--steps", "1", "--batch-size", "1", "--window", "16", "--device", "cpu", "--dtype", "float32"]
+    result = CliRunner().invoke(app, ["tune", "--train", *named, *more])
+    assert result.exit_code == 0, result.stderr
+    assert not list((tmp_path / "out").glob("training/*"))
 
 
 def test_a_full_disk_is_one_line(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,18 +338,18 @@ def test_a_full_disk_is_one_line(folder: Path, corpus: Path, tmp_path: Path, mon
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 @pytest.mark.slow
 def test_a_process_that_is_interrupted_goes_on(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "specgen",
-        *options(folder, corpus, tmp_path / "out", "--steps", "20000", "--self-text", "0.01"),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    lines = []
+    def started(name: str) -> subprocess.Popen[str]:
+        given = options(folder, corpus, tmp_path / name, "--steps", "300", "--self-text", "0.01")
+        return subprocess.Popen(
+            [sys.executable, "-m", "specgen", *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    process = started("out")
+    lines: list[str] = []
     assert process.stderr is not None
-    while time.monotonic() < deadline and not any(line.startswith("Training:") for line in lines):
+    while not any(line.startswith("Training:") for line in lines):
         lines.append(process.stderr.readline())
+        assert lines[-1], lines  # it ended before it trained
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -385,4 +357,10 @@ def test_a_process_that_is_interrupted_goes_on(folder: Path, corpus: Path, tmp_p
     assert "the same command goes on from here" in err
     assert (tmp_path / "out" / "training" / "state.safetensors").is_file()
     assert not (tmp_path / "out" / WEIGHTS).exists()
-    assert os.environ.get("HF_HUB_OFFLINE") == "1"
+    for name in ("out", "straight"):
+        process = started(name)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert out.strip() == str(tmp_path / name / WEIGHTS)
+        assert ("going on from step" in err) == (name == "out")
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "straight" / WEIGHTS).read_bytes()

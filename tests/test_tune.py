@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from families import EOS
@@ -13,7 +14,9 @@ from specgen.bench.prompts import Prompt
 from specgen.bench.summary import Summary
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, resolve
+from specgen.models.skipping import Skips
 from specgen.pair import Pair
+from specgen.tuning import profile as profiles
 from specgen.tuning.behaviour import Answer, Recorder, record_answer
 from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
@@ -227,6 +230,25 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     assert outcome.chosen.name == "ar"
     assert (outcome.acceptance or 0) < 0.5
     assert (outcome.draft_share or 0) > 0.5
+
+
+def test_layers_to_skip_are_searched_for_where_that_is_asked(near: Pair, tmp_path: Path) -> None:
+    begun = time.perf_counter()
+    tuner, watch = tuned(near, 6.0, ["selfsd"])
+    outcome = tuner.run()
+    assert time.perf_counter() - begun < 12, "a loose bound, for busy machines"
+    found = next(entry for entry in outcome.methods if entry.name == "selfsd")
+    assert found.tried >= 1
+    assert found.predicted > 0
+    assert str(Skips.parse(str(found.settings["skip"]), 3)) == found.settings["skip"]
+    assert any("layers to skip" in said and found.written in said for said in watch.said)
+    assert "selfsd" not in outcome.left_out
+    profiles.save(profiles.made_of(outcome, profiles.fits_of(near)), tmp_path)
+    assert profiles.load(tmp_path).settings_of("selfsd") == found.settings
+    hasty, _ = tuned(near, 12.0, ["selfsd"])
+    slow = Answer([1, 5], [6] * 10, 10, frozenset(), 1.0, 1000.0)  # not even a first guess can be measured in the time
+    assert hasty._with_skips([slow], []) == ([], "")
+    assert "time was short" in hasty.left_out["selfsd"]
 
 
 def test_what_cannot_be_tuned_is_named(near: Pair) -> None:

@@ -85,7 +85,7 @@ def generate(
     chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
-    if chosen.needs_exit_layer and not models.has_exit:
+    if chosen.needs_exit_layer and models.has_no_exit:
         raise methods.no_exit_layer(chosen)
     recorded = options.recorded(record)
     if recorded and trace is None and not json:

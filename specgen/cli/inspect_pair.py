@@ -53,7 +53,7 @@ def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport
             shared = (models.trust_remote_code, models.offline)
             target = Source(models.target, None, models.revision, *shared)
             draft = None if models.draft is None else Source(models.draft, None, models.draft_revision, *shared)
-        return look(target, draft, (on, draft_on), models.dtype, loading.announce, has_exit=models.has_exit)
+        return look(target, draft, (on, draft_on), models.dtype, loading.announce, exit_layer=models.exit_layer)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:

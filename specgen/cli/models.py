@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specgen import demo
 from specgen.errors import SpecgenError
 from specgen.ui.progress import LoadingLine
 from specgen.workers.process import DraftProcess, is_possible
@@ -40,9 +39,21 @@ class ModelOptions:
         return self.draft is not None or self.target is None
 
     @property
-    def has_exit(self) -> bool:
-        """Whether there will be an exit layer: one is named, or it is the bundled target's."""
-        return self.exit_layer is not None or (self.target is None and demo.exit_folder().is_dir())
+    def has_no_exit(self) -> bool:
+        """Whether it is sure, before anything is loaded, that there will be no exit layer: none is named, and none is kept for
+        the target's folder. Of a name on the hub nothing is known yet."""
+        if self.exit_layer is not None or self.target is None:
+            return False
+        folder = Path(self.target)
+        if not (folder / "config.json").is_file():
+            return False
+        from specgen.models.fingerprint import weights_fingerprint
+        from specgen.tuning.places import kept_exit
+
+        try:
+            return kept_exit(self.target, weights_fingerprint(folder)) is None
+        except SpecgenError:  # damaged weights: said when they are read
+            return False
 
     @property
     def probably_on_cpu(self) -> bool:

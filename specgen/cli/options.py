@@ -61,7 +61,11 @@ Offline = Annotated[bool, typer.Option("--offline", help="Never ask the hub; use
 
 ExitLayer = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="EESD's trained part; the bundled pair's own by itself.", rich_help_panel=_MODELS),
+    typer.Option(
+        metavar="FILE",
+        help="EESD's trained part; what was trained for the target here is found by itself.",
+        rich_help_panel=_MODELS,
+    ),
 ]
 
 Profile = Annotated[

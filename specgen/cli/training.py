@@ -67,25 +67,20 @@ class Request:
             raise SpecgenError(f"--exit-layers is {self.exit_layers}", "It has to be 0 (a head alone), 1 or 2")
         if not 0 <= self.self_text <= 1:
             raise SpecgenError(f"--self-text is {self.self_text}", "It has to lie between 0 and 1")
-        if self.self_text == 0 and self.corpus is None and self.prompts is not None:
-            raise SpecgenError("there is no text to train on: --self-text is 0 and there is no corpus", "Add --corpus FILE")
         if not 0 <= self.seed < 2**31:
             raise SpecgenError(f"--seed is {self.seed}", "It has to be a whole number from 0 to 2^31 - 1")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise SpecgenError(f"--out is {self.out}, which is a file", "Name a folder")
 
 
-def request(models: ModelOptions, method_names: str | None, head: str, **given: Any) -> Request:
+def request(method_names: str | None, head: str, **given: Any) -> Request:
     """Raises SpecgenError for whatever cannot be trained."""
     _check_methods(method_names)
     if head not in ("own", "target"):
         raise SpecgenError(f"--head is {head!r}", "Take own (trained) or target (the target's, as it is)")
     if given["minutes"] is None and given["steps"] is None:
         given["minutes"] = DEFAULT_MINUTES
-    asked = Request(**given, own_head=head == "own")
-    if models.target is not None and asked.corpus is None and asked.prompts is None:
-        raise SpecgenError("there is no text to train on", "Give some: --corpus FILE (open text), --prompts FILE or both")
-    return asked
+    return Request(**given, own_head=head == "own")
 
 
 def _check_methods(names: str | None) -> None:
@@ -135,8 +130,7 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
     from specgen import demo
     from specgen.models.devices import pick_device, pick_dtype
     from specgen.models.load import Source, load_model, prepare
-    from specgen.tuning.exits import Job, default_recipe
-    from specgen.tuning.texts import demo_texts, read_corpus
+    from specgen.tuning.exits import Job, default_recipe, depth_for
     from specgen.ui.progress import LoadingLine
 
     source = Source(str(demo.folder("target")), "demo/target")
@@ -147,12 +141,9 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
         found = prepare(source, loading.announce)
         dtype = pick_dtype(models.dtype, found.config.get_text_config(), found.folder, device)
         loaded = load_model(found, device, dtype, loading.announce)
+        depth_for(loaded, request.layer)
         loading.announce("reading texts")
-        encode = loaded.tokenizer.encode_long
-        if request.corpus == DEMO_CORPUS or (request.corpus is None and models.target is None):
-            open_text: Texts | None = demo_texts(encode, request.seed, _OPEN_TOKENS)
-        else:
-            open_text = None if request.corpus is None else read_corpus(request.corpus, encode)
+        open_text = _open_text(models, request, loaded)
         prompts = _prompts(request, loaded)
     recipe = default_recipe(device, loaded.context_limit)
     recipe = replace(
@@ -165,17 +156,32 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
         self_text=1.0 if open_text is None else request.self_text,
         seed=request.seed,
     )
-    out = request.out or _folder(loaded, models)
+    out = request.out or _folder(loaded)
     note = "specgen " + " ".join(argument for argument in sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
     return loaded, Job(out, recipe, request.layer, request.exit_layers, request.own_head, open_text, prompts, note)
 
 
-def _folder(loaded: LoadedModel, models: ModelOptions) -> Path:
-    from specgen.models.fingerprint import weights_fingerprint
-    from specgen.tuning.places import pair_folder
+def _open_text(models: ModelOptions, request: Request, loaded: LoadedModel) -> Texts | None:
+    """The corpus, None where there are prompts alone. Asked for once it is known that the model can be trained for."""
+    from specgen.tuning.texts import demo_texts, read_corpus
 
-    draft = "demo/draft" if models.target is None else models.draft
-    return pair_folder(loaded.name, weights_fingerprint(loaded.folder), draft)
+    encode = loaded.tokenizer.encode_long
+    if request.corpus == DEMO_CORPUS or (request.corpus is None and models.target is None):
+        return demo_texts(encode, request.seed, _OPEN_TOKENS)
+    if request.corpus is not None:
+        return read_corpus(request.corpus, encode)
+    if request.prompts is None:
+        raise SpecgenError("there is no text to train on", "Give some: --corpus FILE (open text), --prompts FILE or both")
+    if request.self_text == 0:
+        raise SpecgenError("there is no text to train on: --self-text is 0 and there is no corpus", "Add --corpus FILE")
+    return None
+
+
+def _folder(loaded: LoadedModel) -> Path:
+    from specgen.models.fingerprint import weights_fingerprint
+    from specgen.tuning.places import exit_folder
+
+    return exit_folder(loaded.name, weights_fingerprint(loaded.folder))
 
 
 def _prompts(request: Request, loaded: LoadedModel) -> list[list[int]]:

@@ -139,7 +139,7 @@ def tune(
 
         _alone(export is None, "--export")
         asked = training.request(
-            models, method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, out=out, layer=layer,
+            method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, out=out, layer=layer,
             exit_layers=exit_layers, self_text=self_text, batch=batch_size, window=window, learning_rate=learning_rate,
             seed=seed or 0,
         )  # fmt: skip

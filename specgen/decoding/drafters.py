@@ -123,9 +123,12 @@ class _Chain:
         wanted = [token, *distributions.figures(row)]
         if not self._sampling.greedy and "prob" in self._needs:
             wanted.append(self._probs[-1].gather(0, token[None])[0])  # an index with a tensor would visit the host
-        chosen, negative_entropy, top_log_prob, *prob = distributions.to_host(*wanted)
+        if agreement is not None:
+            wanted.append(agreement)
+        chosen, negative_entropy, top_log_prob, *others = distributions.to_host(*wanted)
+        step.agreement = others.pop() if agreement is not None else math.nan
         step.entropy = abs(negative_entropy)  # rounding may leave it a hair on the wrong side of 0
-        step.prob = prob[0] if prob else math.exp(top_log_prob)
+        step.prob = others[0] if others else math.exp(top_log_prob)
         self._figures.append((step.entropy, math.exp(top_log_prob)))
         self.tokens.append(_sound(int(chosen), step.entropy))
         return step

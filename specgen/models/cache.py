@@ -109,3 +109,10 @@ class BufferCache(Cache):  # type: ignore[misc]
         source = torch.tensor(slots, device=device)
         for layer in self.layers:
             layer.gather(source, start)
+
+
+def bytes_per_token(config: Any, size: int) -> int:
+    """What a token's keys and values take in all layers of a model with this text config, in numbers of `size` bytes."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_size * size)

@@ -14,14 +14,16 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from specgen import demo
 from specgen.errors import SpecgenError
 from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
 from specgen.models.fingerprint import weights_fingerprint
+from specgen.tuning.places import EXIT_WEIGHTS, kept_exit
 
 if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
-WEIGHTS, DESCRIPTION = "exit.safetensors", "exit.yaml"
+WEIGHTS, DESCRIPTION = EXIT_WEIGHTS, "exit.yaml"
 FORMAT = 1
 _ABOUT = "# Early exit for `specgen generate -m eesd`: the weights lie beside this file, in exit.safetensors.\n"
 
@@ -102,27 +104,57 @@ def written(path: Path, content: bytes) -> Path:
 
 def load_exit(path: Path, target: LoadedModel) -> Exit:
     """The exit in `path`: its folder, its weights or its description. SpecgenError where it is damaged or another target's."""
-    folder = path if path.is_dir() else path.parent
-    description = read_description(folder / DESCRIPTION)
-    weights = folder / WEIGHTS
+    weights, described = _files(path)
+    description = read_description(described)
     if description.fingerprint != weights_fingerprint(target.folder):
         raise SpecgenError(
             f"the exit layer {weights} was trained for {description.target} ({description.fingerprint}), not for {target.name}",
             "Train one for this target: specgen tune --train --methods eesd",
         )
-    count = len(decoder_of(target.model).layers) if hasattr(decoder_of(target.model), "layers") else 0
-    if not 1 <= description.after <= max(1, count):
-        raise SpecgenError(f"{folder / DESCRIPTION}: after is {description.after}", f"It has to lie between 1 and {count}")
+    count = len(getattr(decoder_of(target.model), "layers", ()))
+    if count and not 1 <= description.after < count:
+        raise SpecgenError(
+            f"{described}: after is {description.after}", f"It has to be at least 1, and less than the target's {count} layers"
+        )
     layer = ExitLayer.of(target.model, description.layers)
     if not description.own_head:
         layer.head = target.model.lm_head
     predictor = Predictor(target.model.config.get_text_config().hidden_size) if description.predictor else None
-    tensors = _read_tensors(weights, description.fingerprint)
+    tensors = _read_tensors(weights, described.name, description.fingerprint)
     _fill(layer, {n.removeprefix("exit."): w for n, w in tensors.items() if n.startswith("exit.")}, weights, description.own_head)
     if predictor is not None:
         _fill(predictor, {n.removeprefix("predictor."): w for n, w in tensors.items() if n.startswith("predictor.")}, weights)
         predictor.to(target.device).requires_grad_(False)
     return Exit(layer, predictor, description)
+
+
+def find_exit(target: str, folder: Path, *, is_bundled: bool) -> Path | None:
+    """The exit that is taken where none is named: what was trained here for the target in `folder`, else what the bundled one
+    brings; None where there is none. It is told by the files' names and the description, without reading weights: SpecgenError
+    where it cannot be used."""
+    found = kept_exit(target, weights_fingerprint(folder))
+    if found is None:
+        return demo.exit_folder() if is_bundled and demo.exit_folder().is_dir() else None
+    description = read_description(found / DESCRIPTION)
+    if description.fingerprint != weights_fingerprint(folder):
+        raise SpecgenError(f"the exit layer {found / WEIGHTS} was trained for {description.target}", "Train it anew")
+    return found
+
+
+def _files(path: Path) -> tuple[Path, Path]:
+    """The weights and the description: those of a folder, or a file and the one of the same name beside it."""
+    if path.is_dir():
+        return path / WEIGHTS, path / DESCRIPTION
+    kinds = Path(WEIGHTS).suffix, Path(DESCRIPTION).suffix
+    if path.suffix not in kinds:
+        raise SpecgenError(f"there is no exit layer {path}", f"Name a folder with {WEIGHTS} and {DESCRIPTION}, or one of the two")
+    for kind in kinds:
+        if not path.with_suffix(kind).is_file():
+            raise SpecgenError(
+                f"there is no exit layer {path} (no file {path.with_suffix(kind)})",
+                f"Name a folder with {WEIGHTS} and {DESCRIPTION}, or one of the two",
+            )
+    return path.with_suffix(kinds[0]), path.with_suffix(kinds[1])
 
 
 def read_description(path: Path) -> Description:
@@ -133,7 +165,7 @@ def read_description(path: Path) -> Description:
         raise SpecgenError(
             f"there is no exit layer in {path.parent} (no {path.name})", "Train one: specgen tune --train --methods eesd"
         ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a date that is none is a ValueError
         raise SpecgenError(f"cannot read {path}", "Train the exit layer anew, or restore the file") from error
     if not isinstance(found, dict):
         raise SpecgenError(f"{path} describes no exit layer", "Train the exit layer anew, or restore the file")
@@ -143,13 +175,18 @@ def read_description(path: Path) -> Description:
     for name, kind in kinds.items():
         if type(found.get(name)) is not kind:
             raise SpecgenError(f"{path}: {name} is {found.get(name)!r}", f"It has to be of the kind {kind.__name__}")
+    for name in ("figures", "made_with"):
+        if not isinstance(found.get(name, {}), dict):
+            raise SpecgenError(f"{path}: {name} is {found[name]!r}", "Train the exit layer anew, or restore the file")
     unknown = set(found) - {entry.name for entry in fields(Description)}
     if unknown:
-        raise SpecgenError(f"{path} holds {min(unknown)!r}, which nothing here knows", "Take the line out, or train it anew")
+        raise SpecgenError(
+            f"{path} holds {min(unknown, key=repr)!r}, which nothing here knows", "Take the line out, or train it anew"
+        )
     return Description(**found)
 
 
-def _read_tensors(path: Path, fingerprint: str) -> dict[str, torch.Tensor]:
+def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -157,7 +194,7 @@ def _read_tensors(path: Path, fingerprint: str) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise SpecgenError(f"cannot read the exit layer {path}", "Train it anew, or restore the file") from error
     if metadata.get("fingerprint") != fingerprint:
-        raise SpecgenError(f"{path} and its {DESCRIPTION} do not belong together", "Restore the one that was there before")
+        raise SpecgenError(f"{path} and its {description} do not belong together", "Restore the one that was there before")
     return tensors
 
 

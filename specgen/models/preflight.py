@@ -12,13 +12,15 @@ from safetensors import safe_open
 
 from specgen import methods
 from specgen.errors import SpecgenError
+from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, pick_dtype
+from specgen.models.exit_files import find_exit
 from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare
 from specgen.models.tokenizer import Tokenizer, check_same
 from specgen.pair import Pair
 from specgen.tuning.passes import target_pass_seconds
 from specgen.tuning.payoff import WIDTHS, Payoff
-from specgen.tuning.preflight import PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
+from specgen.tuning.preflight import NO_EXIT, PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
 from specgen.types import SamplingParams
 
 CONTEXT_LENGTH = 256  # tokens behind which passes are timed, less where the model's context is shorter
@@ -31,7 +33,7 @@ def look(
     dtype: str,
     announce: Callable[[str], None],
     *,
-    has_exit: bool = False,
+    exit_layer: Path | None = None,
 ) -> PairReport:
     """A report of the pair, without reading its weights. A draft whose tokenizer differs is reported, not refused.
 
@@ -46,8 +48,19 @@ def look(
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        all_methods(has_draft=theirs is not None, refusal=refusal, has_exit=has_exit),
+        all_methods(has_draft=theirs is not None, refusal=refusal, no_exit=_no_exit(ours, exit_layer)),
     )
+
+
+def _no_exit(target: Prepared, named: Path | None) -> tuple[str, str] | None:
+    """Why there is no exit layer and the way to one, as far as small files tell; None where one is named or found."""
+    if named is not None:
+        return None
+    try:
+        found = find_exit(target.name, target.folder, is_bundled=target.source.label == "demo/target")
+    except SpecgenError as error:
+        return error.message, error.cure
+    return None if found is not None else NO_EXIT
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> Payoff:
@@ -82,8 +95,6 @@ def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
     parameters = _parameters(prepared.folder)
     if not parameters:
         raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     limit = context_limit(prepared.config)
     return ModelFacts(
         prepared.name,
@@ -94,7 +105,7 @@ def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
         str(weights).removeprefix("torch."),
         str(device),
         parameters * size,
-        2 * config.num_hidden_layers * heads * head_size * size,
+        bytes_per_token(config, size),
         None if limit >= NO_LIMIT else limit,
         config.vocab_size,
     )

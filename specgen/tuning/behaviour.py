@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -252,3 +252,12 @@ class _Scores:
     def _part(self, rows: torch.Tensor) -> list[float]:
         found: list[float] = (rows.to(self._predictor.bias.dtype) @ self._predictor.draft_weights).tolist()
         return found
+
+
+def acceptances(tapes: Mapping[str, Sequence[Tape]]) -> dict[str, float | None]:
+    """How often the target takes each drafter's tokens, those before being right; None where nothing was recorded."""
+    found: dict[str, float | None] = {}
+    for drafter, along in tapes.items():
+        chances = [chance for tape in along for chance in tape.chances]
+        found[drafter] = sum(chances) / len(chances) if chances else None
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from specgen.tuning.candidates import Given, written
@@ -101,3 +101,9 @@ def judged(best: Found, plain: Found) -> Verdict:
     if low > 1:
         return "pays"
     return "does not pay" if high < 1 or best.speedup < 1 else "unclear"
+
+
+def better(chain: Found, tree: Found, tried: int) -> Found:
+    """The faster of a method's chains and its trees, of which so many were tried besides."""
+    best = max(chain, tree, key=lambda entry: entry.predicted)
+    return replace(best, tried=chain.tried + tried)

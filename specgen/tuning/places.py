@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+EXIT_WEIGHTS = "exit.safetensors"
+
 
 def data_folder() -> Path:
     """Where the system keeps what programs may not lose: `SPECGEN_DATA`, else the user's data folder."""
@@ -24,6 +26,21 @@ def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path
     """The profile folder of a pair, by its models' names and the fingerprint of the target's weights."""
     names = "+".join(readable(name) for name in (target, draft) if name is not None)
     return data_folder() / "pairs" / f"{names}-{target_fingerprint}"
+
+
+def exit_folder(target: str, target_fingerprint: str) -> Path:
+    """Where a target's exit layer is kept: it is the target's alone, whatever it is paired with."""
+    return pair_folder(target, target_fingerprint, None)
+
+
+def kept_exit(target: str, target_fingerprint: str) -> Path | None:
+    """The folder with the exit layer that was trained for such a target here, None where there is none."""
+    own = exit_folder(target, target_fingerprint)
+    if (own / EXIT_WEIGHTS).is_file():
+        return own
+    # The same weights under another name, as a folder has that is reached in another way.
+    others = own.parent.glob(f"*-{target_fingerprint}/{EXIT_WEIGHTS}")
+    return next((path.parent for path in sorted(others)), None)
 
 
 def readable(name: str) -> str:

@@ -119,10 +119,14 @@ def _measured(payoff: Payoff) -> dict[str, Any]:
     }
 
 
-def readiness(method: Method, *, has_draft: bool, refusal: str | None, has_exit: bool = False) -> Readiness:
-    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run."""
-    if method.needs_exit_layer and not has_exit:
-        return Readiness(False, "no exit layer", "train one with specgen tune --train --methods eesd")
+NO_EXIT = ("no exit layer", "train one with specgen tune --train --methods eesd")
+
+
+def readiness(method: Method, *, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None = NO_EXIT) -> Readiness:
+    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run. `no_exit` says why
+    there is no exit layer, and the way to one."""
+    if method.needs_exit_layer and no_exit is not None:
+        return Readiness(False, *no_exit)
     if not method.needs_draft_model:
         return Readiness(True, "needs no draft model")
     if not has_draft:
@@ -132,9 +136,8 @@ def readiness(method: Method, *, has_draft: bool, refusal: str | None, has_exit:
     return Readiness(True)
 
 
-def all_methods(*, has_draft: bool, refusal: str | None, has_exit: bool = False) -> dict[str, Readiness]:
-    known = {"has_draft": has_draft, "has_exit": has_exit}
-    return {name: readiness(method, refusal=refusal, **known) for name, method in METHODS.items()}
+def all_methods(*, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None = NO_EXIT) -> dict[str, Readiness]:
+    return {name: readiness(method, has_draft=has_draft, refusal=refusal, no_exit=no_exit) for name, method in METHODS.items()}
 
 
 def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:

@@ -6,7 +6,9 @@ ids are kept the target's own choice behind each of them, and of some texts its 
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,26 @@ class SelfText:
 
 class Stopped(Exception):  # noqa: N818  nothing went wrong
     """The user asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who looks on while texts grow: told the share of the longest that is there and the tokens of all, after each. It may want
+    to stop, which loses the batch, or be late: by `time.monotonic`, the moment after which nothing grows any more."""
+
+    grown: Callable[[float, int], None] = lambda _, __: None
+    stopping: Callable[[], bool] = lambda: False
+    until: float = math.inf
+
+    def check(self) -> None:
+        if self.stopping():
+            raise Stopped
+
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.until
+
+
+NOBODY = Watch()
 
 
 class SelfTexts:
@@ -119,18 +141,17 @@ def write_batch(
     seed: int,
     held_out: Sequence[bool],
     keep_rows: bool,
-    stopping: Callable[[], bool] = lambda: False,
+    watch: Watch = NOBODY,
 ) -> list[SelfText]:
     """Let the target go on from each prompt, up to `longest` tokens together with it. Some texts are `held_out` of training."""
-    texts = continuations(target, prompts, longest, greedy=greedy, seed=seed, stopping=stopping)
+    texts = continuations(target, prompts, longest, greedy=greedy, seed=seed, watch=watch)
     made = []
     for prompt, text, apart in zip(prompts, texts, held_out, strict=True):
         ids = torch.tensor(text)
         best, rows = judged(target.model, ids)
         own = rows.to("cpu", torch.bfloat16) if keep_rows else None
         made.append(SelfText(ids, best.cpu(), own, len(prompt), greedy, apart))
-        if stopping():
-            raise Stopped
+        watch.check()
     return made
 
 
@@ -149,18 +170,22 @@ def continuations(
     *,
     greedy: bool,
     seed: int = 0,
-    stopping: Callable[[], bool] = lambda: False,
+    watch: Watch = NOBODY,
 ) -> list[list[int]]:
     """Each prompt and what the target says behind it, up to `longest` tokens together or an end-of-sequence, all side by side.
 
     Greedy, or drawn at temperature 1. Prompts of one length are fastest: shorter ones are padded on their left. A batch gives
-    several times the tokens a second that any way of decoding one text after the other does.
+    several times the tokens a second that any way of decoding one text after the other does. Where the `watch` is late they end
+    as they are.
     """
     batch = _Batch(target, prompts, longest, seed)
+    begun = batch.slots
     while batch.growing and batch.slots < longest:
-        if stopping():
-            raise Stopped
         batch.grow(greedy)
+        watch.grown((batch.slots - begun) / (longest - begun), sum(map(len, batch.texts)))
+        watch.check()
+        if watch.is_late():
+            break
     return batch.texts
 
 

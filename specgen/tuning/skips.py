@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from specgen.bench.prompts import examples_file, load_prompts
 from specgen.errors import SpecgenError
+from specgen.tuning.outcome import Found
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
     from specgen.models.skipping import Skips
     from specgen.pair import Pair
+    from specgen.tuning.behaviour import Answer
 
 SECONDS = 10.0
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32  # the authors: 8 prompts of 32 tokens
@@ -62,6 +64,23 @@ def search_skips(
             speeds[best], speeds[text] = max(speeds[best], again[0]), min(speeds[text], again[1])
             best = text if speeds[text] > speeds[best] else best
     return FoundSkips(best, speeds[best], len(speeds))
+
+
+def tuned_skips(pair: Pair, answers: Sequence[Answer], seconds: float) -> Found:
+    """Layer skipping with the best layers that a search of about `seconds` finds on the beginnings of the answers' prompts.
+
+    Raises SpecgenError where the model cannot be taken apart, or where there is no time to measure a first guess.
+    """
+    from specgen.models.exit_layer import check_split
+
+    check_split(pair.target.model, "layer skipping")
+    some = [answer.prompt_ids[:PROMPT_TOKENS] for answer in answers[:PROMPTS]]
+    a_token = sum(answer.seconds for answer in answers) / sum(len(answer.token_ids) for answer in answers)
+    if len(some) * NEW_TOKENS * a_token > seconds:
+        raise SpecgenError("time was short for a search of the layers to skip", "A larger --budget helps")
+    config = pair.target.model.config.get_text_config()
+    found = search_skips(pair, config.num_hidden_layers, prompts=some, seconds=seconds)
+    return Found("selfsd", {"skip": found.skips}, True, found.tokens_per_second, found.tried)
 
 
 def _guesses(layers: int) -> Iterator[Skips]:

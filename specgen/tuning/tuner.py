@@ -16,14 +16,15 @@ from specgen.bench.figures import Results, rows
 from specgen.bench.runner import Contest, Runner
 from specgen.bench.specs import parse_spec
 from specgen.errors import SpecgenError
-from specgen.tuning.behaviour import Answer, Recorder, Tape, record_answer
+from specgen.tuning.behaviour import Answer, Recorder, Tape, acceptances, record_answer
 from specgen.tuning.candidates import REPLAYED, Given, grid, in_turn, trees, written
 from specgen.tuning.costs import RoundCosts
-from specgen.tuning.outcome import PLAIN, Found, Outcome, judged
+from specgen.tuning.outcome import PLAIN, Found, Outcome, better, judged
 from specgen.tuning.payoff import Payoff
 from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
 from specgen.tuning.remembered import RememberedSession
 from specgen.tuning.replay import Behaviour, cost_kind, replay
+from specgen.tuning.skips import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
 
 T = TypeVar("T")
-ANSWERS, COSTS, REPLAY = 0.15, 0.35, 0.2  # shares of the time that is left when they begin
+ANSWERS, COSTS, REPLAY, SKIPS = 0.15, 0.35, 0.2, 0.4  # shares of the time that is left when they begin
 TREES_SHARE, TREE_ANSWERS = 0.2, 4
 FINALISTS = 3  # methods that are really run, plain decoding aside
 CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
@@ -85,6 +86,7 @@ class Tuner:
         behaviour = self._behaviour(answers)
         found = self._timed(lambda: self._replayed(behaviour))
         found = self._timed(lambda: self._with_trees(behaviour, found))
+        found = self._timed(lambda: self._with_skips(answers, found))
         found = self._timed(lambda: self._confirmed(found))
         return self._outcome(behaviour, found)
 
@@ -104,9 +106,11 @@ class Tuner:
         if method.needs_draft_model and self._pair.draft is None:
             self.left_out[name] = "there is no draft model"
         elif method.needs_exit_layer and self._pair.exit_layer is None:
-            self.left_out[name] = "there is no exit layer (specgen tune --train)"
+            self.left_out[name] = str(self._pair.exit_refusal or "there is no exit layer (specgen tune --train)")
         elif name == "eesd-cali" and not self._has_predictor:
             self.left_out[name] = "the exit layer has no predictor"
+        elif name == "selfsd" and self._wanted.names is not None:
+            return False  # no replay: its layers are searched for
         elif name not in REPLAYED and name != "eesd":
             self.left_out[name] = "no tape holds what they need (specgen compare measures them)"
         else:
@@ -216,7 +220,7 @@ class Tuner:
                 tapes[drafter] = [recorder.tape(answer) for answer in answers]
             except SpecgenError as error:
                 self._leave_out(drafter, error.message)
-        said = [f"{rate:.0%} of {_DRAFTERS[kind]} tokens" for kind, rate in _acceptances(tapes).items() if rate is not None]
+        said = [f"{rate:.0%} of {_DRAFTERS[kind]} tokens" for kind, rate in acceptances(tapes).items() if rate is not None]
         return tapes, f"the target accepts {' and '.join(said)}" if said else ""
 
     def _leave_out(self, kind: str, why: str) -> None:
@@ -279,7 +283,7 @@ class Tuner:
             self.left_out["sd with width"] = "time was short (a larger --budget helps)"
             return found, ""
         best = max(tried, key=lambda entry: entry.predicted)
-        made = [_better(entry, best, len(tried)) if entry.name == "sd" else entry for entry in found]
+        made = [better(entry, best, len(tried)) if entry.name == "sd" else entry for entry in found]
         said = f"{_counted(len(tried), 'draft tree')} replayed; best: {best.written}"
         return sorted(made, key=lambda entry: -entry.predicted), said
 
@@ -290,6 +294,19 @@ class Tuner:
         probe = RoundProbe(self._pair, "sd", behind, self._sampling, lengths=(2, 3, 5), looks=frozenset(), settings=shape)
         probe.run(0.5)
         return probe.costs
+
+    def _with_skips(self, answers: Sequence[Answer], found: list[Found]) -> tuple[list[Found], str]:
+        """Where layer skipping is asked for: the layers to skip, searched for by real runs, whose speed stands for it."""
+        if self._wanted.names is None or "selfsd" not in self._wanted.names:
+            return found, ""
+        self._watch.doing("searching for layers to skip", self._left)
+        try:
+            made = tuned_skips(self._pair, answers, SKIPS * self._left)
+        except SpecgenError as error:
+            self.left_out["selfsd"] = error.message
+            return found, ""
+        ranked = sorted([*found, made], key=lambda entry: -entry.predicted)
+        return ranked, f"{_counted(made.tried, 'set')} of layers to skip really run; best: {made.written}"
 
     # confirmation
 
@@ -346,16 +363,14 @@ class Tuner:
             echo = behaviour.costs["echo"].judging
             widths = {width: echo.at(width, length) for width in range(1, 17)}
             payoff = Payoff(widths, draft.drafting.at(4, length) / 4, length)
-        acceptances = [rate for rate in _acceptances(behaviour.tapes).values() if rate is not None]
+        rates = [rate for rate in acceptances(behaviour.tapes).values() if rate is not None]
         costs = {
             kind: {"drafting": cost.drafting.as_dict(), "judging": cost.judging.as_dict(), "looking": cost.looking}
             | ({} if cost.together is None else {"together": cost.together})
             for kind, cost in behaviour.costs.items()
         }
-        acceptance = acceptances[0] if acceptances else None
-        outcome = Outcome(
-            found, plain, "does not pay", self._sampling, len(behaviour.answers), costs, payoff, acceptance, self.left_out
-        )
+        acceptance, count = rates[0] if rates else None, len(behaviour.answers)
+        outcome = Outcome(found, plain, "does not pay", self._sampling, count, costs, payoff, acceptance, self.left_out)
         verdict = judged(outcome.best, plain)
         chosen = outcome.best if verdict == "pays" else plain
         return replace(outcome, chosen=chosen, verdict=verdict)
@@ -377,19 +392,6 @@ def _probe(
     echo: bool = False,
 ) -> RoundProbe:
     return RoundProbe(pair, method, behind, sampling, lengths=lengths or usual, looks=looks, echo=echo)
-
-
-def _acceptances(tapes: Mapping[str, Sequence[Tape]]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for drafter, along in tapes.items():
-        chances = [chance for tape in along for chance in tape.chances]
-        found[drafter] = sum(chances) / len(chances) if chances else None
-    return found
-
-
-def _better(chain: Found, tree: Found, tried: int) -> Found:
-    best = max(chain, tree, key=lambda entry: entry.predicted)
-    return replace(best, tried=chain.tried + tried)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,0 +1,227 @@
+"""What early exit asks, runs and gives: the predictor's and the policy's questions, layer runs in real runs, the distribution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from families import exit_of, make_model, save
+from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableSession, p_value
+from test_early_exit import CountedLayers
+
+import specgen
+from specgen import assembly, methods
+from specgen.decoding import sampling as distributions
+from specgen.decoding.branching import BranchingDraft
+from specgen.decoding.drafters import DraftModel
+from specgen.decoding.policies import Feeds, Step
+from specgen.decoding.run import Clock
+from specgen.models.early_exit import EarlyExit
+from specgen.models.session import Rows
+from specgen.pair import Pair
+from specgen.types import Context, Draft, SamplingParams
+
+DEPTH = 4
+
+
+class TracedSession(TableSession):
+    """Its hidden rows spell the drafted tokens that they stand behind."""
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> Rows:
+        paths: list[list[int]] = [[]]
+        for node, token in enumerate(draft):
+            paths.append([*paths[node if parents is None else parents[node] + 1], token])
+        hidden = torch.tensor([spelled(path) for path in paths[start:]])
+        return Rows(super().logits(context, draft, parents, start=start).logits, hidden)
+
+
+def spelled(path: Sequence[int]) -> list[float]:
+    return [float(token) for token in [*path, *[-1] * (DEPTH - len(path))]]
+
+
+class RecordingAgreement:
+    def __init__(self) -> None:
+        self.contexts: list[list[int]] = []
+        self.asked: list[tuple[list[float], int]] = []
+
+    def begin(self, context: Context) -> None:
+        self.contexts.append(list(context.ids))
+
+    def score(self, draft_row: torch.Tensor, place: int) -> torch.Tensor:
+        self.asked.append((draft_row.tolist(), place))
+        return torch.tensor(0.1 * place)
+
+
+class RecordingPolicy:
+    reason = "deep enough"
+
+    def __init__(self, needs: Feeds) -> None:
+        self.needs = needs
+        self.steps: list[Step] = []
+
+    def keep_drafting(self, step: Step) -> bool:
+        self.steps.append(step)
+        return step.place < DEPTH
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+    def state(self) -> None:
+        return None
+
+
+def entropy(row: torch.Tensor) -> float:
+    return float(torch.distributions.Categorical(logits=row).entropy())
+
+
+def log_prob(session: TableSession, path: Sequence[int]) -> float:
+    """Of the path's last token, behind the prompt and the tokens before."""
+    return float(session.row([*PROMPT, *path[:-1]]).log_softmax(dim=-1)[path[-1]])
+
+
+def told(steps: Sequence[Step]) -> list[tuple[int, float, float, float]]:
+    return [(step.place, step.entropy, step.prob, step.agreement) for step in steps]
+
+
+@pytest.mark.parametrize("needs", [{"agreement"}, {"agreement", "entropy"}, {"agreement", "entropy", "prob"}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chain_asks_about_each_token_by_the_row_it_came_from(needs: set[str], temperature: float) -> None:
+    session, agreement, policy = TracedSession(3), RecordingAgreement(), RecordingPolicy(frozenset(needs))
+    sampling = SamplingParams(temperature=temperature)
+    drafter = DraftModel(session, sampling, frozenset(), VOCAB, 5, agreement=agreement)
+    draft = drafter.propose(Context(PROMPT), policy, 9)
+    tokens = draft.tokens
+    assert len(tokens) == DEPTH
+    assert agreement.contexts == [PROMPT]
+    assert agreement.asked == [(spelled(tokens[:place]), place + 1) for place in range(DEPTH)]
+    entropies = [entropy(session.row([*PROMPT, *tokens[:place]])) for place in range(DEPTH)]
+    assert draft.entropies == pytest.approx(entropies, abs=1e-5)
+    assert [step.place for step in policy.steps] == [1, 2, 3, 4]
+    assert [step.agreement for step in policy.steps] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    if "entropy" in needs:
+        assert [step.entropy for step in policy.steps] == pytest.approx(entropies, abs=1e-5)
+    if "prob" in needs:
+        probs = [math.exp(log_prob(session, tokens[: place + 1])) for place in range(DEPTH)]
+        assert [step.prob for step in policy.steps] == pytest.approx(probs, abs=1e-5)
+
+
+def likeliest_tree(session: TableSession, width: int) -> tuple[list[list[int]], list[list[int]]]:
+    """By brute force: the paths of all nodes, and of each level's likeliest."""
+    frontier: list[tuple[float, list[int]]] = [(0.0, [])]
+    nodes, best = [], []
+    for _ in range(DEPTH):
+        longer = [
+            (value + log_prob(session, [*path, token]), [*path, token]) for value, path in frontier for token in range(VOCAB)
+        ]
+        frontier = sorted(longer, reverse=True)[:width]
+        nodes += [path for _, path in frontier]
+        best.append(frontier[0][1])
+    return nodes, best
+
+
+def paths_of(draft: Draft) -> list[list[int]]:
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append([*paths[parent + 1], token])
+    return paths[1:]
+
+
+def test_a_tree_asks_about_each_levels_likeliest_node_by_the_row_it_came_from() -> None:
+    from_the_second = 0
+    for seed in range(12):
+        session, agreement = TracedSession(seed, scale=1.0), RecordingAgreement()
+        policy = RecordingPolicy(frozenset({"agreement", "entropy"}))
+        drafter = BranchingDraft(session, frozenset(), VOCAB, width=2, agreement=agreement)
+        draft = drafter.propose(Context(PROMPT), policy, 9)
+        nodes, best = likeliest_tree(session, 2)
+        assert paths_of(draft) == nodes
+        assert agreement.contexts == [PROMPT]
+        assert agreement.asked == [(spelled(path[:-1]), place) for place, path in enumerate(best, 1)]
+        expected = [
+            (place, entropy(session.row([*PROMPT, *path[:-1]])), math.exp(log_prob(session, path)), 0.1 * place)
+            for place, path in enumerate(best, 1)
+        ]
+        for found, wanted in zip(told(policy.steps), expected, strict=True):
+            assert found == pytest.approx(wanted, abs=1e-5)
+        from_the_second += any(before != path[:-1] for before, path in pairwise(best))
+    assert from_the_second, "no level's likeliest node stood behind another than the level before's: nothing was to be mistaken"
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("eesd-fixed", {"k": 3}),
+        ("eesd-beta", {}),
+        ("eesd-cali", {}),
+        ("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}),
+    ],
+)
+def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, settings: dict[str, object]) -> None:
+    """The prompt, each round's own token but the last one's, and what was drafted: each once in each of the target's layers."""
+    target = specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path), device="cpu", dtype="float32").target
+    exit_layer = exit_of(target.model, after)
+    pair = Pair(target, None, exit_layer=exit_layer)
+    pair.early_exit(methods.find(name))  # it checks the split by running the layers
+    counted = CountedLayers(target.model, exit_layer.layer)
+    ids = [1, 5, 6, 7, 8, 9]
+    for sampling in (SamplingParams(24, ignore_eos=True, seed=1), SamplingParams(24, 1.0, ignore_eos=True, seed=1)):
+        pair.forget()
+        counted.tokens.clear()
+        rounds = pair.generate(ids, name, sampling, **settings).rounds
+        drafted = sum(len(round_.draft.tokens) for round_ in rounds)
+        assert drafted > 8
+        least = len(ids) + len(rounds) - 1 + drafted
+        assert [counted.tokens[str(layer)] for layer in range(4)] == [least] * 4
+        assert counted.tokens["exit 0"] < least
+
+
+def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
+    """The chi-square's p-value of a real split model with an untrained exit, on a few tokens."""
+    model = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=4)
+    made = exit_of(model, 1)
+    both = EarlyExit(model, made.layer, 1, made.predictor, context_limits=(64, None))
+    method = methods.find(name)
+
+    def run(seed: int) -> tuple[int, ...]:
+        parts = assembly.Parts(both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.agreement)
+        chosen = methods.resolve(method, settings, has_predictor=True)
+        decoding = assembly.make_run(method, chosen, parts, Context(PROMPT), TOKENS, None, Clock(None))
+        return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
+
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, mass in found.items():
+            with torch.no_grad():
+                logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
+            probs = distributions.warp(logits, sampling).tolist()
+            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
+        found = longer
+    return p_value(Counter(run(seed) for seed in range(runs)), found)
+
+
+def test_a_real_exit_samples_from_the_target() -> None:
+    assert real_counts("eesd-cali", {"sigma_model": 0.5}, 250) > SIGNIFICANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("eesd-cali", {"sigma_model": 0.5}),
+        ("eesd-beta", {}),
+        ("eesd-fixed", {"k": 2}),
+        ("eesd-tree", {"width": 3, "depth": 2, "theta0": 1.0}),
+    ],
+)
+def test_a_real_exit_samples_from_the_target_with_many_runs(name: str, settings: dict[str, object]) -> None:
+    assert real_counts(name, settings, 6000) > SIGNIFICANCE
