@@ -202,6 +202,30 @@ def test_a_cut_trace_goes_on_where_it_ended(compare: Compare, tmp_path: Path) ->
     assert [line["identical"] for line in parsed(out)] == [4, 4, 4]
 
 
+def test_perplexity_is_told_on_where_the_trace_has_it(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
+    whole = [line["perplexity"] for line in parsed(compare(*options, "--perplexity", "--trace", str(trace))[1])]
+    assert all(whole)
+    lines = trace.read_bytes().splitlines(keepends=True)
+    ends = [place for place, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
+    trace.write_bytes(b"".join(lines[: ends[3] + 1]))
+    told = [line["perplexity"] for line in parsed(compare(*options, "--resume", str(trace))[1])]
+    assert told == pytest.approx(whole)
+
+
+def test_no_perplexity_of_some_runs_alone(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
+    compare(*options, "--trace", str(trace))
+    lines = trace.read_bytes().splitlines(keepends=True)
+    ends = [place for place, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
+    trace.write_bytes(b"".join(lines[: ends[3] + 1]))
+    out = parsed(compare(*options, "--perplexity", "--resume", str(trace))[1])
+    assert [line["perplexity"] for line in out] == [None, None]
+    assert any(json.loads(line).get("perplexity") for line in trace.read_bytes().splitlines())  # the later runs have one
+
+
 def test_a_trace_made_otherwise_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "lookup", "--repeats", "1", "--limit", "2")

@@ -81,8 +81,8 @@ class Comparison:
             request.sampling,
             request.chat,
             request.record,
-            request.perplexity,
-            request.energy,
+            request.perplexity or (earlier is not None and earlier.tells_perplexity),
+            request.energy or (earlier is not None and earlier.tells_energy),
         )
         self.results = Results(request.specs, request.prompts, request.sampling.greedy)
         self._interrupts = Interrupts()
@@ -151,7 +151,7 @@ class Comparison:
     def _energy_in_words(self) -> list[str]:
         """What joules are counted from, or why there are none."""
         measured = [run.line["energy"] for run in self.results.runs.values() if run.line.get("energy")]
-        if not self._request.energy or not measured:
+        if not self._contest.energy or not measured:
             return []
         told = measured[0]
         if told["joules"] is None:
