@@ -63,21 +63,22 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     if method.drafter == "beams":
         from specgen.decoding.beams import BeamSearch
 
-        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample")
+        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample", keep_logits=parts.record)
     if method.drafter == "fallback":
         from specgen.decoding.bild import Fallback
 
-        return Fallback(*common, fallback=float(values["fallback"]))
+        return Fallback(*common, fallback=float(values["fallback"]), keep_logits=parts.record)
     if method.drafter == "chains":
         from specgen.decoding.multi_draft import SampledChains
 
-        return SampledChains(*common, drafts=int(values["drafts"]))
+        return SampledChains(*common, drafts=int(values["drafts"]), keep_logits=parts.record)
     if _branches(settings):
         from specgen.decoding.branching import BranchingDraft
 
         depth = None if values["depth"] == "auto" else int(values["depth"])
         session, _, eos_ids, vocab_size, _ = common
-        return BranchingDraft(session, eos_ids, vocab_size, width=int(values["width"]), depth=depth, agreement=parts.agreement)
+        shape = {"width": int(values["width"]), "depth": depth}
+        return BranchingDraft(session, eos_ids, vocab_size, **shape, keep_logits=parts.record, agreement=parts.agreement)
     return drafters.DraftModel(*common, keep_logits=parts.record, agreement=parts.agreement)
 
 
