@@ -13,7 +13,7 @@ from specgen.ui.charts import Scale, time_bar
 from specgen.ui.comparison import Setting, headline, sentences
 from specgen.ui.page import code, document, facts, text
 from specgen.ui.page_tokens import answer, rounds_list
-from specgen.ui.tables import best, ordered, output_word
+from specgen.ui.tables import best, draft_length, ordered, output_word
 
 PROMPT_SHOWN = 600  # characters
 
@@ -104,7 +104,7 @@ def _row(row: Row, figures: Figures, scale: Scale, *, is_best: bool, perplexity:
     cells = [
         ("rate", _number(summary.acceptance_rate, ".0%"), "accepted"),
         ("eff", _number(summary.block_efficiency, ".2f"), "a pass"),
-        ("len", _number(summary.mean_draft_length, ".1f"), "drafted"),
+        ("len", draft_length(summary.mean_draft_length, branches=figures.branches), "drafted"),
         ("tps", _number(summary.tokens_per_second, ".1f"), "tokens/s"),
     ]
     cells += [("ppl", _number(figures.perplexity, ".2f"), "perplexity")] * perplexity

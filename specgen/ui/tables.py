@@ -39,6 +39,11 @@ def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
+def draft_length(mean: float | None, *, branches: bool) -> str:
+    """Tokens of a draft, in trees and several drafts at once its nodes: no path is as long as that."""
+    return NONE if mean is None else f"{mean:.0f} nodes" if branches else f"{mean:.1f}"
+
+
 def _interval(figures: Figures) -> str:
     return NONE if figures.low is None or figures.high is None else f"{figures.low:.2f}–{figures.high:.2f}"
 
@@ -50,7 +55,7 @@ _COLUMNS = (
     Column("draft\nshare", lambda row: _number(row.summary.draft_share, ".0%"), 10),
     Column("\nHM", lambda row: _number(row.summary.harmonic_mean, ".2f"), 11),
     Column("tokens\na pass", lambda row: _number(row.summary.block_efficiency, ".2f"), 9),
-    Column("draft\nlength", lambda row: _number(row.summary.mean_draft_length, ".1f"), 8),
+    Column("draft\nlength", lambda row: draft_length(row.summary.mean_draft_length, branches=row.branches), 8),
     Column("target\npasses", lambda row: f"{row.summary.target_passes:,}", 12),
     Column("perp-\nlexity", lambda row: _number(row.perplexity, ".2f"), 7, optional=True),
     Column("joules\na token", lambda row: _number(row.joules_per_token, ".3g"), 6, optional=True),
