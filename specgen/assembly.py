@@ -50,7 +50,7 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     if method.drafter == "lookup":
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
-        raise no_exit_layer(method) if method.needs_exit_layer else no_draft_model(method)
+        raise no_exit_layer(method, None) if method.needs_exit_layer else no_draft_model(method)
     if (
         method.needs_exit_layer
         and settings.policy == "cali-ts"
@@ -72,7 +72,7 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
         from specgen.decoding.multi_draft import SampledChains
 
         return SampledChains(*common, drafts=int(values["drafts"]), keep_logits=parts.record)
-    if _branches(settings):
+    if branches(settings):
         from specgen.decoding.branching import BranchingDraft
 
         depth = None if values["depth"] == "auto" else int(values["depth"])
@@ -82,7 +82,7 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     return drafters.DraftModel(*common, keep_logits=parts.record, agreement=parts.agreement)
 
 
-def _branches(settings: Settings) -> bool:
+def branches(settings: Settings) -> bool:
     """Whether drafts are trees of the likeliest candidates. A width of 1 is one too where no chain is what the method is for."""
     return int(settings.values.get("width", 1)) > 1 or isinstance(settings.values.get("depth"), int)
 
@@ -112,7 +112,7 @@ def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
     if parts.sampling.greedy:
         return verifiers.Greedy()
     judges = {"k-sequential": multi_draft.k_sequential, "multi-round": multi_draft.multi_round}
-    if _branches(settings):
+    if branches(settings):
         return multi_draft.TreeSampling(multi_draft.multi_round, *common)
     if method.verifier in judges:
         return multi_draft.TreeSampling(judges[method.verifier], *common)

@@ -392,6 +392,23 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert lines["lookup"]["identical"] == 2
 
 
+def test_a_reason_that_several_share_is_told_once(compare: Compare, pair: tuple[str, ...]) -> None:
+    options = ("-m", "svip,sd,eesd,eesd-tree", "-n", "8", "--repeats", "1", "--limit", "2")
+    out = " ".join(compare(*options, models=pair[:2])[1].split())
+    assert "svip, sd not run: needs a draft model, and there is none; name one with --draft, or do without: -m lookup" in out
+    train = f"train one with specgen tune --train --methods eesd -t {pair[1]} --corpus FILE"
+    assert f"eesd, eesd-tree not run: needs an exit layer trained for the target, and there is none; {train}" in out
+    assert out.count("not run") == 2
+
+
+def test_a_target_unlike_llama_is_told_so(compare: Compare, tmp_path: Path) -> None:
+    folder = save(make_model("gpt2"), tmp_path / "gpt2", make_tokenizer(LETTERS))
+    code, out, _ = compare("-m", "eesd,lookup", "-n", "4", "--repeats", "1", "--limit", "1", models=("-t", folder))
+    assert code == 0
+    assert re.search(r"^eesd +not run: early exit needs a model built as Llama is, and gpt2 is not", out, flags=re.MULTILINE)
+    assert "specgen tune" not in out
+
+
 def test_a_method_that_breaks_down_ends_in_1_and_the_others_run(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RunError("the worker died", "Try again")

@@ -1,7 +1,6 @@
-"""What `--record distributions` keeps: how far draft and target agree at each drafted token, of every method with a draft model."""
+"""What `--record distributions` keeps: how far draft and target agree at each token that a model drafted."""
 
 from __future__ import annotations
-
 
 import pytest
 import torch

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from specgen import methods
 from specgen.errors import SpecgenError
 from specgen.models.devices import free_memory, pick_dtype
-from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare
+from specgen.models.exit_layer import missing_part
+from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare, skeleton
 from specgen.models.tokenizer import Tokenizer, check_same
 from specgen.pair import Pair
 from specgen.tuning.passes import target_pass_seconds
@@ -46,7 +47,13 @@ def look(
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        all_methods(has_draft=theirs is not None, refusal=refusal, has_exit=has_exit),
+        all_methods(
+            has_draft=theirs is not None,
+            refusal=refusal,
+            has_exit=has_exit,
+            unlike_llama=_unlike_llama(ours),
+            location=None if target.label else target.location,
+        ),
     )
 
 
@@ -98,6 +105,12 @@ def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
         None if limit >= NO_LIMIT else limit,
         config.vocab_size,
     )
+
+
+def _unlike_llama(prepared: Prepared) -> str | None:
+    """The family of a model whose layers cannot be run one by one, as far as its config tells; None for all others."""
+    model = skeleton(prepared)
+    return None if model is None or missing_part(model) is None else str(prepared.config.model_type)
 
 
 def _parameters(folder: Path) -> int:

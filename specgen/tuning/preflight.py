@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specgen.errors import SpecgenError
-from specgen.methods import METHODS, Method
+from specgen.methods import METHODS, Method, training_command
 from specgen.tuning.payoff import ACCEPTANCES, Payoff
 
 
@@ -119,10 +119,25 @@ def _measured(payoff: Payoff) -> dict[str, Any]:
     }
 
 
-def readiness(method: Method, *, has_draft: bool, refusal: str | None, has_exit: bool = False) -> Readiness:
-    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run."""
+def readiness(
+    method: Method,
+    *,
+    has_draft: bool,
+    refusal: str | None,
+    has_exit: bool = False,
+    unlike_llama: str | None = None,
+    location: str | None = None,
+) -> Readiness:
+    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run.
+
+    `unlike_llama` is the target's family where its layers cannot be run one by one, `location` where the target comes from, None
+    for the bundled one.
+    """
+    if method.splits_target and unlike_llama is not None:
+        why = f"needs a model built as Llama is, and {unlike_llama} is not"
+        return Readiness(False, why, "take a draft model, or lookup")
     if method.needs_exit_layer and not has_exit:
-        return Readiness(False, "no exit layer", "train one with specgen tune --train --methods eesd")
+        return Readiness(False, "no exit layer", f"train one with {training_command(location)}")
     if not method.needs_draft_model:
         return Readiness(True, "needs no draft model")
     if not has_draft:
@@ -132,9 +147,21 @@ def readiness(method: Method, *, has_draft: bool, refusal: str | None, has_exit:
     return Readiness(True)
 
 
-def all_methods(*, has_draft: bool, refusal: str | None, has_exit: bool = False) -> dict[str, Readiness]:
-    known = {"has_draft": has_draft, "has_exit": has_exit}
-    return {name: readiness(method, refusal=refusal, **known) for name, method in METHODS.items()}
+def all_methods(
+    *,
+    has_draft: bool,
+    refusal: str | None,
+    has_exit: bool = False,
+    unlike_llama: str | None = None,
+    location: str | None = None,
+) -> dict[str, Readiness]:
+    """Of every method, what `readiness` says."""
+    return {
+        name: readiness(
+            method, has_draft=has_draft, refusal=refusal, has_exit=has_exit, unlike_llama=unlike_llama, location=location
+        )
+        for name, method in METHODS.items()
+    }
 
 
 def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:

@@ -64,7 +64,7 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
         return "".join(texts[token] for token in ids)
 
     parallel = any(traced.round.mode in MODES for traced in run.rounds)
-    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel)
+    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel, branches=entry.anatomy.branches)
     view.legend()
     for traced in run.rounds[:limit]:
         view.show(traced.round)
