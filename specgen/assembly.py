@@ -77,8 +77,8 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
 
         depth = None if values["depth"] == "auto" else int(values["depth"])
         session, _, eos_ids, vocab_size, _ = common
-        shape = {"width": int(values["width"]), "depth": depth}
-        return BranchingDraft(session, eos_ids, vocab_size, **shape, keep_logits=parts.record, agreement=parts.agreement)
+        width, own = int(values["width"]), parts.agreement
+        return BranchingDraft(session, eos_ids, vocab_size, width=width, depth=depth, keep_logits=parts.record, agreement=own)
     return drafters.DraftModel(*common, keep_logits=parts.record, agreement=parts.agreement)
 
 

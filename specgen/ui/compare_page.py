@@ -14,7 +14,8 @@ from specgen.ui.charts import Scale, time_bar
 from specgen.ui.comparison import Setting, View, headline, remarks, sentences
 from specgen.ui.page import code, document, facts, text
 from specgen.ui.page_tokens import answer, rounds_list
-from specgen.ui.tables import best, cure_of, draft_length, failed, ordered, output_word, prediction_cells
+from specgen.ui.tables import best, cure_of, failed, ordered, output_word, prediction_cells
+from specgen.ui.visible import draft_length
 
 PROMPT_SHOWN = 600  # characters
 _PLAIN = View()

@@ -12,7 +12,7 @@ from specgen.ui.entropy_chart import entropy_chart
 from specgen.ui.page import code, document, facts, text
 from specgen.ui.page_tokens import answer, rounds_list
 from specgen.ui.round_charts import posterior_chart, rounds_chart
-from specgen.ui.tables import draft_length
+from specgen.ui.visible import draft_length
 
 LOSSY = "lossy: other text than the target's, by design; not ranked."
 MOST_SHOWN = 12  # runs whose text and charts stand on the page; the table holds all

@@ -13,8 +13,7 @@ from specgen.bench.anatomy import Anatomy, Bin, Bounds, beliefs
 from specgen.types import Round
 from specgen.ui.inspect_page import ENDED, LOSSY, Shown
 from specgen.ui.rounds import MODES, RoundsView
-from specgen.ui.tables import draft_length
-from specgen.ui.visible import inline
+from specgen.ui.visible import draft_length, inline
 
 NARROWEST = 44  # columns that a run needs beside another
 _GAP = 4

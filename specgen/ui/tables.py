@@ -14,7 +14,7 @@ from specgen.bench.predictions import Prediction
 from specgen.errors import SpecgenError
 from specgen.methods import WITHOUT_A_DRAFT
 from specgen.types import PHASES
-from specgen.ui.visible import inline
+from specgen.ui.visible import draft_length, inline
 
 GAP = 2
 LONGEST_BAR, SHORTEST_BAR = 24, 6
@@ -39,11 +39,6 @@ class Column:
 
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
-
-
-def draft_length(mean: float | None, *, branches: bool) -> str:
-    """Tokens of a draft, in trees and several drafts at once its nodes: no path is as long as that."""
-    return NONE if mean is None else f"{mean:.0f} nodes" if branches else f"{mean:.1f}"
 
 
 def _interval(figures: Figures) -> str:
