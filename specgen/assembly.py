@@ -50,7 +50,7 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     if method.drafter == "lookup":
         return drafters.PromptLookup(int(settings.values["ngram"]), parts.eos_ids)
     if parts.draft is None:
-        raise no_exit_layer(method) if method.needs_exit_layer else no_draft_model(method)
+        raise no_exit_layer(method, None) if method.needs_exit_layer else no_draft_model(method)
     if (
         method.needs_exit_layer
         and settings.policy == "cali-ts"
@@ -63,25 +63,26 @@ def make_drafter(method: Method, settings: Settings, parts: Parts) -> Drafter:
     if method.drafter == "beams":
         from specgen.decoding.beams import BeamSearch
 
-        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample")
+        return BeamSearch(*common, width=int(values["beams"]), stochastic=values["beam"] == "sample", keep_logits=parts.record)
     if method.drafter == "fallback":
         from specgen.decoding.bild import Fallback
 
-        return Fallback(*common, fallback=float(values["fallback"]))
+        return Fallback(*common, fallback=float(values["fallback"]), keep_logits=parts.record)
     if method.drafter == "chains":
         from specgen.decoding.multi_draft import SampledChains
 
-        return SampledChains(*common, drafts=int(values["drafts"]))
-    if _branches(settings):
+        return SampledChains(*common, drafts=int(values["drafts"]), keep_logits=parts.record)
+    if branches(settings):
         from specgen.decoding.branching import BranchingDraft
 
         depth = None if values["depth"] == "auto" else int(values["depth"])
         session, _, eos_ids, vocab_size, _ = common
-        return BranchingDraft(session, eos_ids, vocab_size, width=int(values["width"]), depth=depth, agreement=parts.agreement)
+        width, own = int(values["width"]), parts.agreement
+        return BranchingDraft(session, eos_ids, vocab_size, width=width, depth=depth, keep_logits=parts.record, agreement=own)
     return drafters.DraftModel(*common, keep_logits=parts.record, agreement=parts.agreement)
 
 
-def _branches(settings: Settings) -> bool:
+def branches(settings: Settings) -> bool:
     """Whether drafts are trees of the likeliest candidates. A width of 1 is one too where no chain is what the method is for."""
     return int(settings.values.get("width", 1)) > 1 or isinstance(settings.values.get("depth"), int)
 
@@ -111,7 +112,7 @@ def make_verifier(method: Method, settings: Settings, parts: Parts) -> Verifier:
     if parts.sampling.greedy:
         return verifiers.Greedy()
     judges = {"k-sequential": multi_draft.k_sequential, "multi-round": multi_draft.multi_round}
-    if _branches(settings):
+    if branches(settings):
         return multi_draft.TreeSampling(multi_draft.multi_round, *common)
     if method.verifier in judges:
         return multi_draft.TreeSampling(judges[method.verifier], *common)

@@ -5,6 +5,7 @@ To add a method is to add a row, and at most one class in one file.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from specgen.errors import SpecgenError, nearest
 from specgen.settings import Setting, Value
 
 ALL_METHODS = "specgen inspect --methods"
+WITHOUT_A_DRAFT = ", or do without: -m lookup"  # no advice where lookup is there anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class Method:
     @property
     def needs_exit_layer(self) -> bool:
         return self.drafter == "exit"
+
+    @property
+    def splits_target(self) -> bool:
+        """Whether the target's layers are run one by one, for which they have to be built as Llama's are."""
+        return self.drafter in ("exit", "skip")
 
 
 FEEDS: Mapping[str, policies.Feeds] = {
@@ -256,22 +263,26 @@ def default_name(*, has_draft_model: bool) -> str:
 
 
 def no_draft_model(method: Method) -> SpecgenError:
-    return SpecgenError(
-        f"{method.name} needs a draft model, and there is none", "Name one with --draft, or do without: -m lookup"
-    )
+    return SpecgenError(f"{method.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
 
 
-def no_exit_layer(method: Method) -> SpecgenError:
+def training_command(target: str | None) -> str:
+    """What trains an exit layer for the target, None being the bundled one, whose texts are at hand."""
+    of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
+    return f"specgen tune --train --methods eesd{of}"
+
+
+def no_exit_layer(method: Method, target: str | None) -> SpecgenError:
     return SpecgenError(
         f"{method.name} needs an exit layer trained for the target, and there is none",
-        "Train one with specgen tune --train --methods eesd, or name one with --exit-layer FILE",
+        f"Train one with {training_command(target)}, or name one with --exit-layer FILE",
     )
 
 
 def no_predictor(method: Method) -> SpecgenError:
     return SpecgenError(
         f"{method.name} asks a predictor, and the exit layer has none",
-        "Train one with specgen tune --train --methods eesd, take model_prediction=false, or eesd-beta",
+        "Train another with specgen tune --train, take model_prediction=false, or eesd-beta",
     )
 
 

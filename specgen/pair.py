@@ -205,7 +205,9 @@ class Pair:
     def early_exit(self, method: Method) -> EarlyExit:
         """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
         if self.exit_layer is None:
-            raise self.exit_refusal or methods.no_exit_layer(method)
+            check_split(self.target.model)
+            bundled = self.target.name.startswith("demo/")
+            raise self.exit_refusal or methods.no_exit_layer(method, None if bundled else self.target.name)
         if self._early_exit is None:
             self._early_exit = EarlyExit(
                 self.target.model,

@@ -16,6 +16,7 @@ from scipy import stats
 from specgen.bench import anatomy
 from specgen.bench.anatomy import Anatomy, beliefs, beta_quantile
 from specgen.bench.trace_reader import TracedRun, read_trace
+from specgen.types import Draft, Round, Verdict
 
 
 @pytest.fixture
@@ -130,3 +131,12 @@ def test_beliefs_are_the_last_rounds_and_evenly_spread(recorded: TracedRun) -> N
     assert state is not None
     assert found[-1].mean == state["alpha"] / (state["alpha"] + state["beta"])
     assert beliefs([]) == []
+
+
+def test_a_normal_posterior_is_a_belief_too() -> None:
+    states = ({"theta_hat": 0.7, "rounds": 0}, {"mean": 0.6, "deviation": 0.1}, {"mean": 0.95, "deviation": 0.2})
+    rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
+    first, second = beliefs(rounds)
+    assert (first.index, first.mean) == (1, 0.6)
+    assert (first.low, first.high) == pytest.approx(stats.norm.ppf((0.05, 0.95), 0.6, 0.1), abs=1e-5)
+    assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)

@@ -202,6 +202,30 @@ def test_a_cut_trace_goes_on_where_it_ended(compare: Compare, tmp_path: Path) ->
     assert [line["identical"] for line in parsed(out)] == [4, 4, 4]
 
 
+def test_perplexity_is_told_on_where_the_trace_has_it(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
+    whole = [line["perplexity"] for line in parsed(compare(*options, "--perplexity", "--trace", str(trace))[1])]
+    assert all(whole)
+    lines = trace.read_bytes().splitlines(keepends=True)
+    ends = [place for place, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
+    trace.write_bytes(b"".join(lines[: ends[3] + 1]))
+    told = [line["perplexity"] for line in parsed(compare(*options, "--resume", str(trace))[1])]
+    assert told == pytest.approx(whole)
+
+
+def test_no_perplexity_of_some_runs_alone(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
+    compare(*options, "--trace", str(trace))
+    lines = trace.read_bytes().splitlines(keepends=True)
+    ends = [place for place, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
+    trace.write_bytes(b"".join(lines[: ends[3] + 1]))
+    out = parsed(compare(*options, "--perplexity", "--resume", str(trace))[1])
+    assert [line["perplexity"] for line in out] == [None, None]
+    assert any(json.loads(line).get("perplexity") for line in trace.read_bytes().splitlines())  # the later runs have one
+
+
 def test_a_trace_made_otherwise_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "lookup", "--repeats", "1", "--limit", "2")
@@ -359,13 +383,32 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     options = ("-m", "svip,lookup,transformers-assisted", "-n", "8", "--repeats", "1", "--limit", "2")
     code, out, err = compare(*options, models=pair[:2])
     assert (code, err) == (0, "")
-    assert re.search(r"^svip +not run: needs a draft model, and there is none; name one with --draft", out, flags=re.MULTILINE)
-    assert re.search(r"^transformers-assisted +not run: ", out, flags=re.MULTILINE)
+    reason = "needs a draft model, and there is none; name one with --draft"
+    assert f"svip, transformers-assisted not run: {reason} " in " ".join(out.split()) + " ", (
+        "lookup is there: no advice to take it"
+    )
     assert re.search(r"^lookup +same ", out, flags=re.MULTILINE)
     lines = {line["method"]: line for line in parsed(compare(*options, "--json", models=pair[:2])[1])}
     assert "draft model" in lines["svip"]["error"]
     assert lines["svip"]["tokens_per_second"] is None
     assert lines["lookup"]["identical"] == 2
+
+
+def test_a_reason_that_several_share_is_told_once(compare: Compare, pair: tuple[str, ...]) -> None:
+    options = ("-m", "svip,sd,eesd,eesd-tree", "-n", "8", "--repeats", "1", "--limit", "2")
+    out = " ".join(compare(*options, models=pair[:2])[1].split())
+    assert "svip, sd not run: needs a draft model, and there is none; name one with --draft, or do without: -m lookup" in out
+    train = f"train one with specgen tune --train --methods eesd -t {pair[1]} --corpus FILE"
+    assert f"eesd, eesd-tree not run: needs an exit layer trained for the target, and there is none; {train}" in out
+    assert out.count("not run") == 2
+
+
+def test_a_target_unlike_llama_is_told_so(compare: Compare, tmp_path: Path) -> None:
+    folder = save(make_model("gpt2"), tmp_path / "gpt2", make_tokenizer(LETTERS))
+    code, out, _ = compare("-m", "eesd,lookup", "-n", "4", "--repeats", "1", "--limit", "1", models=("-t", folder))
+    assert code == 0
+    assert re.search(r"^eesd +not run: early exit needs a model built as Llama is, and gpt2 is not", out, flags=re.MULTILINE)
+    assert "specgen tune" not in out
 
 
 def test_a_method_that_breaks_down_ends_in_1_and_the_others_run(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from specgen.bench.figures import Results, Row, Run, rows
+from specgen.bench.predictions import Prediction
 from specgen.bench.prompts import Prompt
 from specgen.bench.runner import Step
 from specgen.bench.specs import Spec, parse_spec
@@ -257,6 +258,13 @@ def test_the_page_says_it_all_and_fetches_nothing() -> None:
     summary = {"text": "<b>a</b>", "token_ids": [1, 2], "finish_reason": "length"}
     example = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
     about = compare_page.About([("Machine", "a <fast> one")], "specgen 1", "specgen compare")
+    predictions = {"svip": Prediction(1.25, 1.5)}
+    view = View(by_category=True, predictions=predictions)
+    more = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about, view))
+    assert more.count(">1.25×</td>") == more.count(">1.50×</td>") == 1
+    assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
+    assert "No prediction for " in more
+    assert "No prediction for " in " ".join(line.plain for line in page(results, rows(results), SETTING, view, 200))
     written = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about))
     parsed = Page(written)
     assert not parsed.open

@@ -41,6 +41,64 @@ def lines_of(out: str) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
 
 
+def test_what_a_comparison_took_as_one_method_is_one(inspect: Inspect, tmp_path: Path) -> None:
+    runs = [traces.a_run("pearl", spec="pearl", settings={"window": window, "pre_verify": True}) for window in (8, 12, 10)]
+    mine = traces.a_run("svip", spec="svip")
+    lossy = traces.a_run("mtad", spec="mtad:k=3", lossless=False)
+    for line in lossy[1:-1]:
+        line["seconds"] = {phase: seconds / 4 for phase, seconds in line["seconds"].items()}
+    trace = traces.write(tmp_path / "t.jsonl", *mine, *(line for run in runs for line in run), *lossy)
+    out, _ = inspect(trace)
+    table = out.split("\n\n")[0]
+    assert [line.split("  ")[0] for line in table.splitlines()[1:4]] == ["svip", "pearl", "mtad:k=3 (lossy)"]
+    assert "lossy: other text than the target's, by design; not ranked." in table
+    assert "3 runs, window 8–12" in " ".join(out.split())
+    page = tmp_path / "p.html"
+    inspect(trace, "--html", page)
+    written = page.read_text()
+    assert "was the fastest lossless one here" in written
+    assert re.search(r'class="m best"><th scope="row">(svip|pearl)<', written)
+    assert 'class="m lossy"><th scope="row">mtad:k=3 (lossy)<' in written
+    assert "window 8 (8–12 over all runs)" in written
+    lines = lines_of(inspect(trace, "--json")[0])
+    assert [(line["spec"], line["lossless"]) for line in lines[-2:]] == [("pearl", True), ("mtad:k=3", False)]
+
+
+def test_lengths_are_those_of_all_runs_and_trees_have_nodes(inspect: Inspect, tmp_path: Path) -> None:
+    def run(*drafts: int, **changes: Any) -> list[Any]:
+        rounds = [traces.round_line(0, token=10)]
+        rounds += [traces.round_line(at, (4,) * size, 1, 9, "correction", **changes) for at, size in enumerate(drafts, 1)]
+        return [traces.start_line(), *rounds, traces.summary_line(rounds)]
+
+    out, _ = inspect(traces.write(tmp_path / "t.jsonl", *run(1, 1), *run(5, 1)))
+    assert "draft length, accepted length  mean 2.0 and 1.0, longest 5" in out
+    assert "drafted   ▂▂█▂" in out
+    tree = run(3, parents=[-1, -1, 0])
+    out, _ = inspect(traces.write(tmp_path / "tree.jsonl", *tree, *run(2)))
+    assert "draft nodes, accepted length  mean 2.5 and 1.0, most 3" in out
+
+
+def test_another_programs_acceptance_is_told(inspect: Inspect, tmp_path: Path) -> None:
+    start = traces.start_line("transformers-assisted", spec="transformers-assisted")
+    summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length", "seconds": 1.5}
+    summary |= {"target_passes": 2, "drafted": 4, "accepted": 1, "drafts": 2}
+    out, _ = inspect(traces.write(tmp_path / "t.jsonl", start, summary))
+    assert "25% accepted" in out
+    assert "mean 2.0 and 0.5" in out
+    assert "longest" not in out
+    inspect(tmp_path / "t.jsonl", "--html", tmp_path / "p.html")
+
+
+def test_the_methods_as_json(inspect: Inspect) -> None:
+    from specgen import METHODS
+
+    lines = lines_of(inspect("--methods", "--json")[0])
+    assert [line["name"] for line in lines] == list(METHODS)
+    mtad = next(line for line in lines if line["name"] == "mtad")
+    assert (mtad["lossless"], mtad["settings"]["tau"]["default"]) == (False, 0.1)
+    assert mtad["settings"]["beam"]["choices"] == ["greedy", "sample"]
+
+
 def test_a_trace_as_text(inspect: Inspect, tmp_path: Path) -> None:
     out, err = inspect(traces.write(tmp_path / "t.jsonl", *traces.a_run()))
     assert err == ""

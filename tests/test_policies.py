@@ -100,11 +100,25 @@ def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
     policy.observe(drafted=3, accepted=3)
     policy.observe(drafted=0, accepted=0)  # tells nothing
     theta_hat = (0.7 + 5) / (1 + 6)
-    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}
+    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}  # no draft yet: the predictor said nothing
     weight = 0.16 + 2 * 0.04
     mean, variance = policy.posterior(0.9)
     assert mean == pytest.approx((0.16 * 0.9 + 2 * 0.04 * theta_hat) / weight)
     assert variance == pytest.approx(0.04 * 0.16 / weight)
+
+
+def test_cali_ts_tells_its_posterior_at_the_last_drafts_mean_score() -> None:
+    policy = cali(max_draft=2, sigma_model=1e-3, sampling_prediction=False, seed=3)
+    assert drafted(policy, [Step(1, agreement=1.0), Step(2, agreement=0.5)]) == 2
+    policy.observe(drafted=2, accepted=2)
+    assert (policy.state()["mean"], policy.state()["deviation"]) == pytest.approx((0.75, 1e-3))
+    policy.observe(drafted=0, accepted=0)  # nothing was drafted: nothing new is believed
+    assert policy.state()["mean"] == pytest.approx(0.75)
+    both = cali(max_draft=1)
+    assert drafted(both, [Step(1, agreement=0.9)]) == 1
+    both.observe(drafted=1, accepted=1)
+    state, (mean, variance) = both.state(), both.posterior(0.9)
+    assert (state["mean"], state["deviation"]) == pytest.approx((mean, math.sqrt(variance)))
 
 
 def test_cali_ts_ends_at_the_acceptance_rate() -> None:

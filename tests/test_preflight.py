@@ -16,6 +16,7 @@ import specgen
 from specgen import assembly, demo, methods
 from specgen.cli.app import main
 from specgen.models import preflight
+from specgen.models.exit_layer import check_split
 from specgen.models.load import Source
 from specgen.settings import Setting
 from specgen.tuning.passes import target_pass_seconds
@@ -95,6 +96,13 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
     )
     assert report.target.cache_bytes == held / 10
     needing = {name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer}
+    try:
+        check_split(pair.target.model)
+        assert report.methods["eesd"].cure == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
+    except specgen.SpecgenError:
+        needing.add("selfsd")
+        for name in ("eesd", "eesd-tree", "selfsd"):
+            assert report.methods[name].why == f"needs a model built as Llama is, and {family} is not"
     assert {name for name, readiness in report.methods.items() if not readiness.ready} == needing
 
 

@@ -163,7 +163,8 @@ def a_summary() -> Summary:
     [
         (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 tokens a pass  34% drafting, 60% verifying"),
         (80, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass  34% draft 60% verify"),
-        (60, [], "51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
+        (60, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
+        (56, [], "51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
         (40, [], "51 tokens  58.0 tokens/s  81% accepted"),
         (20, [], "51 tokens"),
         (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
@@ -208,6 +209,31 @@ def test_pearls_footer_says_what_it_waited_for(width: int, line: str) -> None:
     assert footer(summary, ["window 8, c 8.2"], width).plain == line
     assert summary.as_dict("", "length")["mean_accepted_run"] == 15
     assert summary.block_efficiency == 11
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 80])
+def test_pearls_rounds_and_their_legend_fit_any_width(width: int) -> None:
+    out = io.StringIO()
+    window = "window 12: a target pass takes as long as 12.3 draft passes, as measured here"
+    view = RoundsView(Console(file=out, width=width), text_of, {0}, 3, parallel=True, window=window)
+    view.legend()
+    legend = out.getvalue()
+    assert " ".join(legend.split()).endswith(window)
+    for mode in ("pre-verify", "post-verify"):
+        for size in range(1, 9):
+            round_ = a_round(333, tuple(range(1, size + 1)), size - 1, 9, "correction", "window 9, 8 ahead")
+            view.show(replace(round_, mode=mode))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rounds = lines[len(legend.splitlines()) :]
+    assert all(line.startswith(("333  p", " " * 18)) for line in rounds), "no line was broken anew by the console"
+
+
+def test_the_legend_of_trees_says_how_candidates_stand() -> None:
+    out = io.StringIO()
+    RoundsView(Console(file=out, width=60), text_of, {0}, 3, branches=True).legend()
+    legend = " ".join(out.getvalue().split())
+    assert legend.endswith("a|b: candidates of one place ²: the second of them was right")
 
 
 def test_pearls_rounds_are_named_as_in_its_figure() -> None:

@@ -19,6 +19,7 @@ from specgen.types import Fate, Round
 EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # nats; the same for every trace, so that two can be compared
 AUTHORS_C = 0.15  # SVIP's constant where a run has none of its own
 _Z95 = 1.959964
+_Z90 = 1.644854
 _FATES = tuple(Fate)
 
 
@@ -31,6 +32,7 @@ class DraftedTokens:
     def __init__(self) -> None:
         self.entropies, self.overlaps, self.divergences = array("d"), array("d"), array("d")
         self._fates = bytearray()
+        self.asked = False  # both distributions were to be recorded, whatever came of it
 
     def __len__(self) -> int:
         return len(self.entropies)
@@ -40,6 +42,7 @@ class DraftedTokens:
         count = len(entropies)
         if not count:
             return
+        self.asked |= bool(traced.overlap)
         self.entropies.extend(entropies)
         self.overlaps.extend(traced.overlap or [math.nan] * count)
         self.divergences.extend(traced.kl or [math.nan] * count)
@@ -136,6 +139,8 @@ class Anatomy:
         self.tokens = DraftedTokens()
         self.runs = 0
         self.drafts = 0  # rounds with a draft
+        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round behind a prompt, run after run
+        self.branches = False  # drafts are trees, or several at once: their tokens are nodes
         self.prompt_tokens = 0
         self.speeds: list[float] = []  # tokens a second, run by run
         self._c: float | None = None
@@ -151,14 +156,25 @@ class Anatomy:
         tokens, seconds = self.summary.new_tokens, self.summary.seconds
         for traced in run.rounds:
             self.summary.add(traced.round)
-            self.drafts += bool(traced.round.draft.tokens)
+            self._add_lengths(traced.round)
             self.tokens.add(traced)
         if not run.rounds and run.summary is not None:  # another program's: all that is known stands in its summary
             self.summary.token_ids += run.summary["token_ids"]
             self.summary.rounds += known_number(run.summary, "target_passes")
+            self.summary.drafted += known_number(run.summary, "drafted")
+            self.summary.accepted += known_number(run.summary, "accepted")
+            self.drafts += known_number(run.summary, "drafts")
             self.summary.phase_seconds["other"] += known_number(run.summary, "seconds")
         if self.summary.seconds > seconds:
             self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
+
+    def _add_lengths(self, round_: Round) -> None:
+        draft = round_.draft
+        self.drafts += bool(draft.tokens)
+        self.branches |= any(parent != node - 1 for node, parent in enumerate(draft.parents))
+        if round_.index:
+            self.lengths.append(len(draft.tokens))
+            self.accepted_lengths.append(len(round_.verdict.path))
 
     @property
     def mean_draft_length(self) -> float | None:
@@ -291,12 +307,20 @@ def beliefs(rounds: Iterable[Round], most: int = 120) -> list[Belief]:
 
 
 def _has_posterior(round_: Round) -> bool:
-    state = round_.policy_state
-    return state is not None and state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0
+    """Beta-TS tells the two parameters of its Beta distribution, Cali-TS mean and deviation of its normal one."""
+    state = round_.policy_state or {}
+    return (state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0) or _is_normal(state)
+
+
+def _is_normal(state: Mapping[str, float]) -> bool:
+    return 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0
 
 
 def _belief(round_: Round) -> Belief:
     state = round_.policy_state or {}
+    if _is_normal(state):  # theta is clipped to [0, 1] when it is drawn
+        mean, half = state["mean"], _Z90 * state["deviation"]
+        return Belief(round_.index, mean, max(mean - half, 0.0), min(mean + half, 1.0))
     alpha, beta = state["alpha"], state["beta"]
     return Belief(round_.index, alpha / (alpha + beta), beta_quantile(alpha, beta, 0.05), beta_quantile(alpha, beta, 0.95))
 

@@ -28,19 +28,17 @@ Key = tuple[str, int, int]  # method as written, prompt index, repeat
 @dataclass(frozen=True, slots=True)
 class Run:
     """A finished run: its summary line (with `drafts`), and each round's draft length where all were chains, drafted in turn with
-    the target's passes; None where they were not, or nobody told."""
+    the target's passes; None where they were not, or nobody told. `branches` where drafts were trees, or several at once."""
 
     line: Mapping[str, Any]
     draft_lengths: tuple[int, ...] | None
+    branches: bool = False
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rounds: Sequence[Round]) -> Run:
-        in_turn = all(
-            round_.mode in ("prefill", "sequential")
-            and list(round_.draft.parents) == list(range(-1, len(round_.draft.tokens) - 1))
-            for round_ in rounds
-        )
-        return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None)
+        branches = any(list(round_.draft.parents) != list(range(-1, len(round_.draft.tokens) - 1)) for round_ in rounds)
+        in_turn = not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
+        return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None, branches)
 
 
 @dataclass(slots=True)
@@ -77,6 +75,7 @@ class Figures:
     diverged: int | None = None
     perplexity: float | None = None
     joules_per_token: float | None = None
+    branches: bool = False  # drafts are trees, or several at once
 
     def as_dict(self) -> dict[str, Any]:
         counted = self.summary.as_dict("", "")
@@ -204,6 +203,7 @@ def _figures(
         diverged,
         _mean(own.values(), "perplexity", geometric=True),
         _mean(own.values(), "joules_per_token"),
+        any(run.branches for run in own.values()),
     )
 
 
@@ -212,12 +212,15 @@ def _pace(run: Run) -> tuple[int, float]:
 
 
 def _mean(runs: Iterable[Run], key: str, *, geometric: bool = False) -> float | None:
-    """The mean over all tokens of a figure that runs may have: perplexities are averaged as log-likelihoods, joules add up."""
-    lines = [run.line for run in runs]
-    told = [(float(line[key]), len(line["token_ids"])) for line in lines if line.get(key) is not None and line["token_ids"]]
-    total = sum(tokens for _, tokens in told)
-    if not total:
+    """The mean over all tokens of a figure that runs may have: perplexities are averaged as log-likelihoods, joules add up.
+
+    None unless each run with tokens has it: a mean over some of the prompts is that of another text.
+    """
+    lines = [run.line for run in runs if run.line["token_ids"]]
+    if not lines or any(line.get(key) is None for line in lines):
         return None
+    told = [(float(line[key]), len(line["token_ids"])) for line in lines]
+    total = sum(tokens for _, tokens in told)
     if geometric:
         return math.exp(sum(math.log(value) * tokens for value, tokens in told) / total)
     return sum(value * tokens for value, tokens in told) / total

@@ -51,6 +51,14 @@ class Earlier:
         written = dict.fromkeys([BASELINE, *(str(run.start["spec"]) for run in self.runs)])
         return [parse_spec(name) for name in written]
 
+    @property
+    def tells_perplexity(self) -> bool:
+        return any(run.run.line.get("perplexity") is not None for run in self.runs)
+
+    @property
+    def tells_energy(self) -> bool:
+        return any(run.run.line.get("energy") is not None for run in self.runs)
+
     def fill(self, runner: Runner, contest: Contest, pair: Pair) -> None:
         """Count its runs as far as this comparison asks for them. Raises SpecgenError where they were made otherwise."""
         specs = {spec.written: spec for spec in contest.specs}

@@ -64,9 +64,9 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
         "seconds": dict(round_.seconds),
     }
     if record:
-        unknown = [None] * len(draft.tokens)
-        line["overlap"] = unknown if verdict.agreement is None else list(verdict.agreement.overlap)
-        line["kl"] = unknown if verdict.agreement is None else list(verdict.agreement.kl)
+        told: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
+        for name, figures in told.items():  # what PEARL drafted ahead is not judged yet
+            line[name] = [*figures, *[None] * (len(draft.tokens) - len(figures))]
     return line
 
 

@@ -81,8 +81,8 @@ class Comparison:
             request.sampling,
             request.chat,
             request.record,
-            request.perplexity,
-            request.energy,
+            request.perplexity or (earlier is not None and earlier.tells_perplexity),
+            request.energy or (earlier is not None and earlier.tells_energy),
         )
         self.results = Results(request.specs, request.prompts, request.sampling.greedy)
         self._interrupts = Interrupts()
@@ -151,7 +151,7 @@ class Comparison:
     def _energy_in_words(self) -> list[str]:
         """What joules are counted from, or why there are none."""
         measured = [run.line["energy"] for run in self.results.runs.values() if run.line.get("energy")]
-        if not self._request.energy or not measured:
+        if not self._contest.energy or not measured:
             return []
         told = measured[0]
         if told["joules"] is None:
@@ -173,6 +173,9 @@ class Comparison:
                     line |= {"predicted": {"eq14": told.formula, "pass_costs": told.pass_costs}, "costs": costs.as_dict()}
                 sys.stdout.buffer.write((escaped_json(traces.dumps(line)) + "\n").encode("utf-8", "surrogatepass"))
             sys.stdout.buffer.flush()
+            if not self._request.look.quiet:
+                for said in self._energy_in_words():
+                    self._err.print(Text(said, "quiet"))
             return
         width = self._out.width if self._out.is_terminal else PIPED_WIDTH
         for shown in views.page(self.results, made, self._setting, self._view(predictions, interrupted=interrupted), width):
@@ -193,7 +196,8 @@ class Comparison:
 
             versions = ", ".join(f"{name} {version}" for name, version in traces.versions().items())
             about = compare_page.About(describe(self._pair), versions, f"specgen {shlex.join(sys.argv[1:])}")
-            write_page(files.html, compare_page.page(self.results, made, self._setting, self.results.examples, about))
+            view = self._view(predictions, interrupted=interrupted)
+            write_page(files.html, compare_page.page(self.results, made, self._setting, self.results.examples, about, view))
 
     def _verdict(self, made: list[Row]) -> int:
         """The exit code, and a line on standard error where a method broke its promise or broke down."""

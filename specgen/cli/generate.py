@@ -86,7 +86,7 @@ def generate(
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
     if chosen.needs_exit_layer and models.has_no_exit:
-        raise methods.no_exit_layer(chosen)
+        raise methods.no_exit_layer(chosen, models.target)
     recorded = options.recorded(record)
     if recorded and trace is None and not json:
         raise SpecgenError("--record distributions stands without a record", "Name one: --trace FILE.jsonl, or --json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -64,12 +65,7 @@ def inspect(
     asks_for_pair = next((name for name, given in _pair_options(target, draft, pair, measure) if given), None)
     _check(traces, asks_for_pair, html, rounds, run, list_methods=list_methods)
     if list_methods:
-        from specgen.ui import theme
-        from specgen.ui.catalogue import method_card
-
-        out = theme.console(no_color=no_color)
-        for method in methods.METHODS.values():
-            method_card(out, method)
+        _list_methods(as_json=json, no_color=no_color)
     elif traces:
         from specgen.cli.inspect_traces import Wanted, inspect_traces
 
@@ -85,6 +81,18 @@ def inspect(
         )
         inspect_pair(models, measure=measure, json=json, quiet=quiet, no_color=no_color)
     return None
+
+
+def _list_methods(*, as_json: bool, no_color: bool) -> None:
+    from specgen.ui import theme
+    from specgen.ui.catalogue import method_card, method_line
+
+    out = theme.console(no_color=no_color)
+    for method in methods.METHODS.values():
+        if as_json:
+            typer.echo(dumps(method_line(method)))
+        else:
+            method_card(out, method)
 
 
 def _pair_options(target: str | None, draft: str | None, pair: bool, measure: bool) -> tuple[tuple[str, bool], ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from specgen.ui.inspect_page import Shown
 
 
-_TOLD = ("settings", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")  # of a start line
+_TOLD = (
+    "spec",
+    "settings",
+    "lossless",
+    "target",
+    "draft",
+    "device",
+    "dtype",
+    "prompt_index",
+    "category",
+    "repeat",
+)  # of a start line
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +48,28 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Group:
-    """A method's runs in one file, folded; `run` is the one to look at in detail."""
+    """A method's runs in one file, folded; `run` is the one to look at in detail. `name` is the method as it was written in a
+    comparison, else its name; `settings` are all values that its runs had."""
 
     path: Path
-    method: str
-    settings: Mapping[str, Any]
+    name: str
     anatomy: Anatomy
+    settings: dict[str, list[Any]] = field(default_factory=dict)
     run: TracedRun | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Each setting's value, or where runs had several the range of them: PEARL's window is measured anew for each prompt."""
+        return {name: values[0] if len(values) == 1 else _range(values) for name, values in self.settings.items()}
+
+    @property
+    def varying(self) -> dict[str, str]:
+        return {name: _range(values) for name, values in self.settings.items() if len(values) > 1}
+
+
+def _range(values: Sequence[Any]) -> str:
+    if all(type(value) in (int, float) for value in values):
+        return f"{min(values):g}–{max(values):g}"
+    return ", ".join(map(str, values))
 
 
 def inspect_traces(paths: Sequence[Path], wanted: Wanted) -> None:
@@ -72,28 +98,39 @@ def inspect_traces(paths: Sequence[Path], wanted: Wanted) -> None:
 
 
 def _add(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun, wanted: int) -> None:
-    key = (path, run.method, json.dumps(run.start["settings"], sort_keys=True))
-    group = groups.setdefault(key, _Group(path, run.method, run.start["settings"], Anatomy(run.method)))
+    """To the runs of its method: what a comparison took as one is one, whatever was measured for each prompt."""
+    spec = run.start.get("spec")
+    is_compared = isinstance(spec, str) and bool(spec)
+    name = str(spec) if is_compared else run.method
+    key = (path, name, "" if is_compared else json.dumps(run.start["settings"], sort_keys=True))
+    group = groups.setdefault(key, _Group(path, name, Anatomy(run.method)))
     group.anatomy.add(run)
+    for setting, value in run.start["settings"].items():
+        values = group.settings.setdefault(setting, [])
+        if value not in values:
+            values.append(value)
     if group.anatomy.runs == wanted:
         group.run = run
 
 
 def _labelled(groups: Sequence[_Group], wanted: int) -> Iterator[Shown]:
-    """Each group by its method's name; by settings or the file too where the name alone does not tell them apart."""
+    """Each group by its method's name; by settings or the file too where the name alone does not tell them apart, and with a word
+    where its output is not the target's."""
     from specgen.ui.inspect_page import Shown
 
     for group in groups:
         if group.run is None:
             raise SpecgenError(
-                f"{group.path} has no run {wanted} of {group.method}: it holds {group.anatomy.runs}", "Choose another with --run"
+                f"{group.path} has no run {wanted} of {group.name}: it holds {group.anatomy.runs}", "Choose another with --run"
             )
-        same = [other for other in groups if other.method == group.method and other is not group]
-        differing = {name for other in same for name in group.settings if group.settings[name] != other.settings.get(name, ...)}
-        label = group.method + "".join(f":{name}={value}" for name, value in group.settings.items() if name in differing)
-        if any(other.settings == group.settings for other in same):
+        own = group.told()
+        same = [other.told() for other in groups if other.name == group.name and other is not group]
+        differing = {name for other in same for name in own if own[name] != other.get(name, ...)}
+        label = group.name + "".join(f":{name}={value}" for name, value in own.items() if name in differing)
+        if own in same:
             label += f" ({group.path.stem})"
-        yield Shown(label, group.path.name, group.anatomy, group.run)
+        is_lossy = group.run.start.get("lossless") is False
+        yield Shown(f"{label} (lossy)" if is_lossy else label, group.path.name, group.anatomy, group.run, group.varying)
 
 
 def _write_line(path: Path, run: TracedRun) -> None:

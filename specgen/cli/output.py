@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specgen.assembly import branches
 from specgen.bench import trace as traces
 from specgen.bench.energy import meter_for
 from specgen.bench.summary import Summary
@@ -57,7 +58,13 @@ class Sink:
             eos_ids = pair.target.eos_ids
             parallel = plan.method.schedule == "parallel"
             self._rounds = RoundsView(
-                self._err, pair.tokenizer.text_of, eos_ids, len(plan.prompt_ids), parallel=parallel, window=_window(plan)
+                self._err,
+                pair.tokenizer.text_of,
+                eos_ids,
+                len(plan.prompt_ids),
+                parallel=parallel,
+                window=_window(plan),
+                branches=plan.method.drafter == "chains" or branches(plan.settings),
             )
 
     def start(self) -> None:

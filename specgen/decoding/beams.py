@@ -47,12 +47,14 @@ class BeamSearch:
         *,
         width: int,
         stochastic: bool,
+        keep_logits: bool = False,
     ) -> None:
         self._session = session
         self._warping = distributions.likelihood_warping(sampling)
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._width = width
+        self._keep_logits = keep_logits
         self._generator = distributions.generator(session.device, seed) if stochastic and not sampling.greedy else None
 
     @inference
@@ -127,4 +129,5 @@ class BeamSearch:
             top_probs=top_probs,
             stop_reason=reason,
             log_likelihoods=[likelihoods[step] for step in path],
+            logits=tree.logits(path) if self._keep_logits else None,
         )

@@ -33,6 +33,7 @@ class Fallback:
         seed: int,
         *,
         fallback: float,
+        keep_logits: bool = False,
     ) -> None:
         self._session = session
         self._sampling = sampling
@@ -40,12 +41,14 @@ class Fallback:
         self._vocab_size = vocab_size
         self._generator = distributions.generator(session.device, seed)
         self._fallback = fallback
+        self._keep_logits = keep_logits
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         limit = 0 if context.largest_id >= self._session.known_ids else min(limit, self._session.context_limit - len(context))
         tokens: list[int] = []
         figures: list[tuple[float, float]] = []
+        rows: list[torch.Tensor] = []
         reason = "length"
         while len(tokens) < limit:
             row = self._session.logits(context, tokens, start=len(tokens)).logits[0, : self._vocab_size]
@@ -58,6 +61,7 @@ class Fallback:
                 reason = f"unsure {math.exp(top):.2f} < {self._fallback:g}"
                 break
             tokens.append(int(token))
+            rows.append(row)
             figures.append((abs(negative), math.exp(top)))
             if tokens[-1] in self._eos_ids:
                 reason = "eos"
@@ -66,7 +70,9 @@ class Fallback:
                 reason = policy.reason
                 break
         entropies, top_probs = zip(*figures, strict=True) if figures else ((), ())
-        return Draft(tokens, range(-1, len(tokens) - 1), None, entropies, top_probs, reason if limit > 0 else None)
+        logits = torch.stack(rows) if self._keep_logits and rows else None
+        parents = range(-1, len(tokens) - 1)
+        return Draft(tokens, parents, None, entropies, top_probs, reason if limit > 0 else None, logits=logits)
 
 
 class Rollback:

@@ -34,12 +34,14 @@ class BranchingDraft:
         *,
         width: int,
         depth: int | None = None,
+        keep_logits: bool = False,
         agreement: Agreement | None = None,
     ) -> None:
         self._session = session
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._width, self._depth = width, depth
+        self._keep_logits = keep_logits
         self._agreement = agreement
 
     @inference
@@ -63,8 +65,9 @@ class BranchingDraft:
             if place == self._depth:
                 reason = f"depth {place}"
                 break
-        entropies, top_probs = tree.figures(range(len(tree.tokens)))
-        return Draft(tree.tokens, tree.parents, None, entropies, top_probs, reason)
+        nodes = range(len(tree.tokens))
+        logits = tree.logits(nodes) if self._keep_logits else None
+        return Draft(tree.tokens, tree.parents, None, *tree.figures(nodes), reason, logits=logits)
 
     def _level(
         self, tree: GrowingTree, frontier: list[int], likelihoods: list[float], policy: LengthPolicy, place: int

@@ -36,12 +36,14 @@ class SampledChains:
         seed: int,
         *,
         drafts: int,
+        keep_logits: bool = False,
     ) -> None:
         self._session = session
         self._sampling = sampling
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._drafts = drafts
+        self._keep_logits = keep_logits
         self._generator = distributions.generator(session.device, seed)
 
     @inference
@@ -64,8 +66,9 @@ class SampledChains:
             if not policy.keep_drafting(Step(place)):
                 reason = policy.reason
                 break
-        entropies, top_probs = tree.figures(range(len(tree.tokens)))
-        return Draft(tree.tokens, tree.parents, self._together(probs), entropies, top_probs, reason, draws)
+        nodes = range(len(tree.tokens))
+        logits = tree.logits(nodes) if self._keep_logits else None
+        return Draft(tree.tokens, tree.parents, self._together(probs), *tree.figures(nodes), reason, draws, logits=logits)
 
     def _level(self, tree: GrowingTree, chains: Sequence[int], probs: list[torch.Tensor]) -> list[int]:
         """Each chain's next node, chosen in one pass and brought to the host in one transfer."""

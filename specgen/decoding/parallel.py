@@ -132,5 +132,6 @@ def _joined(first: Draft, second: Draft) -> Draft:
         return replace(first, stop_reason=second.stop_reason)
     tokens = [*first.tokens, *second.tokens]
     probs = None if second.probs is None else torch.cat((first.probs, second.probs[:1]))  # no more are judged
+    logits = None if second.logits is None else torch.cat((first.logits, second.logits[:1]))
     figures = [*first.entropies, *second.entropies], [*first.top_probs, *second.top_probs]
-    return Draft(tokens, range(-1, len(tokens) - 1), probs, *figures, second.stop_reason)
+    return Draft(tokens, range(-1, len(tokens) - 1), probs, *figures, second.stop_reason, logits=logits)

@@ -211,6 +211,8 @@ class CaliTS:
         self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
         self._rounds = 0
         self._accepted, self._judged = theta0, 1.0
+        self._scores: list[float] = []  # theta_M of the draft's tokens so far
+        self._agreement = math.nan  # their mean in the last draft
         self._rng = random.Random(seed)
 
     @property
@@ -228,6 +230,7 @@ class CaliTS:
         return (sample * agreement + rounds * model * self.theta_hat) / weight, model * sample / weight
 
     def keep_drafting(self, step: Step) -> bool:
+        self._scores.append(step.agreement)
         mean, variance = self.posterior(step.agreement)
         theta = min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0)
         if self._rng.random() >= theta:
@@ -241,9 +244,15 @@ class CaliTS:
             self._rounds += 1
             self._accepted += accepted
             self._judged += min(accepted + 1, drafted)
+        if self._scores:
+            self._agreement = sum(self._scores) / len(self._scores)
+            self._scores.clear()
 
     def state(self) -> Mapping[str, float]:
-        return {"theta_hat": self.theta_hat, "rounds": self._rounds}
+        """With the mean and the deviation of theta at the mean score of the last draft, as soon as there is one."""
+        learned = {"theta_hat": self.theta_hat, "rounds": self._rounds}
+        mean, variance = self.posterior(self._agreement)
+        return learned if math.isnan(mean) else learned | {"mean": mean, "deviation": math.sqrt(variance)}
 
 
 class SelfSD:

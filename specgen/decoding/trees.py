@@ -55,6 +55,11 @@ class GrowingTree:
         self.hidden = None if found.hidden is None else found.hidden[selected]
         return rows[selected]
 
+    def logits(self, nodes: Sequence[int]) -> torch.Tensor:
+        """The rows [nodes, vocabulary] that each of `nodes` came from, for the record."""
+        rows = torch.cat(self._rows)
+        return rows[torch.tensor([self.parents[node] + 1 for node in nodes], device=rows.device)]
+
     def figures(self, nodes: Sequence[int]) -> tuple[list[float], list[float]]:
         """Entropy (nats) and top probability of the unwarped distribution that each of `nodes` came from, in one transfer."""
         origins = sorted({self.parents[node] for node in nodes})

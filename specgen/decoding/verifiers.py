@@ -87,7 +87,7 @@ class RejectionSampling:
 
 
 class Recording:
-    """Another verifier, and for the record how far both distributions agree at each drafted token of a chain."""
+    """Another verifier, and for the record how far both distributions agree at each drafted token."""
 
     lossless: ClassVar[bool] = True  # it judges nothing itself
 
@@ -97,9 +97,12 @@ class Recording:
     @inference
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
         verdict = self._verifier.verify(draft, rows)
-        if draft.logits is None or not isinstance(draft.parents, range):
+        if draft.logits is None:
             return verdict
-        overlap, kl = distributions.agreement(rows.logits[: len(draft.tokens)], draft.logits)
+        before = rows.logits[: len(draft.tokens)]
+        if not isinstance(draft.parents, range):
+            before = rows.logits[torch.tensor([parent + 1 for parent in draft.parents], device=rows.logits.device)]
+        overlap, kl = distributions.agreement(before, draft.logits)
         return replace(verdict, agreement=Agreement(overlap, kl))
 
 

@@ -143,6 +143,13 @@ def layer_kinds(model: Any) -> list[str | None]:
     return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * count)
 
 
+def missing_part(model: Any) -> str | None:
+    """The first part that a model would need for its layers to be run one by one; None where all are there."""
+    decoder = decoder_of(model)
+    missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
+    return next(iter(missing), None if hasattr(model, "lm_head") else "lm_head")
+
+
 @inference
 def check_split(model: Any, method: str = "early exit") -> None:
     """Refuse a model whose layers, run one by one as they are here, do not give its own logits.
@@ -151,10 +158,8 @@ def check_split(model: Any, method: str = "early exit") -> None:
     """
     name = model.config.model_type
     decoder = decoder_of(model)
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    missing = [part for part in parts if not hasattr(decoder, part)] + ([] if hasattr(model, "lm_head") else ["lm_head"])
-    if missing:
-        raise _refusal(method, name, f"its decoder has no {missing[0]}")
+    if missing := missing_part(model):
+        raise _refusal(method, name, f"its decoder has no {missing}")
     ids = torch.tensor([[token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]], device=model.device)
     whole = ExitLayer(decoder.layers, layer_kinds(model), decoder.norm, model.lm_head, model.config.get_text_config())
     try:

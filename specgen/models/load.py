@@ -122,6 +122,15 @@ def load_model(prepared: Prepared, device: torch.device, dtype: torch.dtype, ann
     return loaded
 
 
+def skeleton(prepared: Prepared) -> Any | None:
+    """The model without its weights, to see how it is built; None where its code cannot make one."""
+    try:
+        with _quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=prepared.source.trust_remote_code)
+    except Exception:  # noqa: BLE001  whatever it is, loading the model tells it better
+        return None
+
+
 def new_session(model: Any, penalties: Penalties | None = None) -> Session:
     """A session of a loaded model."""
     return Session(model, *_context_limits(model.config.get_text_config()), penalties)

@@ -15,12 +15,13 @@ from specgen.errors import SpecgenError
 from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, pick_dtype
 from specgen.models.exit_files import find_exit
-from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare
+from specgen.models.exit_layer import missing_part
+from specgen.models.load import NO_LIMIT, Prepared, Source, context_limit, prepare, skeleton
 from specgen.models.tokenizer import Tokenizer, check_same
 from specgen.pair import Pair
 from specgen.tuning.passes import target_pass_seconds
 from specgen.tuning.payoff import WIDTHS, Payoff
-from specgen.tuning.preflight import NO_EXIT, PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
+from specgen.tuning.preflight import PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
 from specgen.types import SamplingParams
 
 CONTEXT_LENGTH = 256  # tokens behind which passes are timed, less where the model's context is shorter
@@ -48,7 +49,9 @@ def look(
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        all_methods(has_draft=theirs is not None, refusal=refusal, no_exit=_no_exit(ours, exit_layer)),
+        all_methods(
+            has_draft=theirs is not None, refusal=refusal, no_exit=_no_exit(ours, exit_layer), unlike_llama=_unlike_llama(ours)
+        ),
     )
 
 
@@ -60,7 +63,10 @@ def _no_exit(target: Prepared, named: Path | None) -> tuple[str, str] | None:
         found = find_exit(target.name, target.folder, is_bundled=target.source.label == "demo/target")
     except SpecgenError as error:
         return error.message, error.cure
-    return None if found is not None else NO_EXIT
+    if found is not None:
+        return None
+    location = None if target.source.label else target.source.location
+    return "no exit layer", f"train one with {methods.training_command(location)}"
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> Payoff:
@@ -109,6 +115,12 @@ def _facts(prepared: Prepared, device: torch.device, dtype: str) -> ModelFacts:
         None if limit >= NO_LIMIT else limit,
         config.vocab_size,
     )
+
+
+def _unlike_llama(prepared: Prepared) -> str | None:
+    """The family of a model whose layers cannot be run one by one, as far as its config tells; None for all others."""
+    model = skeleton(prepared)
+    return None if model is None or missing_part(model) is None else str(prepared.config.model_type)
 
 
 def _parameters(folder: Path) -> int:

@@ -119,12 +119,22 @@ def _measured(payoff: Payoff) -> dict[str, Any]:
     }
 
 
-NO_EXIT = ("no exit layer", "train one with specgen tune --train --methods eesd")
+def readiness(
+    method: Method,
+    *,
+    has_draft: bool,
+    refusal: str | None,
+    no_exit: tuple[str, str] | None,
+    unlike_llama: str | None = None,
+) -> Readiness:
+    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run.
 
-
-def readiness(method: Method, *, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None = NO_EXIT) -> Readiness:
-    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run. `no_exit` says why
-    there is no exit layer, and the way to one."""
+    `no_exit` says why there is no exit layer, and the way to one; `unlike_llama` is the target's family where its layers cannot
+    be run one by one.
+    """
+    if method.splits_target and unlike_llama is not None:
+        why = f"needs a model built as Llama is, and {unlike_llama} is not"
+        return Readiness(False, why, "take a draft model, or lookup")
     if method.needs_exit_layer and no_exit is not None:
         return Readiness(False, *no_exit)
     if not method.needs_draft_model:
@@ -136,8 +146,14 @@ def readiness(method: Method, *, has_draft: bool, refusal: str | None, no_exit: 
     return Readiness(True)
 
 
-def all_methods(*, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None = NO_EXIT) -> dict[str, Readiness]:
-    return {name: readiness(method, has_draft=has_draft, refusal=refusal, no_exit=no_exit) for name, method in METHODS.items()}
+def all_methods(
+    *, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None, unlike_llama: str | None = None
+) -> dict[str, Readiness]:
+    """Of every method, what `readiness` says."""
+    return {
+        name: readiness(method, has_draft=has_draft, refusal=refusal, no_exit=no_exit, unlike_llama=unlike_llama)
+        for name, method in METHODS.items()
+    }
 
 
 def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:

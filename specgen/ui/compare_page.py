@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.bench.anatomy import Anatomy
 from specgen.bench.figures import Figures, Results, Row
+from specgen.bench.predictions import Prediction
 from specgen.bench.prompts import Prompt
 from specgen.bench.trace_reader import TracedRun
 from specgen.ui.charts import Scale, time_bar
-from specgen.ui.comparison import Setting, headline, sentences
+from specgen.ui.comparison import Setting, View, headline, remarks, sentences
 from specgen.ui.page import code, document, facts, text
 from specgen.ui.page_tokens import answer, rounds_list
-from specgen.ui.tables import best, ordered, output_word
+from specgen.ui.tables import best, cure_of, failed, ordered, output_word, prediction_cells
+from specgen.ui.visible import draft_length
 
 PROMPT_SHOWN = 600  # characters
+_PLAIN = View()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,18 @@ class About:
 
 
 def page(
-    results: Results, rows: Sequence[Row], setting: Setting, examples: Mapping[str, TracedRun], about: About
+    results: Results,
+    rows: Sequence[Row],
+    setting: Setting,
+    examples: Mapping[str, TracedRun],
+    about: About,
+    view: View = _PLAIN,
 ) -> Iterator[str]:
     """The page in pieces: the verdict, the table with its intervals, the same prompt by each method, machine and settings."""
     verdict = verdict_of(results, rows)
     foot = f"{text(about.versions)}. Intervals: bootstrap over prompts. Made with: {code(about.made_with)}"
     yield from document(
-        f"specgen: {verdict}", verdict, headline(results, rows, setting), _body(results, rows, examples, about), foot
+        f"specgen: {verdict}", verdict, headline(results, rows, setting), _body(results, rows, examples, about, view), foot
     )
 
 
@@ -53,14 +61,14 @@ def verdict_of(results: Results, rows: Sequence[Row]) -> str:
     return f"{top.spec.written} gives {what} {speedup:.2f} times as fast"
 
 
-def _body(results: Results, rows: Sequence[Row], examples: Mapping[str, TracedRun], about: About) -> Iterator[str]:
+def _body(results: Results, rows: Sequence[Row], examples: Mapping[str, TracedRun], about: About, view: View) -> Iterator[str]:
     yield "<h2>Which method is fastest?</h2>\n"
     hollow = " Hollow: another text than the target's, by design, so not ranked."
     lossy = any(row.overall is not None and not row.spec.lossless for row in rows)
     against = f"Against plain decoding ({code('ar')}), with 95% intervals over prompts."
     yield f'<p class="note">{against}{hollow if lossy else ""}</p>\n'
-    yield from _table(rows)
-    for sentence in sentences(results, rows):
+    yield from _table(rows, view)
+    for sentence in [*sentences(results, rows), *remarks(rows, view)]:
         yield f'<p class="note">{text(sentence.plain)}</p>\n'
     yield from _where_time_goes(rows)
     yield from _examples(results, rows, examples)
@@ -69,58 +77,94 @@ def _body(results: Results, rows: Sequence[Row], examples: Mapping[str, TracedRu
         yield f'<p class="note">{text(name)}: {text(what)}</p>\n'
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[Row], view: View) -> Iterator[str]:
     measured = [row.overall for row in rows if row.overall is not None]
+    if view.by_category:
+        measured += [figures for row in rows for figures in row.by_category.values()]
     values = [value for figures in measured for value in (figures.speedup, figures.low, figures.high) if value is not None]
     scale = Scale.over(values, "×", start=1.0)
-    with_perplexity = any(figures.perplexity is not None for figures in measured)
-    with_joules = any(figures.joules_per_token is not None for figures in measured)
-    heads = ["accept-<br>ance", "tokens<br>a pass", "draft<br>length", "tokens<br>/s"]
-    heads += ["perp-<br>lexity"] * with_perplexity + ["joules<br>a token"] * with_joules
+    heads = [column for column in _COLUMNS if not column.optional or any(column.value(figures) for figures in measured)]
+    if view.predictions:
+        heads += _predicted(rows, view.predictions)
     yield (
         '<table class="methods"><thead><tr><th scope="col">method</th><th scope="col">output</th>'
         f'<th scope="col" class="plot">{scale.axis()}</th><th scope="col" class="x">speedup</th>'
-        '<th scope="col" class="ci">95% interval</th>' + "".join(f'<th scope="col" class="n">{head}</th>' for head in heads)
+        '<th scope="col" class="ci">95% interval</th>'
+        + "".join(f'<th scope="col" class="n {head.kind}">{head.title}</th>' for head in heads)
     )
     yield "</tr></thead><tbody>"
     top = best(rows)
+    alone, together = failed(rows)
     for row in ordered(rows):
-        if row.overall is None:
-            why = "not measured" if row.failure is None else f"not run: {row.failure.message}. {row.failure.cure}"
+        if row.overall is not None:
+            kind = "m ar" if row.is_baseline else "m lossy" if not row.spec.lossless else "m best" if row is top else "m"
+            yield _row(row.spec.written, row, row.overall, scale, heads, kind)
+            if view.by_category and len(row.by_category) > 1:
+                for name, figures in row.by_category.items():
+                    yield _row(name, row, figures, scale, heads, f"{kind.removesuffix(' best')} cat", is_category=True)
+        elif row in alone:
+            why = "not measured" if row.failure is None else f"not run: {row.failure.message}. {cure_of(row.failure, rows)}"
             name = f'<th scope="row">{text(row.spec.written)}</th>'
-            yield f'<tr class="off">{name}<td class="why" colspan="{3 + len(heads)}">{text(why.rstrip(". "))}</td></tr>'
-        else:
-            yield _row(row, row.overall, scale, is_best=row is top, perplexity=with_perplexity, joules=with_joules)
+            yield f'<tr class="off">{name}<td class="why" colspan="{4 + len(heads)}">{text(why.rstrip(". "))}</td></tr>'
+    for names, why in together:
+        told = f"{', '.join(names)} not run: {why}"
+        yield f'<tr class="off"><td class="why" colspan="{5 + len(heads)}">{text(told)}</td></tr>'
     yield "</tbody></table>\n"
 
 
-def _row(row: Row, figures: Figures, scale: Scale, *, is_best: bool, perplexity: bool, joules: bool) -> str:
-    kind = "m ar" if row.is_baseline else "m lossy" if not row.spec.lossless else "m best" if is_best else "m"
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """`kind` is its class, `meaning` what follows the figure where there is no room for heads."""
+
+    kind: str
+    title: str
+    meaning: str
+    value: Callable[[Figures], str]
+    optional: bool = False  # only where some row has it
+
+
+def _predicted(rows: Sequence[Row], predictions: Mapping[str, Prediction]) -> list[_Column]:
+    by_formula, by_passes = prediction_cells(rows, predictions)
+    return [
+        _Column("eq14", "by<br>Eq. 14", "by Eq. 14", by_formula),
+        _Column("costs", "by pass<br>costs", "by pass costs", by_passes),
+    ]
+
+
+def _row(
+    name: str, row: Row, figures: Figures, scale: Scale, columns: Sequence[_Column], kind: str, *, is_category: bool = False
+) -> str:
     speedup = figures.speedup or 0.0
     low = speedup if figures.low is None else figures.low
     high = speedup if figures.high is None else figures.high
     said = f"{speedup:.2f} times" + (f", 95% interval {low:.2f} to {high:.2f}" if figures.low is not None else "")
-    summary = figures.summary
-    cells = [
-        ("rate", _number(summary.acceptance_rate, ".0%"), "accepted"),
-        ("eff", _number(summary.block_efficiency, ".2f"), "a pass"),
-        ("len", _number(summary.mean_draft_length, ".1f"), "drafted"),
-        ("tps", _number(summary.tokens_per_second, ".1f"), "tokens/s"),
-    ]
-    cells += [("ppl", _number(figures.perplexity, ".2f"), "perplexity")] * perplexity
-    cells += [("joules", _number(figures.joules_per_token, ".3g"), "joules a token")] * joules
     return (
-        f'<tr class="{kind}"><th scope="row">{text(row.spec.written)}</th>'
-        f'<td class="out">{text(output_word(row, figures))}</td>'
+        f'<tr class="{kind}"><th scope="row">{text(name)}</th>'
+        f'<td class="out">{text(output_word(row, figures, is_category=is_category))}</td>'
         f'<td class="plot">{scale.dot(speedup, low, high, said, reference=1.0)}</td><td class="x">{speedup:.2f}×</td>'
         f'<td class="ci">{"" if figures.low is None else f"{low:.2f}–{high:.2f}"}</td>'
-        + "".join(f'<td class="n {name}" data-l="{meaning}">{value}</td>' for name, value, meaning in cells)
+        + "".join(f'<td class="n {column.kind}" data-l="{column.meaning}">{column.value(figures)}</td>' for column in columns)
         + "</tr>"
     )
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+_COLUMNS = (
+    _Column("rate", "accept-<br>ance", "accepted", lambda row: _number(row.summary.acceptance_rate, ".0%")),
+    _Column("eff", "tokens<br>a pass", "a pass", lambda row: _number(row.summary.block_efficiency, ".2f")),
+    _Column(
+        "len",
+        "draft<br>length",
+        "drafted",
+        lambda row: draft_length(row.summary.mean_draft_length, branches=row.branches),
+    ),
+    _Column("tps", "tokens<br>/s", "tokens/s", lambda row: _number(row.summary.tokens_per_second, ".1f")),
+    _Column("ppl", "perp-<br>lexity", "perplexity", lambda row: _number(row.perplexity, ".2f"), optional=True),
+    _Column("joules", "joules<br>a token", "joules a token", lambda row: _number(row.joules_per_token, ".3g"), optional=True),
+)
 
 
 def _where_time_goes(rows: Sequence[Row]) -> Iterator[str]:

@@ -47,17 +47,30 @@ def page(results: Results, rows: Sequence[Row], setting: Setting, view: View, wi
         return lines
     lines.append(Text())
     said = sentences(results, rows)
-    if view.predictions:
-        said.append(Text("Eq. 14: EESD's formula from acceptance and pass costs; by pass costs: all passes added up.", "quiet"))
     if table.is_cut:
         said.append(Text("More columns fit a wider window; all are in --csv FILE.", "quiet"))
-    if view.interrupted:
-        said.append(Text(view.interrupted, "strong"))
+    said += remarks(rows, view)
     for sentence in said:
         lines += _wrapped(sentence, width)
     if view.phases:
         lines += [Text(), *phases_table(rows, width)]
     return lines
+
+
+def remarks(rows: Sequence[Row], view: View) -> list[Text]:
+    """What is to be said of predictions, of a broken-off comparison and of energy."""
+    said = []
+    if view.predictions:
+        said.append(Text("Eq. 14: EESD's formula from acceptance and pass costs; by pass costs: all passes added up.", "quiet"))
+        known = {name for name, told in view.predictions.items() if (told.formula, told.pass_costs) != (None, None)}
+        without = [row for row in ordered(rows) if row.overall is not None and not row.is_baseline]
+        names = [inline(row.spec.written) for row in without if row.spec.written not in known]
+        if names:
+            why = "both take chains, drafted in turn with the target's passes"  # no trees, no PEARL, no rivals
+            said.append(Text(f"No prediction for {', '.join(names)}: {why}.", "quiet"))
+    if view.interrupted:
+        said.append(Text(view.interrupted, "strong"))
+    return said
 
 
 def headline(results: Results, rows: Sequence[Row], setting: Setting) -> str:

@@ -26,7 +26,7 @@ def entropy_chart(anatomy: Anatomy, texts: Sequence[str], stop: float | None) ->
     if bounds is not None:
         return _scatter(anatomy.tokens, texts, bounds, stop)
     bins = anatomy.acceptance_by_entropy()
-    return _binned(bins, anatomy.c, stop) if bins else ""
+    return _binned(bins, anatomy.c, stop, asked=anatomy.tokens.asked) if bins else ""
 
 
 def _scatter(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: float | None) -> str:
@@ -63,7 +63,7 @@ def _scatter(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: 
     return figure("Does the draft know when it is wrong?", keys("scatter", marks), chart, " ".join(notes), lead)
 
 
-def _binned(bins: Sequence[Bin], c: float, stop: float | None) -> str:
+def _binned(bins: Sequence[Bin], c: float, stop: float | None, *, asked: bool) -> str:
     right = _right_end([found.mean_entropy for found in bins])
     points = []
     for found in bins:
@@ -85,6 +85,8 @@ def _binned(bins: Sequence[Bin], c: float, stop: float | None) -> str:
     ]
     lead = "The draft's entropy (to the right), and the share of the judged tokens that the target accepted (up)."
     caption = "With --record distributions a trace holds each token's true acceptance probability, and its bounds stand here too."
+    if asked:
+        caption = "The trace tells no true acceptance probability of these tokens."
     return figure("Does the draft know when it is wrong?", keys("scatter", marks), chart, caption, lead)
 
 

@@ -53,6 +53,7 @@ def _versions(summary: Summary, notes: Sequence[str], mono: bool, tuned: str) ->
         head + tokens_long + speed + accepted + a_pass_long + shares_long,
         head + tokens_long + speed + accepted + a_pass + shares,
         head + tokens_long + speed + accepted + a_pass if own else head + tokens + speed + accepted + a_pass + shares,
+        head + tokens + speed + accepted + a_pass,
         named + tokens + speed + accepted + a_pass,
         named + tokens + speed + accepted,
         named + tokens + speed,

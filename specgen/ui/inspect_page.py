@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specgen.bench.anatomy import Anatomy, beliefs, setting
 from specgen.bench.trace_reader import TracedRun
@@ -12,7 +12,9 @@ from specgen.ui.entropy_chart import entropy_chart
 from specgen.ui.page import code, document, facts, text
 from specgen.ui.page_tokens import answer, rounds_list
 from specgen.ui.round_charts import posterior_chart, rounds_chart
+from specgen.ui.visible import draft_length
 
+LOSSY = "lossy: other text than the target's, by design; not ranked."
 MOST_SHOWN = 12  # runs whose text and charts stand on the page; the table holds all
 
 
@@ -21,12 +23,24 @@ ENDED = {"length": "at the limit", "eos": "by itself", "stop": "at a stop text",
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A method in a trace: `label` names it, `anatomy` has the figures over all its runs, `run` is the one to look at."""
+    """A method in a trace: `label` names it, `anatomy` has the figures over all its runs, `run` is the one to look at. `varying`
+    are settings that were not the same in all runs, as ranges."""
 
     label: str
     source: str
     anatomy: Anatomy
     run: TracedRun
+    varying: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lossless(self) -> bool:
+        return self.run.start.get("lossless") is not False
+
+
+def best(shown: Sequence[Shown]) -> Shown | None:
+    """The fastest of those that give the target's own output; None where none does, or nobody tells the time."""
+    timed = [entry for entry in shown if entry.lossless and entry.anatomy.summary.tokens_per_second]
+    return max(timed, key=lambda entry: entry.anatomy.summary.tokens_per_second or 0.0, default=None)
 
 
 def page(shown: Sequence[Shown], made_with: str) -> Iterator[str]:
@@ -46,12 +60,12 @@ def verdict(shown: Sequence[Shown]) -> str:
             return f"{shown[0].label}: nothing was drafted, {_speed(shown[0])} tokens a second"
         kept = f"{summary.acceptance_rate:.0%} of the draft was right"
         return f"{shown[0].label}: {kept}, {summary.block_efficiency:.2f} tokens a target pass"
-    timed = [entry for entry in shown if entry.anatomy.summary.tokens_per_second]
+    top = best(shown)
     prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
-    if not timed or len(prompts) > 1:  # speeds on different prompts decide nothing
+    if top is None or len(prompts) > 1:  # speeds on different prompts decide nothing
         return f"{len(shown)} recordings side by side"
-    best = max(timed, key=lambda entry: entry.anatomy.summary.tokens_per_second or 0.0)
-    return f"{best.label} was the fastest here: {_speed(best)} tokens a second"
+    what = "the fastest here" if all(entry.lossless for entry in shown) else "the fastest lossless one here"
+    return f"{top.label} was {what}: {_speed(top)} tokens a second"
 
 
 def _speed(entry: Shown) -> str:
@@ -86,12 +100,17 @@ def _article(entry: Shown, switch: str, *, is_only: bool) -> Iterator[str]:
     if one.runs > 1:
         one = Anatomy(run.method)
         one.add(run)
-    settings = ", ".join(f"{name} {value}" for name, value in start["settings"].items())
+    settings = ", ".join(
+        f"{name} {value}" + (f" ({entry.varying[name]} over all runs)" if name in entry.varying else "")
+        for name, value in start["settings"].items()
+    )
     yield f"<h2>{text('How one answer came about' if is_only else entry.label)}</h2>\n"
     about = f"{code(run.method)}{text(', ' + settings) if settings else ''}. {len(start['prompt_ids']):,} tokens of prompt."
     where = f" From {code(entry.source)}, line {run.first_line:,}."
     ended = f" Ended {ENDED[run.finish_reason]}." if run.finish_reason else ""
     yield f'<p class="note">{about}{ended}{where}</p>\n'
+    if not entry.lossless:
+        yield f'<p class="note"><b>{text(LOSSY.partition(":")[0].capitalize())}:</b>{text(LOSSY.partition(":")[2])}</p>\n'
     for note in run.notes:
         yield f'<p class="note warn"><b>Note:</b> {text(note)}.</p>\n'
     summary = one.summary
@@ -105,7 +124,7 @@ def _article(entry: Shown, switch: str, *, is_only: bool) -> Iterator[str]:
     yield "<h3>The text</h3>\n"
     yield from answer(run, switch)
     rounds = [traced.round for traced in run.rounds]
-    if summary.drafted:
+    if summary.drafted and rounds:
         yield rounds_chart(rounds)
     words = [word for traced in run.rounds if traced.round.draft.entropies for word in traced.draft_texts]
     yield entropy_chart(one, words, stop_entropy(run))
@@ -123,7 +142,7 @@ def _table(shown: Sequence[Shown]) -> Iterator[str]:
     """A line a method, with tokens a second: of all its runs together, and from the slowest to the fastest."""
     speeds = [speed for entry in shown for speed in entry.anatomy.speeds]
     scale = Scale.over(speeds)
-    best = max(shown, key=lambda entry: entry.anatomy.summary.tokens_per_second or 0.0)
+    top = best(shown)
     yield "<h2>Side by side</h2>\n"
     yield (
         '<p class="note">Tokens a second over all runs, and from the slowest run to the fastest. Other prompts or machines '
@@ -137,13 +156,15 @@ def _table(shown: Sequence[Shown]) -> Iterator[str]:
         + "</tr></thead><tbody>"
     )
     for entry in shown:
-        yield _row(entry, scale, is_best=entry is best)
+        yield _row(entry, scale, is_best=entry is top)
     yield "</tbody></table>\n"
+    if not all(entry.lossless for entry in shown):
+        yield f'<p class="note">{text(LOSSY)}</p>\n'
 
 
 def _row(entry: Shown, scale: Scale, *, is_best: bool) -> str:
     anatomy, summary = entry.anatomy, entry.anatomy.summary
-    kind = "m best" if is_best else "m ar" if summary.method == "ar" else "m"
+    kind = "m lossy" if not entry.lossless else "m best" if is_best else "m ar" if summary.method == "ar" else "m"
     low, high = min(anatomy.speeds, default=0.0), max(anatomy.speeds, default=0.0)
     speed = summary.tokens_per_second or 0.0
     dot = scale.dot(speed, low, high, f"{speed:.1f} tokens a second, from {low:.1f} to {high:.1f}")
@@ -152,7 +173,7 @@ def _row(entry: Shown, scale: Scale, *, is_best: bool) -> str:
         (f"{anatomy.runs}", "runs"),
         ("" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}", "accepted"),
         (f"{summary.block_efficiency or 0:.2f}", "a pass"),
-        ("" if length is None else f"{length:.1f}", "drafted"),
+        (draft_length(length, branches=anatomy.branches), "drafted"),
     )
     return (
         f'<tr class="{kind}"><th scope="row">{text(entry.label)}</th><td class="plot">{dot}</td><td class="x">{speed:.1f}</td>'

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from specgen.bench.anatomy import Anatomy, Bin, Bounds, beliefs
 from specgen.types import Round
-from specgen.ui.inspect_page import ENDED, Shown
+from specgen.ui.inspect_page import ENDED, LOSSY, Shown
 from specgen.ui.rounds import MODES, RoundsView
-from specgen.ui.visible import inline
+from specgen.ui.visible import draft_length, inline
 
 NARROWEST = 44  # columns that a run needs beside another
 _GAP = 4
@@ -63,7 +63,7 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
         return "".join(texts[token] for token in ids)
 
     parallel = any(traced.round.mode in MODES for traced in run.rounds)
-    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel)
+    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel, branches=entry.anatomy.branches)
     view.legend()
     for traced in run.rounds[:limit]:
         view.show(traced.round)
@@ -92,7 +92,7 @@ def block(entry: Shown, width: int) -> Iterator[Text]:
         yield Text()
     rounds = [traced.round for traced in run.rounds]
     if summary.drafted:
-        yield from _lengths(anatomy, rounds, width)
+        yield from _lengths(anatomy, width)
     if bins := anatomy.acceptance_by_entropy():
         yield from _by_entropy(bins, width)
     if bounds := anatomy.bounds():
@@ -106,7 +106,8 @@ def _where(entry: Shown) -> str:
     temperature = start["sampling"].get("temperature")
     how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
     runs = f", {entry.anatomy.runs} runs" if entry.anatomy.runs > 1 else ""
-    return inline(f"{models}, {start['device']} {start['dtype']}, {how}{runs}")
+    varying = "".join(f", {name} {values}" for name, values in entry.varying.items())
+    return inline(f"{models}, {start['device']} {start['dtype']}, {how}{runs}{varying}")
 
 
 def _figures(anatomy: Anatomy) -> Iterator[Text]:
@@ -132,14 +133,15 @@ def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
     return Text(f"  {label}{figure}  ").append("━" * (halves // 2) + "╸" * (halves % 2), style)
 
 
-def _lengths(anatomy: Anatomy, rounds: Sequence[Round], width: int) -> Iterator[Text]:
-    drafting = [round_ for round_ in rounds if round_.draft.tokens]
-    longest = max((len(round_.draft.tokens) for round_ in drafting), default=0)
-    means = f"mean {anatomy.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}, longest {longest}"
-    yield from _titled("draft length, accepted length", means, width)
-    drafted = [len(round_.draft.tokens) for round_ in rounds[1:]]
-    accepted = [len(round_.verdict.path) for round_ in rounds[1:]]
-    for name, lengths, style in (("drafted", drafted, "bar.plain"), ("accepted", accepted, "token.accepted")):
+def _lengths(anatomy: Anatomy, width: int) -> Iterator[Text]:
+    """Over the rounds of all runs. The tokens of a tree are nodes, only one path of which can be accepted."""
+    means = f"mean {anatomy.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
+    longest = max(anatomy.lengths, default=0)
+    if longest:
+        means += f", {'most' if anatomy.branches else 'longest'} {longest}"
+    yield from _titled("draft nodes, accepted length" if anatomy.branches else "draft length, accepted length", means, width)
+    courses = (("drafted", anatomy.lengths, "bar.plain"), ("accepted", anatomy.accepted_lengths, "token.accepted"))
+    for name, lengths, style in courses if longest else ():
         yield Text(f"  {name:<10}").append(_spark(lengths, longest, width - 12), style)
     yield Text()
 
@@ -217,10 +219,12 @@ def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
             f"{summary.tokens_per_second:.1f}" if summary.tokens_per_second else "",
             "" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}",
             f"{summary.block_efficiency or 0:.2f}",
-            "" if length is None else f"{length:.1f}",
+            draft_length(length, branches=entry.anatomy.branches),
             f"{entry.anatomy.runs}",
         )
         label = Text(inline(entry.label))
         label.truncate(names, overflow="ellipsis", pad=True)
         yield label.append("".join(f"{cell:>10}" for cell in cells[:kept]))
+    if not all(entry.lossless for entry in shown):
+        yield from _wrapped(Text(LOSSY, "quiet"), width)
     yield Text()

@@ -15,7 +15,7 @@ from specgen.ui.visible import inline
 
 LEAD = 12  # columns before a round's text: its number and how many were kept
 MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's rounds, in a column of their own
-MODE = 5  # its columns
+MODE = 6  # its columns
 NARROW = 80  # below this the reason follows the text
 Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
 _STYLES: Mapping[Kind, str] = {
@@ -86,7 +86,8 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 class RoundsView:
-    """`text_of` turns ids into text for display. `parallel` rounds are PEARL's, `window` a line that says how it was found."""
+    """`text_of` turns ids into text for display. `parallel` rounds are PEARL's, `window` a line that says how it was found;
+    `branches` where drafts are trees, of which the legend says how they stand."""
 
     def __init__(
         self,
@@ -97,9 +98,10 @@ class RoundsView:
         *,
         parallel: bool = False,
         window: str = "",
+        branches: bool = False,
     ) -> None:
         self._console, self._text_of, self._eos_ids, self._prompt_length = console, text_of, eos_ids, prompt_length
-        self._parallel, self._window = parallel, window
+        self._parallel, self._window, self._branches = parallel, window, branches
         self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
@@ -113,13 +115,19 @@ class RoundsView:
         if line.cell_len + 3 + key.cell_len <= self._console.width:
             self._console.print(line.append("   ").append_text(key))
         else:
-            for part in (*line.wrap(self._console, self._console.width), key):
-                part.rstrip()
-                self._console.print(part)
+            self._print_wrapped(line)
+            self._print_wrapped(key)
+        if self._branches:
+            self._print_wrapped(Text("a|b: candidates of one place   ²: the second of them was right", "quiet"))
         if self._parallel:
             ahead = "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
             for told in filter(None, (ahead, self._window)):
-                self._console.print(Text(told, "quiet"))
+                self._print_wrapped(Text(told, "quiet"))
+
+    def _print_wrapped(self, line: Text) -> None:
+        for part in line.wrap(self._console, self._console.width):
+            part.rstrip()
+            self._console.print(part)
 
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)

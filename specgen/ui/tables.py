@@ -11,8 +11,10 @@ from rich.text import Text
 
 from specgen.bench.figures import Figures, Row
 from specgen.bench.predictions import Prediction
+from specgen.errors import SpecgenError
+from specgen.methods import WITHOUT_A_DRAFT
 from specgen.types import PHASES
-from specgen.ui.visible import inline
+from specgen.ui.visible import draft_length, inline
 
 GAP = 2
 LONGEST_BAR, SHORTEST_BAR = 24, 6
@@ -50,7 +52,7 @@ _COLUMNS = (
     Column("draft\nshare", lambda row: _number(row.summary.draft_share, ".0%"), 10),
     Column("\nHM", lambda row: _number(row.summary.harmonic_mean, ".2f"), 11),
     Column("tokens\na pass", lambda row: _number(row.summary.block_efficiency, ".2f"), 9),
-    Column("draft\nlength", lambda row: _number(row.summary.mean_draft_length, ".1f"), 8),
+    Column("draft\nlength", lambda row: draft_length(row.summary.mean_draft_length, branches=row.branches), 8),
     Column("target\npasses", lambda row: f"{row.summary.target_passes:,}", 12),
     Column("perp-\nlexity", lambda row: _number(row.perplexity, ".2f"), 7, optional=True),
     Column("joules\na token", lambda row: _number(row.joules_per_token, ".3g"), 6, optional=True),
@@ -122,14 +124,49 @@ def speed_table(
     """The comparison's main table, `width` cells wide at most."""
     top = best(rows)
     lines = []
+    alone, together = failed(rows)
     for row in ordered(rows):
+        if row.overall is None and row not in alone:
+            continue
         lines.append(_Line(inline(row.spec.written), row, row.overall, row is top))
         if by_category and len(row.by_category) > 1:
             lines += [_Line("  " + inline(name), row, part, False, True) for name, part in row.by_category.items()]
     columns = [column for column in _COLUMNS if not column.optional or any(_has(line, column) for line in lines)]
     if predictions:
         columns += _prediction_columns(rows, predictions)
-    return _laid_out(lines, columns, width)
+    cures = {row.spec.written: cure_of(row.failure, rows) for row in alone if row.failure is not None}
+    made = _laid_out(lines, columns, width, cures)
+    for names, why in together:
+        said = Text(inline(", ".join(names))).append(" not run", "strong").append(f": {why}")
+        for part in said.wrap(_CONSOLE, width):
+            part.rstrip()
+            made.lines.append(part)
+    return made
+
+
+def failed(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[list[str], str]]]:
+    """The methods without figures: those that get a row of their own, and names with a reason that several share."""
+    reasons: dict[str, list[Row]] = {}
+    alone = []
+    for row in ordered(rows):
+        if row.overall is None and row.failure is None:
+            alone.append(row)
+        elif row.overall is None and row.failure is not None:
+            cure = cure_of(row.failure, rows)
+            told = f"{_reason(row)}{'; ' + inline(cure[:1].lower() + cure[1:]) if cure else ''}"
+            reasons.setdefault(told, []).append(row)
+    alone += [same[0] for same in reasons.values() if len(same) == 1]
+    return alone, [([row.spec.written for row in same], why) for why, same in reasons.items() if len(same) > 1]
+
+
+def _reason(row: Row) -> str:
+    return "" if row.failure is None else inline(row.failure.message).removeprefix(f"{row.spec.name} ")
+
+
+def cure_of(error: SpecgenError, rows: Sequence[Row]) -> str:
+    """What to do, less what the table has already."""
+    has_lookup = any(row.spec.name == "lookup" for row in rows)
+    return error.cure.removesuffix(WITHOUT_A_DRAFT) if has_lookup else error.cure
 
 
 def _has(line: _Line, column: Column) -> bool:
@@ -137,24 +174,29 @@ def _has(line: _Line, column: Column) -> bool:
 
 
 def _prediction_columns(rows: Sequence[Row], predictions: Mapping[str, Prediction]) -> list[Column]:
-    """The speedup that EESD's formula gives, and the one that measured passes give. A category has none."""
-    written = {id(row.overall): row.spec.written for row in rows if row.overall is not None}
-
-    def told(figures: Figures, which: str) -> str:
-        prediction = predictions.get(written.get(id(figures), ""))
-        return (
-            NONE
-            if prediction is None
-            else _number(getattr(prediction, which), ".2f") + "×" * (getattr(prediction, which) is not None)
-        )
-
+    by_formula, by_passes = prediction_cells(rows, predictions)
     return [
-        Column("by\nEq. 14", lambda figures: told(figures, "formula"), _PREDICTED_GOES),
-        Column("by pass\ncosts", lambda figures: told(figures, "pass_costs"), _PREDICTED_GOES),
+        Column("by\nEq. 14", by_formula, _PREDICTED_GOES),
+        Column("by pass\ncosts", by_passes, _PREDICTED_GOES),
     ]
 
 
-def _laid_out(lines: Sequence[_Line], columns: list[Column], width: int) -> Layout:
+def prediction_cells(
+    rows: Sequence[Row], predictions: Mapping[str, Prediction]
+) -> tuple[Callable[[Figures], str], Callable[[Figures], str]]:
+    """The speedup that EESD's formula gives, and the one that measured passes give. A category has none."""
+    written = {id(row.overall): row.spec.written for row in rows if row.overall is not None}
+
+    def told(figures: Figures) -> Prediction:
+        return predictions.get(written.get(id(figures), ""), Prediction(None, None))
+
+    def shown(speedup: float | None) -> str:
+        return NONE if speedup is None else f"{speedup:.2f}×"
+
+    return (lambda figures: shown(told(figures).formula)), (lambda figures: shown(told(figures).pass_costs))
+
+
+def _laid_out(lines: Sequence[_Line], columns: list[Column], width: int, cures: Mapping[str, str]) -> Layout:
     outputs = [output_word(line.row, line.figures, is_category=line.is_category) if line.figures else NONE for line in lines]
     named = max(6, *(Text(line.name).cell_len for line in lines))
     output = max(6, *(len(word) for word in outputs))
@@ -176,7 +218,7 @@ def _laid_out(lines: Sequence[_Line], columns: list[Column], width: int) -> Layo
     made = grid.titles()
     for place, line in enumerate(lines):
         if line.figures is None:
-            made += grid.not_run(line)
+            made += grid.not_run(line, cures.get(line.row.spec.written, ""))
         else:
             values = [cells[column.title][place] for column in kept]
             made += grid.figures(line, outputs[place], values, _bar(line, bars, highest))
@@ -237,14 +279,12 @@ class _Grid:
         row.rstrip()
         return [Text(line.name, style), row] if self.stacked else [row]
 
-    def not_run(self, line: _Line) -> list[Text]:
+    def not_run(self, line: _Line, cure: str) -> list[Text]:
         """Why, and what to do, in the place of the figures."""
-        error = line.row.failure
         said = Text("not measured yet", "quiet")
-        if error is not None:
-            cure = error.cure[:1].lower() + error.cure[1:]
-            why = inline(error.message).removeprefix(f"{line.row.spec.name} ")
-            said = Text().append("not run", "strong").append(f": {why}{'; ' + inline(cure) if cure else ''}")
+        if line.row.failure is not None:
+            advice = "; " + inline(cure[:1].lower() + cure[1:]) if cure else ""
+            said = Text().append("not run", "strong").append(f": {_reason(line.row)}{advice}")
         wrapped = said.wrap(_CONSOLE, max(self.width - self.indent, 16))
         for part in wrapped:
             part.rstrip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from specgen.models.devices import split_threads
 from specgen.types import Context, Draft
 from specgen.workers.channel import Asked, Kind, unpack_draft
 from specgen.workers.process import DraftProcess, cannot_start
-from specgen.workers.serve import shared_slots
+from specgen.workers.serve import shared_slots, slots_of
 
 if TYPE_CHECKING:
     from specgen.assembly import Parts
@@ -117,9 +117,10 @@ class ProcessDrafter:
         parts, sampled = self._parts, not self._parts.sampling.greedy
         self._process = self._worker.ready()
         self._worker.enter()
-        if sampled:
-            self._offset = self._worker.share(self._process, 2 * self._window * parts.vocab_size * 4)
-            self._slots = shared_slots(self._process.memory, self._offset, self._window, parts.vocab_size)
+        if sampled or parts.record:  # distributions to draw from, and logits for the record
+            count = 2 * (sampled + parts.record)
+            self._offset = self._worker.share(self._process, count * self._window * parts.vocab_size * 4)
+            self._slots = shared_slots(self._process.memory, self._offset, count, self._window, parts.vocab_size)
         self._run = self._process.send(
             Kind.BEGIN,
             {
@@ -131,7 +132,8 @@ class ProcessDrafter:
                 "seed": parts.seed,
                 "policy": self._settings.policy,
                 "settings": dict(self._settings.values),
-                "window": self._window if sampled else 0,
+                "window": self._window if self._slots is not None else 0,
+                "record": parts.record,
                 "offset": self._offset,
                 "penalties": self._worker.penalties,
             },
@@ -151,8 +153,8 @@ class ProcessDrafter:
         draft, self.seconds = unpack_draft(self._process.receive(self._serial, self._run))
         if self._slots is None or not draft.tokens:
             return draft
-        probs = self._slots[self._slot, : len(draft.tokens)]
-        return Draft(draft.tokens, draft.parents, probs, draft.entropies, draft.top_probs, draft.stop_reason)
+        probs, logits = slots_of(self._slots, self._slot, len(draft.tokens), self._parts.sampling, record=self._parts.record)
+        return replace(draft, probs=probs, logits=logits)
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         self.start(context, (), limit)

@@ -97,13 +97,18 @@ class Worker:
         self._session.reserve(wanted["capacity"])
         sampling = SamplingParams(**wanted["sampling"])
         seed, vocab_size = wanted["seed"], wanted["vocab_size"]
-        drafter = DraftModel(self._session, sampling, frozenset(wanted["eos_ids"]), vocab_size, assembly.derived(seed, "draft"))
+        record, draft_seed = bool(wanted["record"]), assembly.derived(seed, "draft")
+        eos_ids = frozenset(wanted["eos_ids"])
+        drafter = DraftModel(self._session, sampling, eos_ids, vocab_size, draft_seed, keep_logits=record)
         policy = assembly.make_policy(methods.Settings(wanted["policy"], wanted["settings"]), seed)
         context = Context(wanted["prompt_ids"])
-        slots = shared_slots(self._memory, wanted["offset"], wanted["window"], vocab_size) if wanted["window"] else None
+        slots = None
+        if wanted["window"]:
+            count = 2 * (record + (not sampling.greedy))
+            slots = shared_slots(self._memory, wanted["offset"], count, wanted["window"], vocab_size)
         if context.largest_id < self._session.known_ids and len(context) <= self._session.context_limit:
             self._session.logits(context)
-        return _Run(context, drafter, policy, slots)
+        return _Run(context, drafter, policy, slots, sampling, record=record)
 
     def _penalties(self, wanted: dict[str, Any] | None, width: int) -> Penalties | None:
         if wanted is None:
@@ -112,8 +117,18 @@ class Worker:
 
 
 class _Run:
-    def __init__(self, context: Context, drafter: DraftModel, policy: LengthPolicy, slots: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        drafter: DraftModel,
+        policy: LengthPolicy,
+        slots: torch.Tensor | None,
+        sampling: SamplingParams,
+        *,
+        record: bool,
+    ) -> None:
         self._context, self._drafter, self._policy, self._slots = context, drafter, policy, slots
+        self._sampling, self._record = sampling, record
 
     def draft(self, asked: Asked) -> tuple[Draft, float]:
         start = time.perf_counter()
@@ -122,18 +137,32 @@ class _Run:
         for drafted, accepted in zip(asked.observed[::2], asked.observed[1::2], strict=True):
             self._policy.observe(drafted, accepted)
         draft = self._drafter.propose(self._context, self._policy, asked.limit, asked.pending)
-        if draft.probs is not None and self._slots is not None:
-            self._slots[asked.slot, : len(draft.tokens)].copy_(draft.probs)
+        if draft.tokens and self._slots is not None:
+            places = slots_of(self._slots, asked.slot, len(draft.tokens), self._sampling, record=self._record)
+            for place, made in zip(places, (draft.probs, draft.logits), strict=True):
+                if place is not None and made is not None:  # a draft model may know fewer tokens than the target
+                    place[:, : made.shape[-1]].copy_(made)
+                    place[:, made.shape[-1] :] = 0.0 if made is draft.probs else -torch.inf
         return draft, time.perf_counter() - start
 
 
-def shared_slots(memory: int, offset: int, window: int, vocab_size: int) -> torch.Tensor:
-    """A run's part of the shared memory, float32 [2, window, vocab_size]: the distributions of two drafts, one being judged, one
-    being made. The memory has to reach that far already. The tensor keeps the mapping alive.
+def shared_slots(memory: int, offset: int, slots: int, window: int, vocab_size: int) -> torch.Tensor:
+    """A run's part of the shared memory, float32 [slots, window, vocab_size]: `slots_of` says what for. The memory has to reach
+    that far already. The tensor keeps the mapping alive.
     """
-    count = 2 * window * vocab_size
+    count = slots * window * vocab_size
     mapped = mmap(memory, offset + count * 4)
-    return torch.frombuffer(mapped, dtype=torch.float32, offset=offset, count=count).view(2, window, vocab_size)
+    return torch.frombuffer(mapped, dtype=torch.float32, offset=offset, count=count).view(slots, window, vocab_size)
+
+
+def slots_of(
+    slots: torch.Tensor, draft: int, length: int, sampling: SamplingParams, *, record: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where a draft's distributions and its logits stand, each [length, vocab_size], None where nobody asks for them. There are
+    two drafts, 0 and 1: one being judged, one being made."""
+    probs = None if sampling.greedy else slots[draft, :length]
+    logits = slots[draft - 2, :length] if record else None
+    return probs, logits
 
 
 def _failure(error: Exception) -> dict[str, Any]:

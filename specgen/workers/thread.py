@@ -40,7 +40,7 @@ class ThreadWorker:
     def drafter(self, settings: Settings, parts: Parts, window: int) -> ThreadDrafter:
         policy = assembly.make_policy(settings, parts.seed)
         seed = assembly.derived(parts.seed, "draft")
-        model = DraftModel(self._session, parts.sampling, parts.eos_ids, parts.vocab_size, seed)
+        model = DraftModel(self._session, parts.sampling, parts.eos_ids, parts.vocab_size, seed, keep_logits=parts.record)
         return ThreadDrafter(self._pool, self._session, model, policy, self._stream)
 
     def forget(self) -> None:

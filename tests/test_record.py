@@ -1,0 +1,61 @@
+"""What `--record distributions` keeps: how far draft and target agree at each token that a model drafted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import VOCAB, make_model, near_copy, save
+
+from specgen import Pair, SamplingParams, load
+from specgen.bench.trace import round_line
+
+METHODS = ("svip", "sd:width=3", "pearl:window=3", "mtad:beams=3", "bild:fallback=0.1", "spectr:drafts=3", "specinfer:drafts=3")
+PROMPT = [5, 9, 7, 3]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_model("llama")
+    return load(save(target, folder / "target"), save(near_copy(target, 0.6), folder / "draft"), device="cpu")
+
+
+def agreement(pair: Pair, ids: list[int]) -> tuple[float, float]:
+    """Of both models behind these tokens, by passes without a cache."""
+    assert pair.draft is not None
+    with torch.no_grad():
+        rows = [model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] for model in (pair.target, pair.draft)]
+    p, q = (row[:VOCAB].double().softmax(-1) for row in rows)
+    return float(torch.minimum(p, q).sum()), float((q * (q.log() - p.log())).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("written", METHODS)
+def test_every_method_with_distributions_records_how_far_they_agree(pair: Pair, written: str, temperature: float) -> None:
+    name, *settings = written.split(":")
+    sampling = SamplingParams(max_new_tokens=14, temperature=temperature, seed=3, ignore_eos=True)
+    given = dict(setting.split("=") for setting in settings)
+    committed, judged, drafted = list(PROMPT), 0, 0
+    for round_ in pair.rounds(PROMPT, name, sampling, record=True, **given):
+        line = round_line(round_, str, record=True)
+        tokens = line["draft_ids"]
+        assert len(line["overlap"]) == len(line["kl"]) == len(tokens)
+        drafted += len(tokens)
+        for node, overlap in enumerate(line["overlap"]):
+            if overlap is None:
+                continue
+            path, parent = [], line["parents"][node]
+            while parent >= 0:
+                path.insert(0, tokens[parent])
+                parent = line["parents"][parent]
+            judged += 1
+            assert (overlap, line["kl"][node]) == pytest.approx(agreement(pair, committed + path), abs=1e-4)
+        committed += round_.token_ids
+    assert judged
+    assert judged == drafted or name == "pearl", "PEARL drafts ahead of what it judges"
+
+
+def test_nothing_is_kept_where_nobody_asks(pair: Pair) -> None:
+    for round_ in pair.rounds(PROMPT, "spectr", SamplingParams(max_new_tokens=8)):
+        assert round_.verdict.agreement is None
+        assert "overlap" not in round_line(round_, str)
