@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 
 import pytest
 import torch
+from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
 
 import specgen

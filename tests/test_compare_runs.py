@@ -1,0 +1,187 @@
+"""`specgen compare`: rivals, later turns, records, predictions, interruptions and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from comparisons import Compare, parsed, runs_of
+from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
+from test_cli import POSIX
+
+
+def test_rivals_say_what_transformers_says_and_what_it_took(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted:k=3:schedule=constant:threshold=0"
+    code, out, _ = compare(
+        "-m", f"sd:k=3,{rivals}", "-n", "25", "--ignore-eos", "--repeats", "1", "--json", "--trace", str(trace)
+    )
+    assert code == 0
+    _, sd, alone, assisted = parsed(out)
+    assert alone["target_passes"] == alone["new_tokens"] == 100
+    assert (alone["drafted"], alone["acceptance_rate"], alone["phase_seconds"]) == (0, None, None)
+    assert assisted["identical"] == 4
+    assert assisted["target_passes"] < 100
+    assert assisted["accepted"] + assisted["target_passes"] == 100  # each pass brings one token of the target's own
+    assert assisted["acceptance_rate"] == pytest.approx(
+        sd["acceptance_rate"], abs=0.15
+    )  # the same drafts, cut a little otherwise
+    starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
+    own, rival = starts[0], next(line for line in starts if line["method"] == "transformers-assisted")
+    assert rival["sampling"] == own["sampling"]
+    assert rival["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
+    assert set(rival) == set(own)
+
+
+def test_rivals_end_where_we_end_and_sample_where_we_sample(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", rivals, "-n", "60", "--repeats", "1", "--json")
+    assert code == 0
+    assert all(line["identical"] == 4 for line in parsed(out))
+    options = ("--temperature", "1.3", "--top-k", "5", "--top-p", "0.9", "--seed", "1", "--ignore-eos", "--repeats", "1")
+    code, _, err = compare("-m", rivals, "-n", "20", *options, "--trace", str(trace))
+    assert (code, err) == (0, "")
+    runs = runs_of(trace)
+    assert all(len(runs[method][index][0]["token_ids"]) == 20 for method in rivals.split(",") for index in range(4))
+    assert runs["transformers"][0][0]["token_ids"] != runs["ar"][0][0]["token_ids"]  # other draws
+
+
+def test_rivals_take_over_penalties_and_no_sampling_of_the_models_own(compare: Compare, tmp_path: Path) -> None:
+    model = make_model("llama")
+    draft = near_copy(model)
+    for config in (model.generation_config, draft.generation_config):
+        config.update(do_sample=True, temperature=0.3, top_k=2, top_p=0.5, repetition_penalty=1.7)
+    models = ("-t", save(model, tmp_path / "target"), "-d", save(draft, tmp_path / "draft"))
+    trace = tmp_path / "t.jsonl"
+    rivals = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", rivals, "-n", "25", "--repeats", "1", "--json", "--trace", str(trace), models=models)
+    assert code == 0
+    assert all(line["identical"] == 4 for line in parsed(out))
+    run = runs_of(trace)["ar"][0][0]
+    assert run["token_ids"] == plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.7)
+    assert run["token_ids"] != plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.0)
+
+
+def test_later_turns_stand_behind_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
+    path, trace = tmp_path / "question.jsonl", tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["hello there", "and now"]}))
+    for extra, expected in (
+        ((), "hello there{}\n\nand now"),
+        (("--chat",), "user hello there\nassistant {}\nuser and now\nassistant "),
+    ):
+        options = ("--prompts", str(path), "--turns", "-m", "sd", "-n", "10", "--repeats", "1", *extra)
+        code, out, _ = compare(*options, "--trace", str(trace), "--json")
+        assert code == 0
+        assert parsed(out)[1]["identical"] == 2
+        starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
+        summaries = [line for line in parsed(trace.read_text()) if line["type"] == "summary"]
+        answer = summaries[0]["text"] if extra else summaries[0]["text"].rstrip()
+        ids = make_tokenizer(LETTERS)(expected.format(answer), add_special_tokens=False)["input_ids"]
+        second = next(line["prompt_ids"] for line in starts if line["prompt_index"] == 1)
+        assert second[-len(ids) :] == ids
+        assert all(line["prompt_ids"] == second for line in starts if line["prompt_index"] == 1)
+        assert compare(*options, "--resume", str(trace), "--json")[1] == out
+
+
+def test_recorded_distributions_are_what_both_models_say(compare: Compare, pair: tuple[str, ...], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trace = tmp_path / "t.jsonl"
+    options = ("-n", "12", "--repeats", "1", "--limit", "1", "--temperature", "0.7", "--top-k", "4", "--seed", "2")
+    code, _, _ = compare("-m", "sd:k=3,lookup", *options, "--record", "distributions", "--trace", str(trace))
+    assert code == 0
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (pair[1], pair[3])]
+    runs = runs_of(trace)
+    ids = list(runs["sd:k=3"][0][0]["start"]["prompt_ids"])
+    seen = 0
+    for line in runs["sd:k=3"][0][0]["rounds"]:
+        drafted = line["draft_ids"]
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([ids + drafted])).logits[0].double() for model in models]
+        for place in range(len(drafted)):
+            p, q = (rows[len(ids) - 1 + place].softmax(dim=-1) for rows in logits)
+            assert line["overlap"][place] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+            assert line["kl"][place] == pytest.approx(float((q * (q / p).log()).sum()), abs=1e-3)
+            seen += 1
+        ids += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
+    assert seen > 5
+    looked_up = [line for line in runs["lookup"][0][0]["rounds"] if line["draft_ids"]]
+    assert all(line["overlap"] == line["kl"] == [None] * len(line["draft_ids"]) for line in looked_up)
+
+
+def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> None:
+    options = ("-m", "sd:k=3,lookup,transformers", "-n", "25", "--ignore-eos", "--repeats", "1")
+    code, out, _ = compare(*options, "--predict", "--json")
+    assert code == 0
+    plain_line, sd, _, rival = parsed(out)
+    costs = sd["costs"]
+    rate, share = sd["acceptance_rate"], sd["draft_share"]
+    ratio = costs["draft"] / costs["target"]["1"]
+    assert sd["predicted"]["eq14"] == pytest.approx(rate / ((ratio - rate) * share + rate))
+    assert 0.2 < sd["predicted"]["pass_costs"] < 5
+    assert plain_line["predicted"] == rival["predicted"] == {"eq14": None, "pass_costs": None}
+    assert "by pass" in compare(*options, "--predict")[1]
+
+
+# ------------------------------------------------------------------ interrupted, light, wrong
+
+
+@POSIX
+def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(
+    compare: Compare, pair: tuple[str, ...], prompts: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    arguments = ["-m", "sd:k=2,lookup", "-n", "60", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
+    command = [sys.executable, "-m", "specgen", "compare", *pair, "--device", "cpu", *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    while not trace.exists() or trace.read_bytes().count(b'"summary"') < 8:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    table = out.decode()
+    assert f"--resume {trace} goes on." in " ".join(table.split())
+    assert re.search(r"^sd:k=2 +same ", table, flags=re.MULTILINE)
+    assert all(run["finish_reason"] == "length" for by in runs_of(trace).values() for runs in by.values() for run in runs)
+    kept = trace.read_bytes()
+    code, _, err = compare(*arguments[:-4], "--repeats", "2", "--resume", str(trace))
+    assert code == 0, err
+    assert trace.read_bytes().startswith(kept)
+
+
+def test_the_command_imports_nothing_heavy_before_it_runs() -> None:
+    script = "import sys, specgen.cli.app, specgen.cli.compare, specgen.bench.runner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-m", "sivp"], ("'sivp'", "did you mean svip?")),
+        (["--limit", "0"], ("--limit is 0",)),
+        (["--repeats", "0"], ("--repeats is 0",)),
+        (["-n", "0"], ("max_new_tokens is 0",)),
+        (["--category", "proze"], ("'proze'", "did you mean prose?")),
+        (["--record", "distributions"], ("--record distributions", "--trace")),
+        (["--record", "all", "--trace", "t"], ("--record is 'all'",)),
+        (["--csv", "/nowhere/f.csv"], ("CSV file", "/nowhere")),
+        (["--resume", "/nowhere/t.jsonl"], ("/nowhere",)),
+        (["--device", "tpu"], ("tpu", "cuda:N")),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_one_line(compare: Compare, arguments: list[str], named: tuple[str, ...]) -> None:
+    code, out, err = compare(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert all(text in err for text in named), err
