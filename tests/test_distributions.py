@@ -163,7 +163,7 @@ def every_case() -> Iterator[object]:
         yield pytest.param(name, warp, marks=() if often else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "warp"), every_case())
+@pytest.mark.parametrize(("name", "warp"), list(every_case()))
 def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
     sampling = WARPS[warp]
     counts = Counter(decode(name, SETTINGS[name], sampling, seed) for seed in range(RUNS))

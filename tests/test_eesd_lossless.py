@@ -60,7 +60,7 @@ def exits() -> Iterator[object]:
             yield pytest.param(family, after, marks=() if after == 1 + number % 2 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("family", "after"), exits())
+@pytest.mark.parametrize(("family", "after"), list(exits()))
 def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, after: int) -> None:
     pair = pair_with(family, after)
     expected = {seed: plain(pair.target.model, prompt(seed), COUNT) for seed in (after, after + 100)}
