@@ -266,7 +266,7 @@ def test_a_page_is_written_whole_or_not_at_all(inspect: Inspect, tmp_path: Path,
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("specgen.ui.page.Path.replace", fails)
+    monkeypatch.setattr("specgen.files.os.replace", fails)
     _, err = inspect(path, "--html", page, code=1)
     assert "No space left on device" in err
     assert page.read_text(encoding="utf-8") == before

@@ -13,10 +13,10 @@ import yaml
 from typer.testing import CliRunner
 
 import specgen
+from specgen import files
 from specgen.cli.app import app
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.tuning import places
 from specgen.tuning import profile as profiles
 from specgen.tuning.export import ENGINES, Names, Tuned, export
 from specgen.tuning.outcome import Found, Outcome
@@ -165,7 +165,7 @@ def test_a_kill_leaves_the_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch
     found = profiles.load(folder).model_copy(update={"speedup": 9.0})
     for step in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(places.os, step, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(files.os, step, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 profiles.save(found, folder)
         assert (folder / "profile.yaml").read_text() == before

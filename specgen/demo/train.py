@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import platform
 import sys
 import time
@@ -26,6 +25,7 @@ from specgen.demo import ROLES
 from specgen.demo.stream import TokenStream
 from specgen.demo.tokenizer import CONTEXT_LENGTH, load_tokenizer
 from specgen.errors import RunError, SpecgenError
+from specgen.files import whole_file
 
 WARMUP_STEPS = 100
 HEAD_SIZE = 64
@@ -271,12 +271,8 @@ def _settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def _write_checkpoint(path: Path, settings: dict[str, Any], run: _Run) -> None:
     """Whole or not at all: written beside, then moved into place."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with whole_file(path) as file:
         torch.save({"settings": settings, "run": run.state()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _read_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any]:

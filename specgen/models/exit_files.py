@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
@@ -16,6 +15,7 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.errors import SpecgenError
+from specgen.files import whole_file, write_whole
 from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
 from specgen.models.fingerprint import weights_fingerprint
 from specgen.tuning.places import EXIT_WEIGHTS, kept_exit
@@ -80,26 +80,12 @@ def save_exit(
         tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
-    # A single entry: several are written in an order that changes, and the same weights should make the same file.
-    partial = written(folder / WEIGHTS, save(stored, {"fingerprint": description.fingerprint}))
-    write_text(folder / DESCRIPTION, _ABOUT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True))
-    partial.replace(folder / WEIGHTS)
+    described = _ABOUT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True)
+    with whole_file(folder / WEIGHTS) as file:  # moved into place behind the description
+        # A single entry: several are written in an order that changes, and the same weights should make the same file.
+        file.write(save(stored, {"fingerprint": description.fingerprint}))
+        write_whole(folder / DESCRIPTION, described)
     return folder / WEIGHTS
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: written beside, then moved into place."""
-    written(path, text.encode()).replace(path)
-
-
-def written(path: Path, content: bytes) -> Path:
-    """Write to a file beside `path`, down to the disk; returns its name, to be moved into place."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return partial
 
 
 def load_exit(path: Path, target: LoadedModel) -> Exit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 EXIT_WEIGHTS = "exit.safetensors"
@@ -46,20 +45,3 @@ def kept_exit(target: str, target_fingerprint: str) -> Path | None:
 def readable(name: str) -> str:
     """A model's name as part of a file's: its last two parts, other characters than letters, digits, dots and dashes gone."""
     return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).parts[-2:])).strip("-.")[:60]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Written to a file of its own first, so that two runs at once, and one that is killed, leave a whole one. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = None
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        raise

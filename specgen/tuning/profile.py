@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from specgen import methods
 from specgen.errors import RunError, SpecgenError
+from specgen.files import write_whole
 from specgen.settings import Value
 from specgen.tuning.outcome import Outcome
-from specgen.tuning.places import pair_folder, readable, write_whole
+from specgen.tuning.places import pair_folder, readable
 
 if TYPE_CHECKING:
     from specgen.pair import Pair

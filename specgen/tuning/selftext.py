@@ -7,7 +7,6 @@ ids are kept the target's own choice behind each of them, and of some texts its 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from specgen.errors import RunError, SpecgenError
+from specgen.files import whole_file
 from specgen.inference import inference
 from specgen.models.cache import BufferCache
 from specgen.models.exit_layer import decoder_of
@@ -97,12 +97,8 @@ class SelfTexts:
         }
         if rows:
             content["rows"] = torch.cat(rows)
-        partial = self._path(number).with_suffix(".partial")
-        with partial.open("wb") as file:
+        with whole_file(self._path(number)) as file:
             file.write(save(content))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path(number))
 
     def read(self) -> list[SelfText]:
         """All texts of all batches."""

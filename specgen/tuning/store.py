@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from specgen.files import write_whole
 from specgen.tuning.costs import Costs
-from specgen.tuning.places import write_whole
 
 
 def cache_folder() -> Path:

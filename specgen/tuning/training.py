@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from specgen.errors import RunError, SpecgenError
-from specgen.models.exit_files import written
+from specgen.files import whole_file
 from specgen.models.exit_layer import ExitLayer
 from specgen.models.first_layers import FirstLayers
 from specgen.tuning.packing import NOTHING, Draw, Rows, pack
@@ -209,7 +209,8 @@ class Training:
         numbers = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "recent": self._recent}
         stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        written(path, save(stored, {"settings": json.dumps(settings), "numbers": json.dumps(numbers)})).replace(path)
+        with whole_file(path) as file:
+            file.write(save(stored, {"settings": json.dumps(settings), "numbers": json.dumps(numbers)}))
 
     def restore(self, path: Path, settings: dict[str, Any]) -> None:
         """Go on where `path` was saved. Raises SpecgenError where it is damaged or of a run with other settings."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen.errors import SpecgenError
+from specgen.files import write_whole
 from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, synchronizer
-from specgen.models.exit_files import write_text
 from specgen.tuning.selftext import HELD_OUT, SelfText, SelfTexts, Watch, beginnings, judged, write_batch
 from specgen.tuning.training import Recipe, check_same_run
 
@@ -138,7 +138,7 @@ class Writing:
     def _keep(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         content = {"settings": self._settings, "seconds": self.seconds, "texts_at_once": self._at_once}
-        write_text(self._log, json.dumps(content))
+        write_whole(self._log, json.dumps(content))
 
 
 def texts_at_once(target: LoadedModel, window: int) -> int:

@@ -7,13 +7,13 @@ ever markup.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from specgen.errors import RunError, SpecgenError
+from specgen.files import whole_file
 from specgen.ui.visible import inline, streamed
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -73,20 +73,8 @@ def check_page_writable(path: Path) -> None:
 
 def write_page(path: Path, pieces: Iterable[str]) -> None:
     """Write the page whole or not at all: beside its place first, then moved there. Raises RunError, for a full disk too."""
-    handle = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", errors="replace", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            handle = Path(file.name)
-            file.writelines(pieces)
-        mask = os.umask(0)
-        os.umask(mask)
-        handle.chmod(0o666 & ~mask)  # a temporary file is its owner's alone
-        handle.replace(path)
-        handle = None
+        with whole_file(path) as file:
+            file.writelines(piece.encode("utf-8", "replace") for piece in pieces)
     except OSError as error:
         raise RunError(f"cannot write the page {path}: {error.strerror}") from error
-    finally:
-        if handle is not None:
-            handle.unlink(missing_ok=True)

@@ -1,0 +1,38 @@
+"""Files that are there whole or not at all. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that takes the place of `path` in the end: two writers at once, a full disk and a kill leave a whole
+    one, the old or the new. Raises OSError."""
+    part = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
+            part = Path(file.name)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o666 & ~mask)  # a temporary file is its owner's alone
+        os.replace(part, path)
+    except BaseException:
+        if part is not None:
+            part.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str, errors: str = "strict") -> None:
+    """`text` in UTF-8, in a folder that is made where it is missing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8", errors))
