@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specgen.decoding import sampling as distributions
+from specgen.decoding.drafters import ByDraftModel, room
 from specgen.decoding.policies import LengthPolicy, Step
 from specgen.decoding.trees import GrowingTree
 from specgen.errors import nan_logits
@@ -29,7 +30,7 @@ class Beam:
     finished: bool = False
 
 
-class BeamSearch:
+class BeamSearch(ByDraftModel):
     """The likeliest of `width` beams, which live in one session as a draft tree: a step is one pass whatever the width.
 
     Deterministic beams keep the likeliest continuations; stochastic ones are drawn among all continuations of all beams, without
@@ -49,24 +50,21 @@ class BeamSearch:
         stochastic: bool,
         keep_logits: bool = False,
     ) -> None:
-        self._session = session
+        super().__init__(session, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
         self._warping = distributions.likelihood_warping(sampling)
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
         self._width = width
-        self._keep_logits = keep_logits
-        self._generator = distributions.generator(session.device, seed) if stochastic and not sampling.greedy else None
+        self._stochastic = stochastic and not sampling.greedy
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        room = GrowingTree.room(self._session, context, limit)
-        if room < 1:
+        limit = room(self._session, context, limit)
+        if limit < 1:
             return Draft()
         tree = GrowingTree(self._session, context, self._vocab_size)
         likelihoods: list[float] = []  # of each node
         beams = [Beam(-1, 0.0)]
         reason = "length"
-        for place in range(1, room + 1):
+        for place in range(1, limit + 1):
             beams = self._step(tree, beams, likelihoods)
             if self._is_settled(beams):
                 reason = "eos"
@@ -78,7 +76,7 @@ class BeamSearch:
 
     def _is_settled(self, beams: Sequence[Beam]) -> bool:
         """Whether nothing that is still to come can be chosen. A continuation is never likelier than its beginning."""
-        if self._generator is None:
+        if not self._stochastic:
             return max(beams, key=lambda beam: beam.log_likelihood).finished
         return all(beam.finished for beam in beams)
 
@@ -112,7 +110,7 @@ class BeamSearch:
 
     def _keys(self, joint: torch.Tensor) -> torch.Tensor:
         """What the largest are kept of. Likelihoods divided by exponential noise are beams drawn without replacement."""
-        if self._generator is None:
+        if not self._stochastic:
             return joint
         return joint / torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(1e-30)
 

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from specgen.decoding import sampling as distributions
+from specgen.decoding.drafters import ByDraftModel, room
 from specgen.decoding.policies import LengthPolicy, Step
+from specgen.decoding.verifiers import prefix
 from specgen.errors import nan_logits
 from specgen.inference import inference
-from specgen.types import Context, Draft, SamplingParams, Source, Verdict
+from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.models.session import DraftSession, Rows
 
 
-class Fallback:
+class Fallback(ByDraftModel):
     """A draft model that hands over to the target where its top probability is under `fallback` (temperature 1, unwarped).
 
     The token that it was unsure of is dropped, so a draft may be empty; the policy says when one is long enough.
@@ -35,17 +37,12 @@ class Fallback:
         fallback: float,
         keep_logits: bool = False,
     ) -> None:
-        self._session = session
-        self._sampling = sampling
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
-        self._generator = distributions.generator(session.device, seed)
+        super().__init__(session, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
         self._fallback = fallback
-        self._keep_logits = keep_logits
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = 0 if context.largest_id >= self._session.known_ids else min(limit, self._session.context_limit - len(context))
+        limit = room(self._session, context, limit)
         tokens: list[int] = []
         figures: list[tuple[float, float]] = []
         rows: list[torch.Tensor] = []
@@ -90,15 +87,10 @@ class Rollback:
 
     @inference
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        length, device = len(draft.tokens), rows.logits.device
-        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=device)
+        length = len(draft.tokens)
+        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=rows.logits.device)
         judged = rows.logits[:length].float()
         log_probs = judged.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         stands = (log_probs >= -self._rollback) | (judged.argmax(dim=-1) == tokens)  # a NaN does not
         count = stands.long().cumprod(dim=0).sum()
-        row = rows.logits.index_select(0, count[None])[0]
-        accepted, own = torch.stack((count, distributions.choose(row, self._sampling, self._generator))).tolist()
-        if own < 0:
-            raise nan_logits("target")
-        source: Source | None = None if not length else "bonus" if accepted == length else "correction"
-        return Verdict(tuple(range(accepted)), own, source)
+        return prefix(draft, rows, count, self._sampling, self._generator)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specgen.decoding import sampling as distributions
-from specgen.decoding.drafters import Agreement
+from specgen.decoding.drafters import Agreement, room
 from specgen.decoding.policies import LengthPolicy, Step
 from specgen.decoding.trees import GrowingTree
 from specgen.inference import inference
@@ -46,15 +46,15 @@ class BranchingDraft:
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        room = GrowingTree.room(self._session, context, limit)
-        if room < 1:
+        limit = room(self._session, context, limit)
+        if limit < 1:
             return Draft()
         if self._agreement is not None and "agreement" in policy.needs:
             self._agreement.begin(context)
         tree = GrowingTree(self._session, context, self._vocab_size)
         frontier, likelihoods = [-1], [0.0]
         reason = "length"
-        for place in range(1, room + 1):
+        for place in range(1, limit + 1):
             step, frontier, likelihoods = self._level(tree, frontier, likelihoods, policy, place)
             if not frontier:
                 reason = "eos"

@@ -38,7 +38,36 @@ class Agreement(Protocol):
         ...
 
 
-class DraftModel:
+def room(session: DraftSession, context: Context, limit: int) -> int:
+    """How many tokens there may be behind the context: none where it holds one that the draft model does not know."""
+    return 0 if context.largest_id >= session.known_ids else min(limit, session.context_limit - len(context))
+
+
+class ByDraftModel:
+    """What all share that draft with a model: its session, what is drawn and with what randomness, and where drafts end.
+
+    `vocab_size` is the width of the target's logits; `keep_logits` keeps the rows of a draft for the record.
+    """
+
+    def __init__(
+        self,
+        session: DraftSession,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        seed: int,
+        *,
+        keep_logits: bool = False,
+    ) -> None:
+        self._session = session
+        self._sampling = sampling
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._generator = distributions.generator(session.device, seed)
+        self._keep_logits = keep_logits
+
+
+class DraftModel(ByDraftModel):
     """A smaller model with the target's tokenizer, run token by token (Leviathan et al. 2023, Chen et al. 2023).
 
     Or a part of the target itself, behind a session of the same interface: its first layers and an exit layer, which may come
@@ -59,20 +88,15 @@ class DraftModel:
         keep_logits: bool = False,
         agreement: Agreement | None = None,
     ) -> None:
-        self._session = session
+        super().__init__(session, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
         self._agreement = agreement
-        self._keep_logits = keep_logits
-        self._sampling = sampling
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
-        self._generator = distributions.generator(session.device, seed)
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int, pending: Sequence[int] = ()) -> Draft:
         """`pending` are tokens drafted before, not judged yet, that stand between the context and the new ones."""
         tokens = list(pending)
-        limit = min(limit, self._session.context_limit - len(context) - len(tokens))
-        if limit < 1 or context.largest_id >= self._session.known_ids:
+        limit = room(self._session, context, limit + len(tokens)) - len(tokens)
+        if limit < 1:
             return Draft()
         chain = _Chain(self._sampling, self._generator, policy.needs)
         asked = self._agreement if "agreement" in policy.needs else None

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from specgen.decoding import sampling as distributions
-from specgen.errors import nan_logits
+from specgen.decoding.verifiers import prefix
 from specgen.inference import inference
-from specgen.types import Draft, SamplingParams, Source, Verdict
+from specgen.types import Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.models.session import Rows
@@ -34,14 +34,8 @@ class JointLikelihood:
 
     @inference
     def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        length = len(draft.tokens)
-        count = self._longest(draft, rows.logits[:length])
-        row = rows.logits.index_select(0, count[None])[0]
-        accepted, own = torch.stack((count, distributions.choose(row, self._sampling, self._generator))).tolist()
-        if own < 0:
-            raise nan_logits("target")
-        source: Source | None = None if not length else "bonus" if accepted == length else "correction"
-        return Verdict(tuple(range(accepted)), own, source)
+        count = self._longest(draft, rows.logits[: len(draft.tokens)])
+        return prefix(draft, rows, count, self._sampling, self._generator)
 
     def _longest(self, draft: Draft, judged: torch.Tensor) -> torch.Tensor:
         """The length of the longest prefix that passes, a scalar on the device; `judged` are the logits before each token."""

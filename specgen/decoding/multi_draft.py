@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from specgen.decoding import sampling as distributions
+from specgen.decoding.drafters import ByDraftModel, room
 from specgen.decoding.policies import LengthPolicy, Step
 from specgen.decoding.trees import GrowingTree
 from specgen.errors import nan_logits
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _BISECTIONS = 16  # of rho's interval: what is left of it costs less than a thousandth of the acceptance
 
 
-class SampledChains:
+class SampledChains(ByDraftModel):
     """Chains drawn independently of one another from the draft model, as the tree of their prefixes: one pass a level.
 
     Chains that agree share a node, and the draft's `draws` tell how many went there, and in which order. In greedy decoding the
@@ -38,25 +39,20 @@ class SampledChains:
         drafts: int,
         keep_logits: bool = False,
     ) -> None:
-        self._session = session
-        self._sampling = sampling
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
+        super().__init__(session, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
         self._drafts = drafts
-        self._keep_logits = keep_logits
-        self._generator = distributions.generator(session.device, seed)
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        room = GrowingTree.room(self._session, context, limit)
-        if room < 1:
+        limit = room(self._session, context, limit)
+        if limit < 1:
             return Draft()
         tree = GrowingTree(self._session, context, self._vocab_size)
         draws: list[int] = []
         probs: list[torch.Tensor] = []
         chains = [-1] * self._drafts  # the last node of each that may go on
         reason = "length"
-        for place in range(1, room + 1):
+        for place in range(1, limit + 1):
             chains = self._level(tree, chains, probs)
             draws += chains
             chains = [node for node in chains if tree.tokens[node] not in self._eos_ids]

@@ -123,7 +123,7 @@ class Confidence:
     def observe(self, drafted: int, accepted: int) -> None:
         pass
 
-    def state(self) -> None:
+    def state(self) -> Mapping[str, float] | None:
         return None
 
 
@@ -255,29 +255,19 @@ class CaliTS:
         return learned if math.isnan(mean) else learned | {"mean": mean, "deviation": math.sqrt(variance)}
 
 
-class SelfSD:
+class SelfSD(Confidence):
     """Stop after a token whose probability is under a threshold that adapts to the acceptance rate (Self-SD, section 3.4).
 
     The threshold goes up where fewer than 0.9 of the tokens are accepted, down where more are, unless the draft was as long as
     it may be: then it was not the threshold that ended it.
     """
 
-    needs: ClassVar[Feeds] = frozenset({"prob"})
     WANTED, STEP, MEMORY = 0.9, 0.01, 0.9
     _FIRST = 0.6
 
     def __init__(self, k: int) -> None:
-        self.k = k
-        self.reason = ""
-        self.threshold = self._FIRST
+        super().__init__(self._FIRST, k)
         self._accepted = self.WANTED
-
-    def keep_drafting(self, step: Step) -> bool:
-        if step.prob < self.threshold:
-            self.reason = f"prob {step.prob:.2f} < {self.threshold:.2f}"
-            return False
-        self.reason = f"limit {self.k}"
-        return step.place < self.k
 
     def observe(self, drafted: int, accepted: int) -> None:
         if not drafted:
@@ -286,7 +276,7 @@ class SelfSD:
         wanted = self.threshold
         if self._accepted < self.WANTED:
             wanted += self.STEP
-        elif drafted < self.k:
+        elif drafted < self.max_draft:
             wanted -= self.STEP
         self.threshold = self.MEMORY * self.threshold + (1 - self.MEMORY) * wanted
 

@@ -27,11 +27,6 @@ class GrowingTree:
         self.hidden: torch.Tensor | None = None  # [nodes, width] behind the last rows, where the session tells
         self._run = -1  # the last node that the model was run on
 
-    @staticmethod
-    def room(session: DraftSession, context: Context, limit: int) -> int:
-        """How many levels there may be: none where the context holds a token that the draft model does not know."""
-        return 0 if context.largest_id >= session.known_ids else min(limit, session.context_limit - len(context))
-
     def add(self, parent: int, token: int) -> int:
         """A node of the next level. `token` is -1 where it came out of a NaN, which raises RunError."""
         if token < 0:

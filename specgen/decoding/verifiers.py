@@ -106,6 +106,15 @@ class Recording:
         return replace(verdict, agreement=Agreement(overlap, kl))
 
 
+def prefix(draft: Draft, rows: Rows, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Verdict:
+    """A chain's first `count` tokens (a scalar on the device) stand, whatever was behind them; then comes one of the target's."""
+    row = rows.logits.index_select(0, count[None])[0]
+    accepted, own = torch.stack((count, distributions.choose(row, sampling, generator))).tolist()
+    length = len(draft.tokens)
+    source: Source | None = None if not length else "bonus" if accepted == length else "correction"
+    return Verdict(tuple(range(accepted)), _sound(own), source)
+
+
 def follow(draft: Draft, choices: Sequence[int]) -> Verdict:
     """The path of a draft on which each node is what the target chose there: `choices` are its tokens after the context and after
     each node. The last one may be missing."""
