@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SPECGEN_CACHE"] = tempfile.mkdtemp(prefix="specgen-tests-")  # what is measured here is no use to the user
 os.environ["SPECGEN_DATA"] = tempfile.mkdtemp(prefix="specgen-tests-")  # nor is what the user tuned any to them
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too: threads of several wait for one another
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell starts in the background has it, and all that this starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

@@ -6,8 +6,11 @@ import os
 import signal
 
 import pytest
+import typer
 
-from specgen.cli.interrupts import Interrupts
+from specgen.cli.interrupts import Interrupts, noticed
+from specgen.cli.reporting import INTERRUPTED, reported
+from specgen.errors import SpecgenError
 
 
 def press() -> None:
@@ -39,3 +42,38 @@ def test_between_rounds_it_comes_at_once_and_the_old_handler_comes_back() -> Non
     with Interrupts(), pytest.raises(KeyboardInterrupt):
         press()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_fails_behind_a_ctrl_c_was_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a lazy import, which makes an error of its own of whatever is raised there."""
+
+    @reported
+    def command(*, presses: bool) -> None:
+        try:
+            if presses:
+                press()
+        except KeyboardInterrupt as error:
+            raise SpecgenError("cannot read the weights") from error
+        raise SpecgenError("cannot read the prompts")
+
+    before = signal.getsignal(signal.SIGINT)
+    for presses, code, said in ((True, INTERRUPTED, ""), (False, 2, "error: cannot read the prompts\n")):
+        with pytest.raises(typer.Exit) as ended:
+            command(presses=presses)
+        assert ended.value.exit_code == code
+        assert capsys.readouterr().err == said
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_one_that_a_library_swallows_is_raised_at_the_next_check(capsys: pytest.CaptureFixture[str]) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            press()
+
+    with noticed():
+        noticed.check()
+        dying = Dying()
+        del dying
+        with pytest.raises(KeyboardInterrupt):
+            noticed.check()
+    assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from specgen.cli.interrupts import noticed
 from specgen.errors import SpecgenError
 from specgen.ui.progress import LoadingLine
 from specgen.workers.process import DraftProcess, is_possible
@@ -83,6 +84,7 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.loading import load
 
+        noticed.check()
         pair = load(
             models.target,
             models.draft,
@@ -99,4 +101,5 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
         )
         loading.still("warming up")
         pair.settle()
+        noticed.check()
     return pair

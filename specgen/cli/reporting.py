@@ -10,6 +10,7 @@ from typing import ParamSpec
 
 import typer
 
+from specgen.cli.interrupts import noticed
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 
 INTERRUPTED = 130
@@ -22,7 +23,8 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            code = command(*args, **kwargs) or 0
+            with noticed():
+                code = command(*args, **kwargs) or 0
             sys.stdout.flush()
         except SpecgenError as error:
             report(error, no_color=bool(kwargs.get("no_color")))

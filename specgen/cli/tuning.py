@@ -131,6 +131,7 @@ def _line(outcome: Outcome, path: Path) -> dict[str, Any]:
         "speedup_high": outcome.chosen.high,
         "predicted": {found.name: found.predicted for found in outcome.methods},
         "measured": {found.name: found.measured for found in outcome.methods if found.measured is not None},
+        "perplexity": {found.name: found.perplexity for found in outcome.methods if found.perplexity is not None},
         "settings": {found.name: dict(found.settings) for found in outcome.methods},
         "acceptance": outcome.acceptance,
         "pays_from": outcome.pays_from,
