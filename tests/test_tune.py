@@ -22,7 +22,6 @@ from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
 from specgen.tuning.outcome import Found, judged
 from specgen.tuning.probes import RoundProbe
-from specgen.tuning.remembered import RememberedSession
 from specgen.tuning.replay import Behaviour, replay
 from specgen.tuning.tuner import Tuner, Wanted
 from specgen.types import SamplingParams
@@ -195,23 +194,22 @@ def tuned(pair: Pair, seconds: float, names: list[str] | None = None) -> tuple[T
 
 
 def test_tuning_ends_with_a_choice_that_was_measured(near: Pair) -> None:
-    tuner, quiet = tuned(near, 3.0, ["sd", "svip", "lookup"])
-    start = time.perf_counter()
-    outcome = tuner.run()
-    assert time.perf_counter() - start < 5.5, "a loose bound, for busy machines"
+    for budget in (3.0, 9.0, 27.0):  # on a busy machine the first may be too short for real runs
+        tuner, quiet = tuned(near, budget, ["sd", "svip", "lookup"])
+        start = time.perf_counter()
+        outcome = tuner.run()
+        assert time.perf_counter() - start < budget + 2.5, "a loose bound, for busy machines"
+        if "confirmation" not in outcome.left_out:
+            break
     assert {found.name for found in outcome.methods} == {"ar", "sd", "svip", "lookup"}
     assert outcome.plain.measured is not None
     assert outcome.best.measured is not None
     assert outcome.chosen.name == (outcome.best.name if outcome.verdict == "pays" else "ar")
     assert outcome.payoff is not None
     assert 0 < (outcome.acceptance or 0) <= 1
-    assert [said.split()[0] for said in quiet.said] == [
-        "plain",
-        "a",
-        "the",
-        next(s for s in quiet.said if "replayed" in s).split()[0],
-        quiet.said[-1].split()[0],
-    ]
+    steps = ("plain decoding gives", "a target pass takes", "the target accepts", "settings of", "run again", "really run")
+    assert len(quiet.said) == len(steps)
+    assert all(step in said for step, said in zip(steps, quiet.said, strict=True))
 
 
 def test_without_time_the_expected_figures_answer(near: Pair) -> None:
@@ -254,7 +252,7 @@ def test_layers_to_skip_are_searched_for_where_that_is_asked(near: Pair, tmp_pat
 def test_what_cannot_be_tuned_is_named(near: Pair) -> None:
     tuner, _ = tuned(near, 0.0)
     assert "no exit layer" in tuner.left_out["eesd-beta"]
-    assert "mtad" in tuner.left_out
+    assert "--methods selfsd" in tuner.left_out["selfsd"]
     assert set(tuner.names).isdisjoint(tuner.left_out)
 
 
@@ -273,18 +271,3 @@ def test_a_draft_that_cannot_follow_is_said(near: Pair) -> None:
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
     best = Found("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
     assert judged(best, Found("ar", {}, True, 100.0, 1)) == verdict
-
-
-@pytest.mark.parametrize("given", [{"width": 2, "depth": 3}, {"width": 4, "depth": 2, "k": 2}, {"width": 3, "k": 4}])
-def test_trees_are_replayed_from_remembered_rows(near: Pair, behaviour: Behaviour, given: dict[str, object]) -> None:
-    target, draft = near.sessions
-    assert draft is not None
-    remembered = [RememberedSession(draft, answer, target.vocab_size) for answer in behaviour.answers]
-    known = replace(behaviour, trees=dict.fromkeys((2, 3, 4), COSTS), remembered=remembered)
-    found, run = replay(known, "sd", given), really(near, "sd", given)
-    assert found.token_ids == run.token_ids
-    assert (found.rounds, found.drafted, found.accepted) == (run.rounds, run.drafted, run.accepted)
-    passes = sum(session.passes for session in remembered)
-    again = replay(known, "sd", given)
-    assert again.token_ids == found.token_ids
-    assert sum(session.passes for session in remembered) == passes, "nothing is asked twice"

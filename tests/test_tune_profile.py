@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +104,7 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     for place in places_:
         free = place[0] == "methods" and (len(place) == 2 or (len(place) == 4 and place[2] == "settings"))
         free |= place[:2] == ("chosen", "settings") and len(place) == 3
+        free |= place[-1] == "perplexity"
         free |= "costs" in place and (place[-1] in optional or isinstance(place[-1], int) or place[-1] in ("echo", "parallel"))
         for value in (["broken"], None):
             if value is None and free:  # a method, a setting, a measured point less is a profile still
@@ -170,6 +175,33 @@ def test_a_kill_leaves_the_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch
                 profiles.save(found, folder)
         assert (folder / "profile.yaml").read_text() == before
     assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
+
+
+WRITES_ON = """
+import sys
+from pathlib import Path
+from specgen.tuning import profile
+folder = Path(sys.argv[1])
+found = profile.load(folder)
+print(flush=True)
+while True:
+    for speedup in (2.0, 3.0):
+        profile.save(found.model_copy(update={"speedup": speedup}), folder)
+"""
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)])
+def test_a_process_killed_while_it_writes_leaves_a_whole_one(folder: Path, seeds: range) -> None:
+    found = profiles.load(folder)
+    for seed in seeds:
+        with subprocess.Popen([sys.executable, "-c", WRITES_ON, str(folder)], stdout=subprocess.PIPE) as writing:
+            assert writing.stdout is not None
+            assert writing.stdout.readline()
+            time.sleep(random.Random(seed).uniform(0, 0.1))
+            writing.kill()
+        left = profiles.load(folder)
+        assert left.model_copy(update={"speedup": found.speedup}) == found
+    assert left.speedup in (2.0, 3.0)
 
 
 def generated(pair: tuple[str, ...], *more: str) -> str:

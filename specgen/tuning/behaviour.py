@@ -108,7 +108,7 @@ class Recorder:
         room = self._draft.context_limit - len(answer.prompt_ids) - len(answer.token_ids) - AFTER
         if room < 0 or max(*answer.prompt_ids, *answer.token_ids) >= self._draft.known_ids:
             raise SpecgenError("the draft model cannot follow this prompt", "Take shorter prompts: --prompts FILE")
-        prefill = self._prefill(answer)
+        prefill = self.prefill(answer)
         context = Context(answer.prompt_ids)
         along = answer.token_ids[:-1]
         target = self._target.logits(context, along)
@@ -122,7 +122,8 @@ class Recorder:
         rollouts = [self._rollout(place, first, after, scores) for place in range(1, len(first))]
         return Tape(answer, [(), *rollouts], chances[1:], prefill)
 
-    def _prefill(self, answer: Answer) -> float:
+    @inference
+    def prefill(self, answer: Answer) -> float:
         """Seconds of the draft's pass over the prompt, beyond those of a single token."""
         self._target.logits(Context(answer.prompt_ids))  # an exit finds the first layers' rows there
         wait = synchronizer(self._draft.device) or (lambda: None)

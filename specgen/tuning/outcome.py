@@ -17,7 +17,8 @@ PLAIN = "ar"
 @dataclass(frozen=True, slots=True)
 class Found:
     """A method with its best settings: expected tokens a second, and the measured ones where it was confirmed by real runs, with
-    the speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed."""
+    the speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed. `perplexity` is of a
+    lossy method's output."""
 
     name: str
     settings: Given
@@ -29,6 +30,7 @@ class Found:
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
+    perplexity: float | None = None
 
     @property
     def written(self) -> str:

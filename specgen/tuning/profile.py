@@ -93,7 +93,8 @@ class Choice(_Part):
 
 
 class Tuned(_Part):
-    """The best settings of one method: tokens a second that are expected, and measured where it was really run."""
+    """The best settings of one method: tokens a second that are expected, and measured where it was really run; of a lossy one
+    its output's perplexity."""
 
     settings: dict[str, bool | int | float | str]
     predicted: Positive
@@ -102,6 +103,7 @@ class Tuned(_Part):
     speedup_low: Positive | None
     speedup_high: Positive | None
     tried: Count
+    perplexity: Positive | None = None
 
 
 class DrafterCosts(_Part):
@@ -215,6 +217,7 @@ def made_of(outcome: Outcome, fits: Fits) -> Profile:
             speedup_low=found.low,
             speedup_high=found.high,
             tried=found.tried,
+            perplexity=found.perplexity,
         )
         for found in outcome.methods
     }

@@ -1,62 +1,61 @@
-"""A draft model that is asked nothing twice: trees of every shape are drafted by the real drafter, on rows that are kept.
+"""A session that is asked nothing twice: drafts of every shape are made by the real drafters, on rows that are kept.
 
-What follows a path of drafted tokens behind a place in the answer is the same for every shape of tree, so the widest and deepest
-one pays for the passes, and the others find nearly all of their rows here.
+What follows a path of drafted tokens behind a context is the same whatever shape the draft has, so the largest pay for the
+passes, and the others find nearly all of their rows here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from specgen.models.session import Rows
-from specgen.types import Context
 
 if TYPE_CHECKING:
     from specgen.models.session import DraftSession
-    from specgen.tuning.behaviour import Answer
+    from specgen.types import Context
 
-MOST_BYTES = 512 << 20  # of rows; what comes later is computed each time
+MOST_BYTES = 128 << 20  # of rows; what comes later is computed each time
+
+
+class _Row(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class RememberedSession:
-    """A session (`DraftSession`) along one answer. Its contexts are the answer's beginnings, whoever made them. `vocab_size` is
-    the target's."""
+    """A session (`DraftSession`) for runs behind one prompt. `calls` counts what it was asked, `passes` what it had to ask."""
 
-    def __init__(self, session: DraftSession, answer: Answer, vocab_size: int) -> None:
-        self._session, self._answer = session, answer
+    def __init__(self, session: DraftSession) -> None:
+        self._session = session
         self.context_limit, self.known_ids = session.context_limit, session.known_ids
-        self.vocab_size, self.device = vocab_size, session.device
-        self._rows: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        self._contexts: dict[int, Context] = {}
-        self.passes = self._bytes = 0
+        self.vocab_size, self.device = session.vocab_size, session.device
+        self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], _Row] = {}
+        self.calls = self.passes = self._bytes = 0
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> Rows:
         """As `Session.logits`."""
+        self.calls += 1
         tokens = list(draft)
         above = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tokens, above, strict=True):
             paths.append((*paths[parent + 1], token))
-        begin = len(context) - context.prompt_length
-        keys = [(begin, path) for path in paths[start:]]
+        behind = tuple(context.ids[context.prompt_length :])
+        keys = [(behind, path) for path in paths[start:]]
         if all(key in self._rows for key in keys):
-            return Rows(torch.stack([self._rows[key] for key in keys]))
+            kept = [self._rows[key] for key in keys]
+            hidden = [row.hidden for row in kept if row.hidden is not None]
+            return Rows(torch.stack([row.logits for row in kept]), torch.stack(hidden) if hidden else None)
         self.passes += 1
-        found = self._session.logits(self._context(begin), tokens, above, start=start).logits
-        for key, row in zip(keys, found, strict=True):
+        found = self._session.logits(context, tokens, above, start=start)
+        for place, key in enumerate(keys):
             if self._bytes < MOST_BYTES and key not in self._rows:
-                self._rows[key] = row.clone()
+                row = found.logits[place].clone()
+                self._rows[key] = _Row(row, None if found.hidden is None else found.hidden[place].clone())
                 self._bytes += row.numel() * row.element_size()
-        return Rows(found)
-
-    def _context(self, begin: int) -> Context:
-        if begin not in self._contexts:
-            made = self._contexts[begin] = Context(self._answer.prompt_ids)
-            if begin:
-                made.extend(self._answer.token_ids[:begin])
-        return self._contexts[begin]
+        return found

@@ -6,12 +6,11 @@ The clock is told what each step costs here, so the rounds that come out carry t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import assembly, methods
 from specgen.bench.summary import Summary
-from specgen.decoding.branching import BranchingDraft
 from specgen.decoding.drafters import NoDrafter, PromptLookup
 from specgen.decoding.parallel import Parallel, Window
 from specgen.decoding.run import Run
@@ -23,14 +22,12 @@ from specgen.tuning.costs import RoundCosts
 from specgen.types import PHASES, Context, Draft, Verdict
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafters import Drafter
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.run import Clock, Schedule
     from specgen.decoding.verifiers import Verifier
     from specgen.methods import Method, Settings
     from specgen.models.session import Session
     from specgen.tuning.behaviour import Answer, Tape
-    from specgen.tuning.remembered import RememberedSession
 
 THROWS = 3
 _BEYOND = 1 << 40  # stands for what the target would say behind the end of its answer: nothing drafted is like it
@@ -134,19 +131,6 @@ class ReplayDrafter:
         return self._costs.drafting.at(length, len(context)) + (self._costs.looking * length if policy.needs else 0.0)
 
 
-class PricedTree:
-    """A drafter of trees, itself, on rows that are remembered: only what it costs is looked up."""
-
-    def __init__(self, drafter: Drafter, costs: RoundCosts, meter: Meter, prefill: float) -> None:
-        self._drafter, self._costs, self._meter, self._prefill = drafter, costs, meter, prefill
-
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        draft = self._drafter.propose(context, policy, limit)
-        self._meter.add("draft", self._prefill + self._costs.drafting.at(draft.levels, len(context)))
-        self._prefill = 0.0
-        return draft
-
-
 class ReplayParallel(ReplayDrafter):
     """The same beside the target: a round lasts as long as the slower of both."""
 
@@ -180,8 +164,6 @@ class Behaviour:
     tapes: Mapping[str, Sequence[Tape]]
     costs: Mapping[str, RoundCosts]
     slower: float = 1.0
-    trees: Mapping[int, RoundCosts] = field(default_factory=dict)  # by width
-    remembered: Sequence[RememberedSession] = ()  # a draft model an answer, for trees
 
 
 def cost_kind(name: str) -> str:
@@ -209,8 +191,7 @@ def replay(behaviour: Behaviour, name: str, given: Mapping[str, object], *, has_
 
 
 def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, answer: Answer, seed: int) -> Run:
-    width = int(settings.values.get("width", 1))
-    costs, meter = behaviour.trees[width] if width > 1 else behaviour.costs[cost_kind(method.name)], Meter()
+    costs, meter = behaviour.costs[cost_kind(method.name)], Meter()
     policy = assembly.make_policy(settings, seed)
     parallel = method.schedule == "parallel"
     target = ReplayTarget(costs, meter, answer.prefill * (behaviour.slower if parallel else 1.0))
@@ -225,11 +206,6 @@ def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, 
         drafter = PromptLookup(int(settings.values["ngram"]), answer.eos_ids)
     elif method.drafter == "none":
         drafter = NoDrafter()
-    elif width > 1:
-        depth = settings.values["depth"]
-        session, levels = behaviour.remembered[number], None if depth == "auto" else int(depth)
-        tree = BranchingDraft(session, answer.eos_ids, session.vocab_size, width=width, depth=levels)
-        drafter = PricedTree(tree, costs, meter, behaviour.tapes["model"][number].prefill)
     else:
         drafter = ReplayDrafter(behaviour.tapes[method.drafter][number], costs, meter)
     return Run(

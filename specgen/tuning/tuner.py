@@ -17,13 +17,13 @@ from specgen.bench.runner import Contest, Runner
 from specgen.bench.specs import parse_spec
 from specgen.errors import SpecgenError
 from specgen.tuning.behaviour import Answer, Recorder, Tape, acceptances, record_answer
-from specgen.tuning.candidates import REPLAYED, Given, grid, in_turn, trees, written
-from specgen.tuning.costs import RoundCosts
+from specgen.tuning.candidates import REPLAYED, RERUN, Given, grid, in_turn, trees
 from specgen.tuning.outcome import PLAIN, Found, Outcome, better, judged
 from specgen.tuning.payoff import Payoff
 from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
-from specgen.tuning.remembered import RememberedSession
 from specgen.tuning.replay import Behaviour, cost_kind, replay
+from specgen.tuning.reruns import Reruns
+from specgen.tuning.searches import search
 from specgen.tuning.skips import tuned_skips
 from specgen.types import SamplingParams
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ANSWERS, COSTS, REPLAY, SKIPS = 0.15, 0.35, 0.2, 0.4  # shares of the time that is left when they begin
-TREES_SHARE, TREE_ANSWERS = 0.2, 4
+RERUNS, ASKED_RERUNS, RERUN_ANSWERS = 0.3, 0.6, 4  # the second where nothing else is asked for
 FINALISTS = 3  # methods that are really run, plain decoding aside
 CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
 FEWEST_PROMPTS, SHORT = 2, 48
@@ -68,7 +68,9 @@ class Tuner:
         seed = wanted.sampling.seed
         self._sampling = replace(wanted.sampling, seed=0 if seed is None else seed)
         self.left_out: dict[str, str] = {}
-        self.names = [name for name in methods.METHODS if self._is_wanted(name)]
+        wanted_ones = [name for name in methods.METHODS if self._is_wanted(name)]
+        self.names = [name for name in wanted_ones if name not in RERUN]
+        self._rerun = [name for name in wanted_ones if name in RERUN]
 
     @property
     def _left(self) -> float:
@@ -85,7 +87,7 @@ class Tuner:
         answers = self._timed(self._answers)
         behaviour = self._behaviour(answers)
         found = self._timed(lambda: self._replayed(behaviour))
-        found = self._timed(lambda: self._with_trees(behaviour, found))
+        found = self._timed(lambda: self._with_reruns(behaviour, found))
         found = self._timed(lambda: self._with_skips(answers, found))
         found = self._timed(lambda: self._confirmed(found))
         return self._outcome(behaviour, found)
@@ -111,10 +113,10 @@ class Tuner:
             self.left_out[name] = "the exit layer has no predictor"
         elif name == "selfsd" and self._wanted.names is not None:
             return False  # no replay: its layers are searched for
-        elif name not in REPLAYED and name != "eesd":
-            self.left_out[name] = "no tape holds what they need (specgen compare measures them)"
+        elif name == "selfsd":
+            self.left_out[name] = "its layers are searched for where it is asked for (--methods selfsd)"
         else:
-            return name != "eesd"  # it is one of the two others
+            return name in REPLAYED or name in RERUN  # eesd is one of two others
         return False
 
     @property
@@ -255,45 +257,34 @@ class Tuner:
         speed = summary.tokens_per_second or 0.0
         return Found(name, given, methods.METHODS[name].lossless, speed, 1, summary.acceptance_rate)
 
-    def _with_trees(self, behaviour: Behaviour, found: list[Found]) -> tuple[list[Found], str]:
-        """Draft trees on a few of the answers, each shape against plain decoding on the same ones. They take real passes."""
-        target, draft = self._pair.sessions
-        if draft is None or "sd" not in self.names:
+    def _with_reruns(self, behaviour: Behaviour, found: list[Found]) -> tuple[list[Found], str]:
+        """Draft trees, several drafts, beams: run again on a few of the answers, against plain decoding on the same ones."""
+        with_trees = "sd" in self.names and any(entry.name == "sd" for entry in found)
+        grids = {**({"sd": trees()} if with_trees else {}), **{name: grid(name) for name in self._rerun}}
+        if not grids:
             return found, ""
-        deadline = time.perf_counter() + TREES_SHARE * self._left
-        some = behaviour.answers[:TREE_ANSWERS]
-        widths = sorted({int(given["width"]) for given in trees()})
-        try:
-            costs = {width: self._tree_costs(some, width) for width in widths if time.perf_counter() < deadline}
-        except SpecgenError as error:  # ALiBi knows no trees
-            self.left_out["sd with width"] = error.message
-            return found, ""
-        remembered = [RememberedSession(draft, answer, target.vocab_size) for answer in some]
-        tapes = {"model": behaviour.tapes["model"][: len(some)]}
-        known = replace(behaviour, answers=some, tapes=tapes, trees=costs, remembered=remembered)
-        plain = self._expected(known, PLAIN, {}).predicted
+        some = behaviour.answers[:RERUN_ANSWERS]
+        plain = self._expected(replace(behaviour, answers=some), PLAIN, {}).predicted
         usual = next(entry for entry in found if entry.name == PLAIN).predicted
-        tried: list[Found] = []
-        for given in trees():
-            if int(given["width"]) in costs and time.perf_counter() < deadline:
-                self._watch.doing(f"draft trees, {written('sd', given)}", self._left)
-                entry = self._expected(known, "sd", {**given, "k": given["depth"]})
-                tried.append(replace(entry, predicted=entry.predicted * usual / plain))
+        share = ASKED_RERUNS if self.names == [PLAIN] else RERUNS
+        searched = search(
+            Reruns(self._pair, some, self._sampling),
+            grids,
+            time.perf_counter() + share * self._left,
+            lambda what: self._watch.doing(f"running {what} again", self._left),
+        )
+        self.left_out |= {f"{name} with width" if name == "sd" else name: why for name, why in searched.left_out.items()}
+        scaled = {name: replace(entry, predicted=entry.predicted * usual / plain) for name, entry in searched.best.items()}
+        made = [
+            better(entry, scaled[entry.name], searched.tried[entry.name]) if entry.name in scaled else entry for entry in found
+        ]
+        made += [replace(scaled[name], tried=searched.tried[name]) for name in self._rerun if name in scaled]
+        tried = searched.tried.total()
         if not tried:
-            self.left_out["sd with width"] = "time was short (a larger --budget helps)"
             return found, ""
-        best = max(tried, key=lambda entry: entry.predicted)
-        made = [better(entry, best, len(tried)) if entry.name == "sd" else entry for entry in found]
-        said = f"{_counted(len(tried), 'draft tree')} replayed; best: {best.written}"
+        shapes = f"{_counted(tried, 'shape')} of trees, drafts and beams run again"
+        said = f"{shapes}; best: {max(scaled.values(), key=lambda entry: entry.predicted).written}" if scaled else shapes
         return sorted(made, key=lambda entry: -entry.predicted), said
-
-    def _tree_costs(self, answers: Sequence[Answer], width: int) -> RoundCosts:
-        self._watch.doing(f"timing rounds (draft trees of width {width})", self._left)
-        shape: dict[str, object] = {"width": width}
-        behind = self._contexts(answers)[:1]
-        probe = RoundProbe(self._pair, "sd", behind, self._sampling, lengths=(2, 3, 5), looks=frozenset(), settings=shape)
-        probe.run(0.5)
-        return probe.costs
 
     def _with_skips(self, answers: Sequence[Answer], found: list[Found]) -> tuple[list[Found], str]:
         """Where layer skipping is asked for: the layers to skip, searched for by real runs, whose speed stands for it."""
@@ -312,7 +303,8 @@ class Tuner:
 
     def _confirmed(self, found: list[Found]) -> tuple[list[Found], str]:
         """The best ones and plain decoding really run, in turn, for as long as there is time."""
-        rivals = [entry for entry in found if entry.lossless and entry.name != PLAIN]
+        asked = self._wanted.names or ()
+        rivals = [entry for entry in found if entry.name != PLAIN and (entry.lossless or entry.name in asked)]
         rivals = [entry for entry in rivals if entry.predicted >= CLOSE * rivals[0].predicted][:FINALISTS]
         rivals = self._affordable(found, rivals)
         if not rivals:

@@ -90,7 +90,9 @@ def _row(found: Found, outcome: Outcome) -> tuple[str, ...]:
     measured = "" if found.measured is None else f"{found.measured:.1f}"
     speedup = "" if found.speedup is None else f"{found.speedup:.2f}×"
     interval = f"{found.low:.2f}–{found.high:.2f}" if found.low is not None and found.high is not None else ""
-    return found.name, settings, f"{found.predicted:.1f}", measured, speedup, interval
+    lossy = [] if found.lossless else ["lossy", *([f"perplexity {found.perplexity:.2f}"] if found.perplexity else [])]
+    remarks = ", ".join([*([interval] if interval else []), *lossy])
+    return found.name, settings, f"{found.predicted:.1f}", measured, speedup, remarks
 
 
 def _number(value: object) -> str:
@@ -109,7 +111,11 @@ def _verdict(outcome: Outcome, path: Path, width: int) -> Iterator[Text]:
             yield from _said("next", said, width)
         yield from _why(outcome, width)
     elif best.name == PLAIN:
-        yield Text("There is nothing here to speculate with. So generate decodes plainly.", "strong")
+        lossy = [found for found in outcome.methods if not found.lossless]
+        why = "Nothing that keeps the output was tuned." if lossy else "There is nothing here to speculate with."
+        yield Text(f"{why} So generate decodes plainly.", "strong")
+        if lossy:
+            yield from _said("lossy", " · ".join(f"{_named(found)}: -m {found.name} takes these" for found in lossy), width)
     elif outcome.verdict == "unclear":
         yield Text(f"No clear gain here: {times} at best{_interval(best)}. So generate decodes plainly.", "strong")
         yield from _why(outcome, width)
