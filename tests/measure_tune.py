@@ -24,14 +24,15 @@ from specgen.bench.prompts import Prompt, load_prompts
 from specgen.bench.runner import Contest, Runner
 from specgen.bench.specs import parse_specs
 from specgen.pair import Pair
-from specgen.tuning.candidates import grid, written
+from specgen.tuning.candidates import REPLAYED, RERUN, grid, trees, written
 from specgen.tuning.outcome import Outcome
 from specgen.tuning.replay import replay
+from specgen.tuning.reruns import Reruns
 from specgen.tuning.tuner import Tuner, Wanted
 from specgen.types import SamplingParams
 
 HELD_OUT = ("news", "chat")
-METHODS = ("sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "pearl", "eesd-fixed", "eesd-beta", "eesd-cali")
+METHODS = [name for name in (*REPLAYED, *RERUN) if name != "ar"]
 
 
 class Told:
@@ -71,14 +72,19 @@ def main() -> None:
         tuner = Opened(pair, Wanted(seen, sampling, start + options.budget), Told())
         outcome = tuner.run()
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
-        names = [name for name in options.methods.split(",") if name in tuner.names]
+        names = [name for name in options.methods.split(",") if name in tuner.names or name in tuner.rerun]
         specs = [written(name, given) for name in names for given in spread(name, options.settings)]
+        specs += [written("sd", given) for given in trees()[:: -(-len(trees()) // options.settings)] if "sd" in names]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         expected = {}
+        reruns = Reruns(pair, tuner.known.answers, sampling)
         for row in found:
             spec = row.spec
-            summary = replay(tuner.known, spec.name, spec.settings, has_predictor=True)
+            if spec.name in RERUN or "width" in spec.settings:
+                summary = reruns.run(spec.name, spec.settings).summary
+            else:
+                summary = replay(tuner.known, spec.name, spec.settings, has_predictor=True)
             expected[spec.written] = summary.tokens_per_second or 0.0
         report(found, expected, outcome, held_out=options.held_out)
 
@@ -121,12 +127,14 @@ def report(found: Sequence[Row], expected: dict[str, float], outcome: Outcome, *
     intervals = {row.spec.written: (row.overall.low, row.overall.high) for row in found if row.overall is not None}
     speedups = {row.spec.written: row.overall.speedup or 0.0 for row in found if row.overall is not None}
     ranked = sorted(speeds, key=lambda name: -speeds[name])
+    lossless = {row.spec.written for row in found if row.spec.lossless}
     print(f"{'setting':60} measured  expected  error    speedup (95 %)")
     for name in ranked:
         low, high = intervals[name]
         interval = "" if low is None or high is None else f"{low:.2f}-{high:.2f}"
         error = expected[name] / speeds[name] - 1
-        print(f"{name:60} {speeds[name]:8.1f}  {expected[name]:8.1f}  {error:+6.1%}  {speedups[name]:5.2f}  {interval}")
+        mark = "" if name in lossless else "  lossy"
+        print(f"{name:60} {speeds[name]:8.1f}  {expected[name]:8.1f}  {error:+6.1%}  {speedups[name]:5.2f}  {interval}{mark}")
     errors = [abs(expected[name] / speeds[name] - 1) for name in ranked]
     print(f"{len(ranked)} settings; median error {median(errors):.1%}")
     drifting = expected["ar"] / speeds["ar"]
@@ -136,7 +144,7 @@ def report(found: Sequence[Row], expected: dict[str, float], outcome: Outcome, *
     for names, what in ((quarter, "the best quarter"), (ranked, "all")):
         rank = spearmanr([speeds[name] for name in names], [expected[name] for name in names]).statistic
         print(f"Spearman within {what} ({len(names)}): {rank:.2f}")
-    best, chosen = ranked[0], outcome.chosen.written
+    best, chosen = next(name for name in ranked if name in lossless), outcome.chosen.written
     low, high = intervals[best]
     inside = low is None or (low <= speedups[chosen] <= (high or speedups[chosen]))
     share = speeds[chosen] / speeds[best]

@@ -70,7 +70,7 @@ class Tuner:
         self.left_out: dict[str, str] = {}
         wanted_ones = [name for name in methods.METHODS if self._is_wanted(name)]
         self.names = [name for name in wanted_ones if name not in RERUN]
-        self._rerun = [name for name in wanted_ones if name in RERUN]
+        self.rerun = [name for name in wanted_ones if name in RERUN]
 
     @property
     def _left(self) -> float:
@@ -260,7 +260,7 @@ class Tuner:
     def _with_reruns(self, behaviour: Behaviour, found: list[Found]) -> tuple[list[Found], str]:
         """Draft trees, several drafts, beams: run again on a few of the answers, against plain decoding on the same ones."""
         with_trees = "sd" in self.names and any(entry.name == "sd" for entry in found)
-        grids = {**({"sd": trees()} if with_trees else {}), **{name: grid(name) for name in self._rerun}}
+        grids = {**({"sd": trees()} if with_trees else {}), **{name: grid(name) for name in self.rerun}}
         if not grids:
             return found, ""
         some = behaviour.answers[:RERUN_ANSWERS]
@@ -278,7 +278,7 @@ class Tuner:
         made = [
             better(entry, scaled[entry.name], searched.tried[entry.name]) if entry.name in scaled else entry for entry in found
         ]
-        made += [replace(scaled[name], tried=searched.tried[name]) for name in self._rerun if name in scaled]
+        made += [replace(scaled[name], tried=searched.tried[name]) for name in self.rerun if name in scaled]
         tried = searched.tried.total()
         if not tried:
             return found, ""
