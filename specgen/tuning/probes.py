@@ -46,6 +46,10 @@ class Ladder:
         return self._turns[self._turn][0]
 
     @property
+    def longest(self) -> int:
+        return max(length for length, _ in self._turns)
+
+    @property
     def needs(self) -> Feeds:
         return self._turns[self._turn][1]
 
@@ -129,13 +133,16 @@ class RoundProbe:
         kinds, seen = len(self._ladder), 0
         while True:
             plan = self._pair.plan(prompt, self._method, self._sampling, **self._settings)
-            plan.run.policy = self._ladder
             if self._echo:
-                plan.run.drafter = Echo()
+                plan.run.drafter, plan.run.policy = Echo(), self._ladder
             rounds, before = plan.run.rounds(), seen
             for place in range(ANSWER):
+                if (
+                    place == WARM_UP
+                ):  # rounds that do not count take no turn: each length has its own, whatever the run's own rhythm
+                    plan.run.policy = self._ladder
                 looked = bool(self._ladder.needs)
-                round_ = next(rounds, None)
+                round_ = next(rounds, None) if plan.run.remaining > self._ladder.longest else None
                 if round_ is None:
                     break
                 if place >= WARM_UP and (self._echo or round_.draft.tokens):
