@@ -96,12 +96,12 @@ def one_by_one(
 
 
 @cache
-def _server() -> socket.socket:
-    """The end to send orders to; closed with this process, it ends the server."""
+def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The end to send orders to, which ends the server when this process ends; and the server itself."""
     ours, theirs = socket.socketpair()
     with theirs:
-        subprocess.Popen([sys.executable, "-c", _SERVER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    return ours
+        command = [sys.executable, "-c", _SERVER, str(theirs.fileno())]
+        return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
 
 class Forked:
@@ -114,7 +114,7 @@ class Forked:
         self.stderr, err = _pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         files = [nothing, out, err, tell]
-        socket.send_fds(_server(), [json.dumps([arguments, dict(os.environ)]).encode()], files)
+        socket.send_fds(_server()[0], [json.dumps([arguments, dict(os.environ)]).encode()], files)
         for file in files:
             os.close(file)
         self._told = os.fdopen(told, "rb")
