@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from specgen import demo
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.errors import SpecgenError
 from specgen.models.devices import pick_device, pick_dtype
-from specgen.models.exit_files import find_exit, load_exit
+from specgen.models.exit_files import FoundExit, load_exit
 from specgen.models.load import Source, load_model, prepare
 from specgen.models.tokenizer import check_same
 from specgen.pair import Pair
@@ -61,25 +61,11 @@ def load(
         if exit_layer is not None:
             pair.exit_layer = load_exit(Path(exit_layer), pair.target)
         else:
-            _find_exit(pair, is_bundled=target is None)
+            pair.found_exit = FoundExit(pair.target, is_bundled=target is None)
     except BaseException:
         pair.close()
         raise
     return pair
-
-
-def _find_exit(pair: Pair, *, is_bundled: bool) -> None:
-    """The exit that is there by itself. One that cannot be used is as good as none: only a method that needs it says why."""
-    found = None
-    try:
-        found = find_exit(pair.target.name, pair.target.folder, is_bundled=is_bundled)
-        pair.exit_layer = None if found is None else load_exit(found, pair.target)
-    except SpecgenError as error:
-        pair.exit_refusal = error
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        pair.exit_refusal = RunError(f"the exit layer {found} does not fit into the memory of {pair.target.device}")
 
 
 def _load(

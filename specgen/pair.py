@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import index
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
 from specgen.models.devices import device_name, pick_threads, synchronizer
 from specgen.models.early_exit import EarlyExit
-from specgen.models.exit_files import Exit
+from specgen.models.exit_files import Description, Exit, FoundExit
 from specgen.models.exit_layer import check_split
 from specgen.models.likelihood import log_likelihood
 from specgen.models.load import LoadedModel
@@ -72,8 +73,10 @@ class Pair:
         worker: ProcessWorker | None = None,
         exit_layer: Exit | None = None,
     ) -> None:
-        self.target, self.draft, self.exit_layer = target, draft, exit_layer
-        self.exit_refusal: SpecgenError | None = None  # why there is none, where one was found and cannot be used
+        self.target, self.draft = target, draft
+        self.found_exit: FoundExit | None = None
+        if exit_layer is not None:
+            self.exit_layer = exit_layer
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
@@ -93,6 +96,23 @@ class Pair:
     def sessions(self) -> tuple[Session, Session | None]:
         """The target's and the draft's, for whoever times passes."""
         return self._target_session, self._draft_session
+
+    @cached_property
+    def exit_layer(self) -> Exit | None:
+        """EESD's trained part. What was found by itself is read when it is first asked for."""
+        return None if self.found_exit is None else self.found_exit.load()
+
+    @property
+    def exit_refusal(self) -> SpecgenError | None:
+        """Why there is no `exit_layer`, where one was found and cannot be used."""
+        return None if self.found_exit is None else self.found_exit.refusal
+
+    @property
+    def exit_description(self) -> Description | None:
+        """What the exit layer is, told without reading it; None where there is none."""
+        if self.found_exit is not None:
+            return self.found_exit.description
+        return None if self.exit_layer is None else self.exit_layer.description
 
     def rounds(
         self,
@@ -163,7 +183,8 @@ class Pair:
         """Check everything and put the method's parts together. Nothing is decoded yet; the first plan for PEARL starts what
         drafts beside the target, and where its window is `auto` measures how long passes take."""
         chosen = methods.find(self.default_method if method is None else method)
-        has_predictor = self.exit_layer is not None and self.exit_layer.predictor is not None
+        exit_layer = self.exit_layer if chosen.needs_exit_layer else None
+        has_predictor = exit_layer is not None and exit_layer.predictor is not None
         settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
         prompt_ids = self._prompt_ids(prompt)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from families import CONTEXT, LETTERS, make_tokenizer
+from processes import Forked
 
 from specgen.cli.app import main
 from specgen.methods import METHODS
@@ -60,7 +61,7 @@ def _call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *a
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """`specgen` in a process of its own, with pipes."""
+    """`specgen` in a process of its own, with pipes: from the interpreter's start on."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **options.pop("environment", {})}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen([sys.executable, "-m", "specgen", *arguments], env=environment, **streams)
@@ -103,9 +104,11 @@ def check_record(lines: Lines) -> None:
 # ------------------------------------------------------------------ pipes, in processes of their own
 
 
+@POSIX
 def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
-    code, out, err = run("generate", "-n", "30", "def add(a, b):\n    return")
-    assert code == 0
+    process = Forked("generate", "-n", "30", "def add(a, b):\n    return")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
     assert out.endswith(b"\n")
     assert len(out) > 20
     assert b"\x1b" not in out + err
@@ -161,7 +164,8 @@ def test_a_character_that_the_locale_lacks_becomes_a_question_mark(pair: tuple[s
 @POSIX
 def test_an_interruption_keeps_what_was_generated(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    process = start("generate", "-n", "900", "--ignore-eos", "--trace", str(trace), "def add(a, b):")
+    arguments = ("-n", "900", "--ignore-eos", "--trace", str(trace), "def add(a, b):")
+    process = Forked("generate", *arguments)
     seen = os.read(process.stdout.fileno(), 10)  # type: ignore[union-attr]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -190,7 +194,7 @@ def test_an_interruption_while_loading_needs_no_traceback() -> None:
 @POSIX
 @pytest.mark.parametrize("form", [(), pytest.param(("--json",), marks=pytest.mark.slow)], ids=["text", "json"])
 def test_a_reader_that_leaves_is_met_with_silence(form: tuple[str, ...]) -> None:
-    process = start("generate", "-n", "900", "--ignore-eos", *form, "def add(a, b):")
+    process = Forked("generate", "-n", "900", "--ignore-eos", *form, "def add(a, b):")
     assert process.stdout is not None
     assert process.stderr is not None
     assert os.read(process.stdout.fileno(), 1)
@@ -202,8 +206,9 @@ def test_a_reader_that_leaves_is_met_with_silence(form: tuple[str, ...]) -> None
 @FULL
 def test_a_full_disk_under_the_output_is_one_line(pair: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        code, _, err = run("generate", *pair, "-n", "5", PROMPT, stdout=full)
-    assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
+        process = Forked("generate", *pair, "-n", "5", PROMPT, stdout=full)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (1, b"error: cannot write the output: No space left on device\n")
 
 
 @POSIX

@@ -1,6 +1,7 @@
 """Whatever is wrong, the user gets one line: `error:`, the value at fault and a way out, and the exit code that was promised.
 
-What is refused before torch is imported runs in a process of its own; most of the rest calls the console script's function.
+What is refused before torch is imported runs in a process without it, all of it in one; most of the rest calls the console
+script's function in this one.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, save
+from processes import Forked, one_by_one
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -25,10 +27,11 @@ Folders = Mapping[str, str]
 Fails = Callable[..., str]
 
 
-def specgen(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "specgen", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=120, check=False)
+def refused_together(*commands: Sequence[str], stdin: Sequence[bytes] = ()) -> list[tuple[str, str]]:
+    """What `specgen` writes to stdout and stderr for each: all have to be refused, before anything heavy is imported."""
+    found = one_by_one(*commands, stdin=stdin)
+    assert [(ended.code, ended.has_torch) for ended in found] == [(USER_ERROR, False)] * len(commands)
+    return [(ended.out, ended.err) for ended in found]
 
 
 def check_line(out: str, err: str, named: tuple[str, ...]) -> None:
@@ -42,7 +45,9 @@ def check_line(out: str, err: str, named: tuple[str, ...]) -> None:
 
 
 def check_refused(*arguments: str, named: tuple[str, ...], stdin: bytes = b"") -> None:
-    done = specgen(*arguments, stdin=stdin)
+    """From the interpreter's start on, in a process that may import what it likes."""
+    command = [sys.executable, "-m", "specgen", *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False)
     assert done.returncode == USER_ERROR
     check_line(done.stdout.decode(), done.stderr.decode(), named)
 
@@ -66,83 +71,93 @@ def fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 # ------------------------------------------------------------------ refused before anything heavy is imported
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["-m", "sivp"], ("'sivp'", "did you mean svip?", "specgen inspect --methods")),
-        (["-m", "SVIP"], ("'SVIP'", "did you mean svip?")),
-        (["-m", "svip", "--set", "treshold=1"], ("svip has no setting 'treshold'", "did you mean threshold?", "max_draft")),
-        (["-m", "ar", "--set", "k=1"], ("ar has no setting 'k'",)),
-        (["-m", "sd", "--set", "k=abc"], ("k is 'abc'", "whole number")),
-        (["-m", "sd", "--set", "k=2.5"], ("k is '2.5'", "whole number")),
-        (["-m", "sd", "--set", "k=0"], ("k is 0", "between 1 and 1000")),
-        (["-m", "svip", "--set", "threshold=nan"], ("threshold is nan", "between 0 and 100")),
-        (["-m", "sd", "--set", "k"], ("'k'", "NAME=VALUE")),
-        (["-m", "sd", "--set", "policy=fixd"], ("'fixd'", "did you mean fixed?", "beta-ts")),
-        (["-m", "lookup", "--set", "policy=svip"], ("lookup", "'svip'", "Take one of fixed, heuristic, beta-ts")),
-        (["-m", "mtad", "--set", "tau=2"], ("tau is 2", "between 0 and 1")),
-        (["-m", "mtad", "--set", "beams=0"], ("beams is 0", "between 1 and 256")),
-        (["-m", "mtad", "--set", "beam=wide"], ("beam is 'wide'", "greedy, sample")),
-        (["-m", "spectr", "--set", "policy=svip"], ("spectr has no setting 'policy'", "drafts")),
-        (["-m", "bild", "-t", "some/model"], ("bild needs a draft model", "--draft")),
-        (["-n", "0"], ("max_new_tokens is 0", "at least 1")),
-        (["-n", "-5"], ("max_new_tokens is -5", "at least 1")),
-        (["-n", "abc"], ("--max-new-tokens is 'abc'", "integer")),
-        (["--temperature", "-1"], ("temperature is -1", "between 0")),
-        (["--temperature", "nan"], ("temperature is nan", "between 0")),
-        (["--temperature", "1e-9"], ("temperature is 1e-09", "0 for greedy decoding")),
-        (["--temperature", "1e9"], ("temperature is 1000000000", "between 0")),
-        (["--temperature", "warm"], ("--temperature is 'warm'", "number")),
-        (["--top-p", "0"], ("top_p is 0", "above 0")),
-        (["--top-p", "2"], ("top_p is 2", "at most 1")),
-        (["--top-p", "nan"], ("top_p is nan", "at most 1")),
-        (["--top-k", "-1"], ("top_k is -1", "0 for no cut")),
-        (["--seed", "-1"], ("seed is -1", "from 0")),
-        (["--stop", ""], ("stop holds", "at least one character")),
-        (["--tempratur", "1"], ("--tempratur", "--temperature")),
-        (["--draft", "some/model"], ("--draft some/model", "--target MODEL")),
-        (["--revision", "main"], ("--revision", "--target MODEL")),
-        (["--system", "Be brief."], ("--system", "Add --chat")),
-        (["another"], ("another", "--help")),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_wrong_option_is_named_with_its_value(arguments: list[str], named: tuple[str, ...]) -> None:
-    check_refused("generate", "hi", *arguments, named=named)
+OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
+    (["-m", "sivp"], ("'sivp'", "did you mean svip?", "specgen inspect --methods")),
+    (["-m", "SVIP"], ("'SVIP'", "did you mean svip?")),
+    (["-m", "svip", "--set", "treshold=1"], ("svip has no setting 'treshold'", "did you mean threshold?", "max_draft")),
+    (["-m", "ar", "--set", "k=1"], ("ar has no setting 'k'",)),
+    (["-m", "sd", "--set", "k=abc"], ("k is 'abc'", "whole number")),
+    (["-m", "sd", "--set", "k=2.5"], ("k is '2.5'", "whole number")),
+    (["-m", "sd", "--set", "k=0"], ("k is 0", "between 1 and 1000")),
+    (["-m", "svip", "--set", "threshold=nan"], ("threshold is nan", "between 0 and 100")),
+    (["-m", "sd", "--set", "k"], ("'k'", "NAME=VALUE")),
+    (["-m", "sd", "--set", "policy=fixd"], ("'fixd'", "did you mean fixed?", "beta-ts")),
+    (["-m", "lookup", "--set", "policy=svip"], ("lookup", "'svip'", "Take one of fixed, heuristic, beta-ts")),
+    (["-m", "mtad", "--set", "tau=2"], ("tau is 2", "between 0 and 1")),
+    (["-m", "mtad", "--set", "beams=0"], ("beams is 0", "between 1 and 256")),
+    (["-m", "mtad", "--set", "beam=wide"], ("beam is 'wide'", "greedy, sample")),
+    (["-m", "spectr", "--set", "policy=svip"], ("spectr has no setting 'policy'", "drafts")),
+    (["-m", "bild", "-t", "some/model"], ("bild needs a draft model", "--draft")),
+    (["-n", "0"], ("max_new_tokens is 0", "at least 1")),
+    (["-n", "-5"], ("max_new_tokens is -5", "at least 1")),
+    (["-n", "abc"], ("--max-new-tokens is 'abc'", "integer")),
+    (["--temperature", "-1"], ("temperature is -1", "between 0")),
+    (["--temperature", "nan"], ("temperature is nan", "between 0")),
+    (["--temperature", "1e-9"], ("temperature is 1e-09", "0 for greedy decoding")),
+    (["--temperature", "1e9"], ("temperature is 1000000000", "between 0")),
+    (["--temperature", "warm"], ("--temperature is 'warm'", "number")),
+    (["--top-p", "0"], ("top_p is 0", "above 0")),
+    (["--top-p", "2"], ("top_p is 2", "at most 1")),
+    (["--top-p", "nan"], ("top_p is nan", "at most 1")),
+    (["--top-k", "-1"], ("top_k is -1", "0 for no cut")),
+    (["--seed", "-1"], ("seed is -1", "from 0")),
+    (["--stop", ""], ("stop holds", "at least one character")),
+    (["--tempratur", "1"], ("--tempratur", "--temperature")),
+    (["--draft", "some/model"], ("--draft some/model", "--target MODEL")),
+    (["--revision", "main"], ("--revision", "--target MODEL")),
+    (["--system", "Be brief."], ("--system", "Add --chat")),
+    (["another"], ("another", "--help")),
+]
+PROMPTS: dict[str, tuple[list[str], bytes, tuple[str, ...]]] = {
+    "argument": ([""], b"", ("the prompt is empty",)),
+    "blank-argument": ([" \n"], b"", ("the prompt is empty",)),
+    "standard-input": ([], b"", ("the prompt is empty",)),
+    "blank-standard-input": (["-"], b"\n", ("the prompt is empty",)),
+    "latin-1": (["-"], b"caf\xe9", ("standard input is not UTF-8", "byte 3", "iconv")),
+}
 
 
-def test_an_unknown_command_is_named() -> None:
-    check_refused("genrate", "hi", named=("'genrate'", "Did you mean 'generate'? See --help"))
+@pytest.fixture(scope="module")
+def wrong_options() -> list[tuple[str, str]]:
+    return refused_together(*(["generate", "hi", *arguments] for arguments, _ in OPTIONS))
 
 
-def test_inspect_says_what_it_can_show() -> None:
-    check_refused("inspect", named=("specgen inspect --methods",))
+@pytest.fixture(scope="module")
+def no_prompts() -> Mapping[str, tuple[str, str]]:
+    commands = [["generate", *arguments] for arguments, _, _ in PROMPTS.values()]
+    found = refused_together(*commands, stdin=[stdin for _, stdin, _ in PROMPTS.values()])
+    return dict(zip(PROMPTS, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "stdin", "named"),
-    [
-        ([""], b"", ("the prompt is empty",)),
-        ([" \n"], b"", ("the prompt is empty",)),
-        ([], b"", ("the prompt is empty",)),
-        (["-"], b"\n", ("the prompt is empty",)),
-        (["-"], b"caf\xe9", ("standard input is not UTF-8", "byte 3", "iconv")),
-    ],
-    ids=["argument", "blank-argument", "standard-input", "blank-standard-input", "latin-1"],
-)
-def test_a_prompt_that_is_none_is_refused(arguments: list[str], stdin: bytes, named: tuple[str, ...]) -> None:
-    check_refused("generate", *arguments, stdin=stdin, named=named)
+@pytest.mark.parametrize("place", range(len(OPTIONS)), ids=lambda place: " ".join(OPTIONS[place][0]))
+def test_a_wrong_option_is_named_with_its_value(wrong_options: list[tuple[str, str]], place: int) -> None:
+    check_line(*wrong_options[place], OPTIONS[place][1])
+
+
+def test_an_unknown_command_is_named_and_inspect_says_what_it_can_show() -> None:
+    unknown, nothing = refused_together(["genrate", "hi"], ["inspect"])
+    check_line(*unknown, ("'genrate'", "Did you mean 'generate'? See --help"))
+    check_line(*nothing, ("specgen inspect --methods",))
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_that_is_none_is_refused(no_prompts: Mapping[str, tuple[str, str]], name: str) -> None:
+    check_line(*no_prompts[name], PROMPTS[name][2])
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="there, no argument can hold such bytes")
 def test_an_argument_that_is_not_utf8_is_refused() -> None:
-    check_refused("generate", os.fsdecode(b"caf\xe9"), named=("the prompt is not UTF-8",))
-    check_refused("generate", "hi", "--chat", "--system", os.fsdecode(b"\xff"), named=("--system is not UTF-8",))
+    system = ["generate", "hi", "--chat", "--system", os.fsdecode(b"\xff")]
+    prompt, told = refused_together(["generate", os.fsdecode(b"caf\xe9")], system)
+    check_line(*prompt, ("the prompt is not UTF-8",))
+    check_line(*told, ("--system is not UTF-8",))
 
 
 def test_a_trace_needs_a_file_in_a_folder_that_is_there(tmp_path: Path) -> None:
-    check_refused("generate", "hi", "--trace", str(tmp_path / "no" / "t.jsonl"), named=(str(tmp_path / "no"), "no folder"))
-    check_refused("generate", "hi", "--trace", str(tmp_path), named=(str(tmp_path), "is a folder"))
+    missing = ["generate", "hi", "--trace", str(tmp_path / "no" / "t.jsonl")]
+    nowhere, folder = refused_together(missing, ["generate", "hi", "--trace", str(tmp_path)])
+    check_line(*nowhere, (str(tmp_path / "no"), "no folder"))
+    check_line(*folder, (str(tmp_path), "is a folder"))
 
 
 def test_a_trace_from_before_outlives_a_mistake(tmp_path: Path, fails: Fails) -> None:
@@ -185,9 +200,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     }
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs forks")
 def test_a_missing_folder_in_a_process_of_its_own(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
-    check_refused("generate", "hi", "-t", missing, named=(missing, "Check the path"))
+    process = Forked("generate", "hi", "-t", missing)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == USER_ERROR
+    check_line(out.decode(), err.decode(), (missing, "Check the path"))
 
 
 @pytest.mark.slow

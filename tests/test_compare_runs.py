@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from comparisons import Compare, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
+from processes import Forked
 from test_cli import POSIX
 
 
@@ -140,11 +141,10 @@ def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(
 ) -> None:
     trace = tmp_path / "t.jsonl"
     arguments = ["-m", "sd:k=2,lookup", "-n", "60", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
-    command = [sys.executable, "-m", "specgen", "compare", *pair, "--device", "cpu", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    process = Forked("compare", *pair, "--device", "cpu", *arguments, "--trace", str(trace))
     while not trace.exists() or trace.read_bytes().count(b'"summary"') < 8:
         assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -161,11 +161,11 @@ def scripted_calls(both: EarlyExit, context: Context) -> None:
 
 def test_an_interruption_at_any_line_leaves_both_usable() -> None:
     model = make_model("llama")
-    drafts = exit_model(model, 1)
+    drafts, layer = exit_model(model, 1), ExitLayer.of(model)
     line, finished = 0, False
     while not finished:
         line += 1 if line < 20 else 13
-        both, context = early_exit(model), Context([1, 5, 6, 7])
+        both, context = EarlyExit(model, layer, 1, None, context_limits=(CONTEXT, None)), Context([1, 5, 6, 7])
         both.target.logits(context)
         with InterruptAt(line):
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -64,11 +65,10 @@ def exits() -> Iterator[object]:
 def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, after: int) -> None:
     pair = pair_with(family, after)
     expected = {seed: plain(pair.target.model, prompt(seed), COUNT) for seed in (after, after + 100)}
-    for name, settings in METHODS.items():
-        for seed, tokens in expected.items():  # the second run finds the first one's caches
-            ids = prompt(seed)
-            result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
-            assert result.token_ids == tokens, (name, seed)
+    for (name, settings), (seed, tokens) in zip(METHODS.items(), cycle(expected.items()), strict=False):
+        # each finds the caches of another one's run, of another prompt
+        result = pair.generate(prompt(seed), name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
+        assert result.token_ids == tokens, (name, seed)
 
 
 @pytest.mark.parametrize("length", range(1, 9))
@@ -149,10 +149,11 @@ def test_a_models_penalties_hold_for_both_halves(tmp_path: Path) -> None:
     model.generation_config.no_repeat_ngram_size = 2
     target = specgen.load(save(model, tmp_path), device="cpu", dtype="float32").target
     pair = Pair(target, None, exit_layer=exit_of(target.model, 1))
+    ids = prompt(4)
+    expected = plain(target.model, ids, 30)
     for name, settings in METHODS.items():
-        ids = prompt(4)
         result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=30, seed=0), **settings)
-        assert result.token_ids == plain(target.model, ids, 30), name
+        assert result.token_ids == expected, name
 
 
 def test_a_run_to_the_contexts_end(pair_with: Callable[[str, int], Pair]) -> None:

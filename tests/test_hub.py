@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import make_model, save
+from processes import Ended, one_by_one
 
 COMMIT = "a" * 40
 TINY = "lab/tiny"
@@ -73,35 +72,28 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert not any(path.endswith(".bin") for path in asked), "weights that can run code are not even downloaded"
 
 
-def specgen(hub: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(hub: str, cache: Path, *commands: Sequence[str]) -> list[Ended]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
-    command = [sys.executable, "-m", "specgen", "generate", "-n", "4", "abc", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return one_by_one(*(["generate", "-n", "4", "abc", *command] for command in commands), environment=environment)
+
+
+def check_line(ended: Ended, message: str) -> None:
+    assert (ended.code, ended.out) == (2, "")
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
 
 
 def test_a_model_is_downloaded_once_and_found_offline_after_that(hub: str, tmp_path: Path) -> None:
-    first = specgen(hub, tmp_path, "-t", TINY, "-q", "--trace", str(tmp_path / "trace.jsonl"))
-    assert (first.returncode, first.stderr[-3000:]) == (0, "")
-    again = specgen("http://127.0.0.1:9", tmp_path, "-t", TINY, "--offline", "-q")
-    assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout == first.stdout
-    trace = (tmp_path / "trace.jsonl").read_text()
-    assert json.loads(trace.splitlines()[0])["target"] == TINY
-    assert "hf_secret" not in trace
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("lab/none", (), "there is no model lab/none"),
-        ("lab/gated", (), "lab/gated is gated"),
-        (TINY, ("--offline",), "the hub was not asked"),
-    ],
-)
-def test_what_the_hub_has_not_is_one_line(hub: str, tmp_path: Path, name: str, options: tuple[str, ...], message: str) -> None:
-    done = specgen(hub, tmp_path, "-t", name, *options)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    trace = tmp_path / "trace.jsonl"
+    first, none, gated = run(hub, tmp_path, ["-t", TINY, "-q", "--trace", str(trace)], ["-t", "lab/none"], ["-t", "lab/gated"])
+    assert (first.code, first.err[-3000:]) == (0, "")
+    check_line(none, "there is no model lab/none")
+    check_line(gated, "lab/gated is gated")
+    again, unseen = run("http://127.0.0.1:9", tmp_path, ["-t", TINY, "--offline", "-q"], ["-t", "lab/unseen", "--offline"])
+    assert (again.code, again.err) == (0, "")
+    assert again.out == first.out
+    check_line(unseen, "the hub was not asked")
+    told = trace.read_text()
+    assert json.loads(told.splitlines()[0])["target"] == TINY
+    assert "hf_secret" not in told

@@ -30,7 +30,8 @@ LENGTH_SETTING = {
     "spectr": "k",
     "specinfer": "k",
 }
-COUNT = 26
+COUNT = 20
+PROMPTS = 3  # and as many again: to ask transformers takes longer than all that is compared with its answers
 AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
 Case = tuple[str, str, str, int]
 
@@ -68,7 +69,7 @@ def check(pair: Pair, family: str, method: str, length: int) -> None:
     settings: dict[str, object] = dict(parse_pairs(fixed))
     if setting is not None:
         settings[setting] = length
-    for seed in (length, length + 100):  # the second run finds the first one's caches
+    for seed in (length % PROMPTS, length % PROMPTS + 100):  # the second run finds the first one's caches
         wanted = expected(family, seed)
         result = pair.generate(prompt(seed), name, SamplingParams(max_new_tokens=COUNT), **settings)
         assert result.token_ids == wanted

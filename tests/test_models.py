@@ -40,9 +40,10 @@ def test_penalties_are_applied_as_transformers_does(models_folder: Path, penalty
     save(model, folder / "target")
     pair = specgen.load(str(folder / "target"), str(folder / "draft"), device="cpu", dtype="float32")
     rng = random.Random(1)
+    own = AutoModelForCausalLM.from_pretrained(folder / "target")
     for _ in range(2):
         ids = [1, *(rng.randrange(3, 40) for _ in range(8))]
-        expected = plain(AutoModelForCausalLM.from_pretrained(folder / "target"), ids, 40)
+        expected = plain(own, ids, 40)
         for method in ("ar", "sd", "svip", "lookup", "specinfer"):
             assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected, method
 
@@ -202,11 +203,12 @@ def test_penalties_and_padded_vocabularies_go_together(tmp_path: Path, draft_voc
     penalties = {"bad_words_ids": [[5], [VOCAB - 1]], "repetition_penalty": 1.2, "suppress_tokens": [VOCAB - 2]}
     target.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalties)
     pair = specgen.load(save(target, tmp_path / "t"), save(draft, tmp_path / "d"), device="cpu", dtype="float32")
+    expected = None if temperature else plain(target, [1, 5, 6], 30)
     for method in ("sd", "spectr", "specinfer", "mtad", "bild"):
         result = pair.generate([1, 5, 6], method, SamplingParams(max_new_tokens=30, temperature=temperature, seed=1))
         assert not {5, VOCAB - 1, VOCAB - 2} & set(result.token_ids)
-        if not temperature and METHODS[method].lossless:
-            assert result.token_ids == plain(target, [1, 5, 6], 30)
+        if expected is not None and METHODS[method].lossless:
+            assert result.token_ids == expected
 
 
 def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_refused(tmp_path: Path) -> None:

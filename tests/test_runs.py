@@ -17,7 +17,7 @@ import specgen
 from specgen import assembly, methods
 from specgen.decoding.run import Clock
 from specgen.methods import METHODS
-from specgen.pair import Pair
+from specgen.pair import Pair, Result
 from specgen.types import Context, Round, SamplingParams
 
 METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
@@ -82,11 +82,15 @@ def several_ends(models_folder: Path) -> Pair:
     return pair
 
 
+@pytest.fixture(scope="module")
+def ended(several_ends: Pair) -> list[int]:
+    return plain(several_ends.target.model, [1, 5, 6, 7], 40)
+
+
 @pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("k", seldom((1, 3, 8), 3))
-def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, method: str, k: int) -> None:
-    setting = LENGTH_SETTINGS.get(method)
-    expected = plain(several_ends.target.model, [1, 5, 6, 7], 40)
+def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, ended: list[int], method: str, k: int) -> None:
+    setting, expected = LENGTH_SETTINGS.get(method), ended
     assert len(expected) < 12
     result = several_ends.generate([1, 5, 6, 7], method, SamplingParams(max_new_tokens=40), **({setting: k} if setting else {}))
     assert result.token_ids == expected
@@ -108,14 +112,21 @@ def test_the_context_ends_a_run(pair_of: Callable[[str, str], Pair]) -> None:
         pair.plan([5] * CONTEXT, "sd", sampling)
 
 
+QUESTION = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many cards does Ben have now?\nAnswer:"
+
+
+@pytest.fixture(scope="module")
+def free(demo_pair: Pair) -> Result:
+    """An answer that nothing stops."""
+    return demo_pair.generate(QUESTION, "ar", SamplingParams(max_new_tokens=40))
+
+
 @pytest.mark.parametrize("method", METHOD_NAMES)
-def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: Pair, method: str) -> None:
-    prompt = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many cards does Ben have now?\nAnswer:"
-    free = demo_pair.generate(prompt, "ar", SamplingParams(max_new_tokens=40))
+def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: Pair, free: Result, method: str) -> None:
     stop = free.text[21:26]
     first = free.text.index(stop)
     unmeasured = {"pearl": {"window": 4}, "selfsd": {"skip": "3+4+5"}}.get(method, {})
-    result = demo_pair.generate(prompt, method, SamplingParams(max_new_tokens=40, stop=("nowhere", stop)), **unmeasured)
+    result = demo_pair.generate(QUESTION, method, SamplingParams(max_new_tokens=40, stop=("nowhere", stop)), **unmeasured)
     assert result.text == free.text[:first]
     assert result.summary["finish_reason"] == "stop"
     assert result.token_ids == free.token_ids[: len(result.token_ids)]

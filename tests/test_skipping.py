@@ -56,6 +56,7 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
     """Behind rows of the whole model: so the expected row comes from one pass of the quiet model over the target's own cache."""
     model = make_model(family, num_hidden_layers=4, **four_kinds(family))
     skips = Skips.parse(skip, 4)
+    quiet = skipped(model, skips)
     target = Session(model, CONTEXT)
     session = SkippingSession(target, model, skips)
     rng = random.Random(skip)
@@ -64,7 +65,7 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
     for _ in range(4):
         context.extend([rng.randrange(3, 40)])
         tokens = [rng.randrange(3, 40) for _ in range(3)]
-        expected = over_the_targets_rows(model, skipped(model, skips), context, tokens)
+        expected = over_the_targets_rows(model, quiet, context, tokens)
         rows = [session.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
         assert torch.allclose(torch.stack(rows), expected, atol=TOLERANCE, rtol=1e-4)
         assert torch.allclose(session.logits(context, tokens).logits, expected, atol=TOLERANCE, rtol=1e-4)

@@ -47,10 +47,15 @@ def opened(pair: tuple[str, ...]) -> Pair:
     return specgen.load(pair[1], pair[3], device="cpu", dtype="float32")
 
 
-@pytest.fixture
-def folder(pair: tuple[str, ...], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def fits(pair: tuple[str, ...]) -> profiles.Fits:
     with opened(pair) as loaded:
-        profiles.save(profiles.made_of(outcome(), profiles.fits_of(loaded)), tmp_path)
+        return profiles.fits_of(loaded)
+
+
+@pytest.fixture
+def folder(fits: profiles.Fits, tmp_path: Path) -> Path:
+    profiles.save(profiles.made_of(outcome(), fits), tmp_path)
     return tmp_path
 
 

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import Forked
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
 LONGEST = 60  # seconds in which a run has to end: a hang would be longer
@@ -47,7 +49,7 @@ def wait_for(condition: object, seconds: float) -> None:
 class Running:
     """`specgen generate -m pearl` on the bundled pair, and the worker that it started."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, start: Callable[..., Any]) -> None:
         self.shared_before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
         command = [
             "generate",
@@ -62,9 +64,7 @@ class Running:
             "1",
             "def f(",
         ]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "specgen", *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self.process = start(*command)
         self.workers: list[int] = []
 
     def find_worker(self) -> int | None:
@@ -83,12 +83,21 @@ class Running:
         return self.process.returncode, out, err.decode()
 
 
-@pytest.fixture
-def running() -> Iterator[Running]:
-    started = Running(700)
+def from_the_start(*command: str) -> subprocess.Popen[bytes]:
+    whole = [sys.executable, "-m", "specgen", *command]
+    return subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture(params=[from_the_start])
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    started = Running(700, request.param)
     yield started
-    started.process.kill()
-    started.process.wait()
+    started.process.send_signal(signal.SIGKILL)
+    started.process.wait(LONGEST)
+
+
+# What these do to a run they do once it generates: how it came to that is all the same.
+generating = pytest.mark.parametrize("running", [pytest.param(Forked, id="forked")], indirect=True)
 
 
 def kill_the_worker(running: Running, moment: float) -> None:
@@ -115,6 +124,7 @@ def press_ctrl_c(running: Running, moment: float) -> None:
     assert code == -signal.SIGINT or "Traceback" not in err
 
 
+@generating
 def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
     assert running.process.stdout is not None
     running.process.stdout.read(1)
@@ -133,6 +143,7 @@ def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
     kill_the_worker(running, 0.2)
 
 
+@generating
 def test_ctrl_c_ends_both_and_keeps_what_was_generated(running: Running) -> None:
     assert running.process.stdout is not None
     while not running.process.stdout.read(1).strip():  # what it answers begins with an empty line

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from specgen import demo
-from specgen.errors import SpecgenError
+from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import whole_file, write_whole
 from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
 from specgen.models.fingerprint import weights_fingerprint
@@ -114,15 +114,49 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
     return Exit(layer, predictor, description)
 
 
+class FoundExit:
+    """The exit that is there by itself: its description is read at once, its weights when a method first needs them.
+
+    One that cannot be used is as good as none: `refusal` says why, and only a method that needs an exit tells.
+    """
+
+    def __init__(self, target: LoadedModel, *, is_bundled: bool) -> None:
+        self.refusal: SpecgenError | None = None
+        self.description: Description | None = None
+        self._target = target
+        try:
+            self._folder = find_exit(target.name, target.folder, is_bundled=is_bundled)
+            if self._folder is not None:
+                self.description = read_description(self._folder / DESCRIPTION)
+        except SpecgenError as error:
+            self.refusal = error
+
+    def load(self) -> Exit | None:
+        if self.description is None or self._folder is None:
+            return None
+        try:
+            return load_exit(self._folder, self._target)
+        except SpecgenError as error:
+            self.refusal = error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            device = self._target.device
+            self.refusal = RunError(f"the exit layer {self._folder} does not fit into the memory of {device}")
+        self.description = None
+        return None
+
+
 def find_exit(target: str, folder: Path, *, is_bundled: bool) -> Path | None:
     """The exit that is taken where none is named: what was trained here for the target in `folder`, else what the bundled one
     brings; None where there is none. It is told by the files' names and the description, without reading weights: SpecgenError
     where it cannot be used."""
-    found = kept_exit(target, weights_fingerprint(folder))
+    fingerprint = weights_fingerprint(folder)
+    found = kept_exit(target, fingerprint)
     if found is None:
         return demo.exit_folder() if is_bundled and demo.exit_folder().is_dir() else None
     description = read_description(found / DESCRIPTION)
-    if description.fingerprint != weights_fingerprint(folder):
+    if description.fingerprint != fingerprint:
         raise SpecgenError(f"the exit layer {found / WEIGHTS} was trained for {description.target}", "Train it anew")
     return found
 

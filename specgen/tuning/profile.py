@@ -192,7 +192,7 @@ def fits_of(pair: Pair) -> Fits:
         for model in (pair.target, pair.draft)
     ]
     assert found[0] is not None
-    exit_layer = None if pair.exit_layer is None else pair.exit_layer.description.digest
+    exit_layer = None if pair.exit_description is None else pair.exit_description.digest
     machine, named = Machine(**store.machine()), Versions(**versions())
     return Fits(target=found[0], draft=found[1], exit_layer=exit_layer, machine=machine, versions=named)
 
