@@ -74,6 +74,6 @@ def search(reruns: Reruns, grids: Mapping[str, Sequence[Given]], deadline: float
         except SpecgenError as error:
             searched.left_out[name] = error.message
     for name in grids:
-        asked = f", or --methods {name}" if name in lossy and others else ""
+        asked = ", or these --methods alone" if name in lossy and others else ""
         searched.end(name, f"time was short (a larger --budget helps{asked})")
     return searched
