@@ -20,7 +20,7 @@ from specgen.tuning import profile as profiles
 from specgen.tuning.behaviour import Answer, Recorder, record_answer
 from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
-from specgen.tuning.outcome import Found, judged
+from specgen.tuning.outcome import Found, Outcome, judged
 from specgen.tuning.probes import RoundProbe
 from specgen.tuning.replay import Behaviour, replay
 from specgen.tuning.tuner import Tuner, Wanted
@@ -271,3 +271,16 @@ def test_a_draft_that_cannot_follow_is_said(near: Pair) -> None:
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
     best = Found("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
     assert judged(best, Found("ar", {}, True, 100.0, 1)) == verdict
+
+
+def test_what_is_fast_on_some_prompts_alone_is_not_chosen() -> None:
+    plain = Found("ar", {}, True, 100.0, 1, None, 100.0, 1.0)
+    steady, moody = (Found(name, {}, True, 150.0, 1, 0.5, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
+    moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)
+
+    def best(*found: Found) -> str:
+        return Outcome([*found, plain], plain, "pays", GREEDY, 8, {}).best.name
+
+    assert best(moody, steady) == "svip"
+    assert best(replace(moody, low=None, high=None), steady) == "lookup", "too few runs to tell: the measured speed decides"
+    assert best(replace(moody, measured=None, speedup=None, low=None), steady) == "svip", "what was really run goes before"

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
 
 T = TypeVar("T")
-ANSWERS, COSTS, REPLAY, SKIPS = 0.15, 0.35, 0.2, 0.4  # shares of the time that is left when they begin
-RERUNS, ASKED_RERUNS, RERUN_ANSWERS = 0.3, 0.6, 4  # the second where nothing else is asked for
+ANSWERS, COSTS, REPLAY, SKIPS = 0.15, 0.28, 0.2, 0.4  # shares of the time that is left when they begin
+RERUNS, ASKED_RERUNS, RERUN_ANSWERS = 0.2, 0.6, 4  # the second where nothing else is asked for
 FINALISTS = 3  # methods that are really run, plain decoding aside
 CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
 FEWEST_PROMPTS, SHORT = 2, 48

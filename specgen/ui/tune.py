@@ -103,7 +103,7 @@ def _verdict(outcome: Outcome, path: Path, width: int) -> Iterator[Text]:
     best, times = outcome.best, _times(outcome.best, outcome)
     if outcome.verdict == "pays":
         yield Text(f"Speculation pays here: {times} with {best.name}.", "strong")
-        yield from _said("fastest", f"{_named(best)}: {times} plain decoding{_interval(best)}, the same output", width)
+        yield from _said("best", f"{_named(best)}: {times} plain decoding{_interval(best)}, the same output", width)
         others = [found for found in outcome.methods if found.name not in (PLAIN, best.name) and found.lossless]
         others.sort(key=lambda found: -(found.speedup or found.predicted / outcome.plain.predicted))
         if others:
