@@ -20,7 +20,7 @@ from specgen.tuning import profile as profiles
 from specgen.tuning.behaviour import Answer, Recorder, record_answer
 from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
-from specgen.tuning.outcome import Found, Outcome, judged
+from specgen.tuning.outcome import Found, Outcome, judged, settled
 from specgen.tuning.probes import RoundProbe
 from specgen.tuning.replay import Behaviour, replay
 from specgen.tuning.tuner import Tuner, Wanted
@@ -284,3 +284,14 @@ def test_what_is_fast_on_some_prompts_alone_is_not_chosen() -> None:
     assert best(moody, steady) == "svip"
     assert best(replace(moody, low=None, high=None), steady) == "lookup", "too few runs to tell: the measured speed decides"
     assert best(replace(moody, measured=None, speedup=None, low=None), steady) == "svip", "what was really run goes before"
+
+
+def test_usual_settings_are_kept_where_others_are_hardly_better() -> None:
+    tried = [
+        Found("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, True, speed, 1)
+        for threshold, longest, speed in ((0.4, 40, 98.0), (0.5, 8, 100.0), (0.4, 8, 99.0), (0.7, 4, 40.0))
+    ]
+    assert settled(tried).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 40}
+    assert settled(tried).tried == 4
+    assert settled(tried[1:]).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 8}
+    assert settled([replace(tried[0], predicted=90.0), *tried[1:2]]).settings == {"threshold": 0.5, "c": 0.15, "max_draft": 8}

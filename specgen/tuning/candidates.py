@@ -49,9 +49,14 @@ def grid(name: str) -> list[Given]:
     usual ones come first."""
     found = list(_combined(_GRIDS[name]))
     Random(0).shuffle(found)
+    return sorted(found, key=lambda given: unusual(name, given) > 0)
+
+
+def unusual(name: str, given: Given) -> int:
+    """How many of a method's settings are not what they are where nobody sets them."""
     method = METHODS[name]
-    usual = {key: setting.default for key, setting in known_settings(method, method.policy).items()}
-    return sorted(found, key=lambda given: any(usual[key] != value for key, value in given.items()))
+    known = known_settings(method, method.policy)
+    return sum(known[key].default != value for key, value in given.items())
 
 
 def _combined(values: Mapping[str, Sequence[Value]]) -> Iterator[Given]:

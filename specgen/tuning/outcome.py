@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from specgen.tuning.candidates import Given, written
+from specgen.tuning.candidates import Given, unusual, written
 from specgen.tuning.payoff import Payoff
 from specgen.types import SamplingParams
 
 Verdict = Literal["pays", "does not pay", "unclear"]
 PLAIN = "ar"
+AS_GOOD = 0.97
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,15 @@ def judged(best: Found, plain: Found) -> Verdict:
     if low > 1:
         return "pays"
     return "does not pay" if high < 1 or best.speedup < 1 else "unclear"
+
+
+def settled(tried: Sequence[Found]) -> Found:
+    """A method's best settings: the most usual of those that are expected to be as good as the best. What is a hair faster on
+    these prompts, by costs that were measured once, need not be on others."""
+    best = max(entry.predicted for entry in tried)
+    good = [entry for entry in tried if entry.predicted >= AS_GOOD * best]
+    chosen = min(good, key=lambda entry: (unusual(entry.name, entry.settings), -entry.predicted))
+    return replace(chosen, tried=len(tried))
 
 
 def better(chain: Found, tree: Found, tried: int) -> Found:

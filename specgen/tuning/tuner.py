@@ -18,7 +18,7 @@ from specgen.bench.specs import parse_spec
 from specgen.errors import SpecgenError
 from specgen.tuning.behaviour import Answer, Recorder, Tape, acceptances, record_answer
 from specgen.tuning.candidates import REPLAYED, RERUN, Given, grid, in_turn, trees
-from specgen.tuning.outcome import PLAIN, Found, Outcome, better, judged
+from specgen.tuning.outcome import PLAIN, Found, Outcome, better, judged, settled
 from specgen.tuning.payoff import Payoff
 from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
 from specgen.tuning.replay import Behaviour, cost_kind, replay
@@ -235,22 +235,18 @@ class Tuner:
     def _replayed(self, behaviour: Behaviour) -> tuple[list[Found], str]:
         """The best settings of each method, by their expected speed. Where time is short, the last settings are left out."""
         deadline = time.perf_counter() + REPLAY * self._left
-        best: dict[str, Found] = {}
+        found: dict[str, list[Found]] = {}
         tried = 0
         for place, (name, given) in enumerate(in_turn({name: grid(name) for name in self.names})):
             if place % 20 == 0:
                 self._watch.doing(f"replaying, {tried} settings so far", self._left)
-            if name in best and time.perf_counter() > deadline:
+            if name in found and time.perf_counter() > deadline:
                 self.left_out.setdefault("some settings", f"time was short: {tried} were replayed")
                 break
-            found = self._expected(behaviour, name, given)
+            found.setdefault(name, []).append(self._expected(behaviour, name, given))
             tried += 1
-            if name in best:
-                found = max(best[name], found, key=lambda other: other.predicted)
-                found = replace(found, tried=best[name].tried + 1)
-            best[name] = found
-        ranked = sorted(best.values(), key=lambda found: -found.predicted)
-        return ranked, f"{_counted(tried, 'setting')} of {_counted(len(best), 'method')} replayed; best: {ranked[0].written}"
+        ranked = sorted(map(settled, found.values()), key=lambda entry: -entry.predicted)
+        return ranked, f"{_counted(tried, 'setting')} of {_counted(len(found), 'method')} replayed; best: {ranked[0].written}"
 
     def _expected(self, behaviour: Behaviour, name: str, given: Given) -> Found:
         summary = replay(behaviour, name, given, has_predictor=self._has_predictor)
