@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specgen.tuning.outcome import Outcome
 
 LEAST_BUDGET = 5.0
-_ENDING = 1.0  # seconds that are kept for the profile and the report
+_ENDING = 1.5  # seconds that are kept for the profile and the report
 
 
 @dataclass(frozen=True, slots=True)

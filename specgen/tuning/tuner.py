@@ -302,16 +302,16 @@ class Tuner:
         asked = self._wanted.names or ()
         rivals = [entry for entry in found if entry.name != PLAIN and (entry.lossless or entry.name in asked)]
         rivals = [entry for entry in rivals if entry.predicted >= CLOSE * rivals[0].predicted][:FINALISTS]
-        rivals = self._affordable(found, rivals)
+        rivals, sampling = self._affordable(found, rivals)
         if not rivals:
             return found, ""
         specs = [parse_spec(PLAIN), *(parse_spec(entry.written) for entry in rivals)]
         results = Results(specs, self._wanted.prompts, self._sampling.greedy)
-        contest = Contest(specs, self._wanted.prompts, 50, self._sampling, self._wanted.chat)
+        contest = Contest(specs, self._wanted.prompts, 50, sampling, self._wanted.chat)
         for step in Runner(self._pair, contest, results).steps():
             name = "" if step.spec is None else step.spec.written
             self._watch.doing(f"really running {name}", self._left)
-            if self._left < self._longest_run(found, rivals):
+            if self._left < sampling.max_new_tokens * self._a_token(found, rivals):
                 break
         measured = {row.spec.written: row.overall for row in rows(results) if row.overall is not None}
         turns = len(results.whole_turns())
@@ -326,19 +326,29 @@ class Tuner:
             made.append(entry)
         for written_as, error in results.failures.items():
             self.left_out[written_as] = error.message
-        return made, f"{_counted(len(rivals), 'method')} and plain decoding really run, {_counted(turns, 'turn')}"
+        length = f"{_counted(turns, 'turn')} of up to {sampling.max_new_tokens} tokens"
+        return made, f"{_counted(len(rivals), 'method')} and plain decoding really run, {length}"
 
-    def _affordable(self, found: Sequence[Found], rivals: list[Found]) -> list[Found]:
-        """As many as can be run on a few prompts at least, warm-up included, in the time that is left."""
-        while rivals and self._left < (1 + FEWEST_PROMPTS) * (len(rivals) + 1) * self._longest_run(found, rivals):
+    def _affordable(self, found: Sequence[Found], rivals: list[Found]) -> tuple[list[Found], SamplingParams]:
+        """As many as can be run on a few prompts at least, warm-up included, in the time that is left. Answers shorter by up to a
+        half are the price for runs behind all prompts: what is fast behind a few need not be behind the others."""
+        tokens = self._sampling.max_new_tokens
+        shortest = max(1, tokens // 2)
+
+        def fitting(prompts: int) -> float:
+            return self._left / ((1 + prompts) * (len(rivals) + 1) * self._a_token(found, rivals))
+
+        while rivals and fitting(FEWEST_PROMPTS) < shortest:
             rivals = rivals[:-1]
         if not rivals:
             self.left_out["confirmation"] = "time was short: the figures are expected ones (a larger --budget helps)"
-        return rivals
+            return rivals, self._sampling
+        tokens = min(tokens, max(shortest, int(fitting(len(self._wanted.prompts)))))
+        return rivals, replace(self._sampling, max_new_tokens=tokens)
 
-    def _longest_run(self, found: Sequence[Found], rivals: Sequence[Found]) -> float:
-        slowest = min(entry.predicted for entry in found if entry in rivals or entry.name == PLAIN)
-        return 1.2 * self._sampling.max_new_tokens / slowest
+    def _a_token(self, found: Sequence[Found], rivals: Sequence[Found]) -> float:
+        """Seconds of the slowest of them, with some to spare."""
+        return 1.2 / min(entry.predicted for entry in found if entry in rivals or entry.name == PLAIN)
 
     # the answer
 
