@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,9 +218,10 @@ def test_an_output_that_the_shell_closed_is_no_error(pair: tuple[str, ...]) -> N
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
-    began = time.monotonic()
+    before = os.times()
     code, out, err = run("--help")
-    assert time.monotonic() - began < 5
+    after = os.times()  # processor time: other tests run beside this one
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
     assert (code, err) == (0, b"")
     assert b"generate" in out
     heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors', 'huggingface_hub'}"
