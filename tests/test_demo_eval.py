@@ -94,8 +94,9 @@ class TestEvaluate:
         assert main(["eval", str(pair), "--prompts", "4", "--draft", str(other)]) == 0
         table = capsys.readouterr().out
         assert [line.split()[0] for line in table.splitlines()[2:]] == [*DOMAINS, "mean"]
-        losses = [line.split()[2::2][:2] for line in table.splitlines()[2:6]]
-        assert all(target != draft for target, draft in losses)
+        assert main(["eval", str(pair), "--prompts", "4", "--draft", str(other), "--json"]) == 0
+        mean = json.loads(capsys.readouterr().out)["mean"]
+        assert mean["target"]["loss"] != mean["draft"]["loss"]
 
     @pytest.mark.parametrize("arguments", [["--prompts", "3"], ["nowhere"]])
     def test_bad_values(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
