@@ -62,7 +62,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_products(device: torch.device) -> torch.dtype:
-    """The dtype that products are fast in: bfloat16 on CUDA. On a CPU it can be four times slower than float32: both are tried."""
+    """The dtype that products are fast in: bfloat16 on CUDA. On a CPU it can be four times slower: both are tried."""
     if device.type == "cuda":
         return torch.bfloat16
     return min((torch.float32, torch.bfloat16), key=_product_seconds)
