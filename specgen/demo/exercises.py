@@ -83,6 +83,11 @@ def exercise(rng: random.Random) -> str:
     return rng.choice(_KINDS)(rng)
 
 
+def composed(rng: random.Random) -> str:
+    """A function that was put together: one that a fresh seed may be the first to ask for, as a classic is not."""
+    return rng.choice(_COMPOSED)(rng)
+
+
 def module(rng: random.Random) -> str:
     """Up to three exercises, or a class, as a small file; sometimes with a docstring of its own in front."""
     parts = [example_class(rng)] if rng.random() < 0.2 else [exercise(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
@@ -256,14 +261,5 @@ def _classic(rng: random.Random) -> str:
     return Template(rng.choice(_classics())).substitute(names)
 
 
-_KINDS: list[Callable[[random.Random], str]] = [
-    _reducing,
-    _reducing,
-    _selecting,
-    _changing,
-    _letters,
-    _tables,
-    _classic,
-    _classic,
-    _classic,
-]
+_COMPOSED: list[Callable[[random.Random], str]] = [_reducing, _reducing, _selecting, _changing, _letters, _tables]
+_KINDS = [*_COMPOSED, _classic, _classic, _classic]

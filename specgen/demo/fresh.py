@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specgen.demo.conversations import fact_turn
-from specgen.demo.exercises import exercise
+from specgen.demo.exercises import composed
 from specgen.demo.library import library_function, parses
 from specgen.demo.problems import word_problem
 from specgen.demo.stories import news_story
@@ -44,7 +44,7 @@ class Fresh:
 
 
 def fresh_prompts(count: int, seed: int = 0) -> list[Fresh]:
-    """A fifth of them heads of functions (half exercises, half the library's), the others math, news and chat in equal parts."""
+    """A fifth of them heads of functions (half exercises, no classics; half the library's), the others math, news and chat."""
     heads = max(1, count // _CODE)
     found = [_head(random.Random(f"head {SEED + seed} {number}"), library=number % 2 == 1) for number in range(heads)]
     for place, (category, draw) in enumerate(_SOURCES.items()):
@@ -75,7 +75,7 @@ def is_function(text: str) -> bool:
 def _head(rng: random.Random, *, library: bool) -> Fresh:
     """A function, cut behind its docstring, or behind its signature where it has none."""
     while True:
-        text = library_function(rng, held_out=True) if library else exercise(rng)
+        text = library_function(rng, held_out=True) if library else composed(rng)
         node = ast.parse(text).body[0]
         assert isinstance(node, ast.FunctionDef)
         documented = ast.get_docstring(node) is not None
