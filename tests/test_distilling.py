@@ -185,6 +185,14 @@ def test_a_target_alone_has_no_draft_to_train(folders: tuple[Path, Path], corpus
     assert "there is no draft model to train" in result.stderr
 
 
+def test_the_draft_is_not_written_over(folders: tuple[Path, Path], corpus: Path) -> None:
+    before = sorted(folders[1].iterdir())
+    result = CliRunner().invoke(app, options(folders, corpus, folders[1], "--steps", "1"))
+    assert result.exit_code == 2
+    assert "the draft's own folder" in result.stderr
+    assert sorted(folders[1].iterdir()) == before
+
+
 def test_another_tokenizer_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     other = save(make_model("llama", seed=3), tmp_path / "other", make_tokenizer(LETTERS[::-1]))
     given = options((folders[0], Path(other)), corpus, tmp_path / "out")

@@ -197,6 +197,8 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
         seed=request.seed,
     )
     out = request.out or _folder(loaded, draft)
+    if draft is not None and out.resolve() == draft.model.folder.resolve():
+        raise SpecgenError(f"--out is {out}, the draft's own folder", "Name another one: the draft stays as it is")
     note = "specgen " + " ".join(argument for argument in sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
     return loaded, draft, Job(out, recipe, open_text, prompts, note, request.layer, request.exit_layers, request.own_head)
 
