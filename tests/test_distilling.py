@@ -157,6 +157,7 @@ def test_without_a_folder_it_is_the_pair_s(
     assert result.exit_code == 0, result.stderr
     assert Path(result.stdout.strip()).name == "distilled"
     assert Path(result.stdout.strip()).parent.parent == tmp_path / "pairs"
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from specgen.demo.stream import TokenStream
 from specgen.demo.tokenizer import CONTEXT_LENGTH, load_tokenizer
 from specgen.errors import RunError, SpecgenError
 from specgen.files import whole_file
+from specgen.models.load import quiet_transformers
 
 _ASLEEP = 5.0  # times as long as steps usually take: the process was stopped, or the machine asleep
 
@@ -115,7 +116,8 @@ def train(
         _loop(run, report, report_every, checkpoint_every, lambda falling: save(stable if falling else checkpoint))
     except torch.OutOfMemoryError as error:
         raise RunError("the device ran out of memory", "Take a smaller batch size or shape") from error
-    run.model.to(torch.bfloat16).save_pretrained(folder)
+    with quiet_transformers():
+        run.model.to(torch.bfloat16).save_pretrained(folder)
     checkpoint.unlink(missing_ok=True)
 
 

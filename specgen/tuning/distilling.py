@@ -21,6 +21,7 @@ from specgen.bench.trace import versions
 from specgen.files import write_whole
 from specgen.inference import inference
 from specgen.models.fingerprint import weights_fingerprint
+from specgen.models.load import quiet_transformers
 from specgen.models.masks import Masks
 from specgen.tuning.exits import texts_of, what_is_left
 from specgen.tuning.packing import NOTHING, Rows
@@ -178,7 +179,8 @@ def _save(draft: LoadedModel, stored: torch.dtype, target: LoadedModel, task: Ta
     for path in sorted(draft.folder.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, task.out / path.name)
-    draft.model.requires_grad_(False).to(stored).save_pretrained(task.out)
+    with quiet_transformers():
+        draft.model.requires_grad_(False).to(stored).save_pretrained(task.out)
     described = {
         "draft": draft.name,
         "target": target.name,
