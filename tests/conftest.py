@@ -23,6 +23,7 @@ from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
 
 import specgen
+from specgen.demo.tokenizer import train_tokenizer
 from specgen.pair import Pair
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
@@ -53,6 +54,14 @@ def pair_of(models_folder: Path) -> Callable[[str, str], Pair]:
         return pair
 
     return made
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A demo pair's folder with a small tokenizer in target/ and draft/, and no weights."""
+    out = tmp_path_factory.mktemp("pair")
+    train_tokenizer(out, vocabulary_size=400, characters=60_000)
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -27,13 +27,13 @@ def exit_layer(batches: int) -> dict[str, float]:
     from specgen.models.exit_layer import ExitLayer
     from specgen.models.first_layers import FirstLayers
     from specgen.tuning.texts import demo_texts
-    from specgen.tuning.training import Data, Recipe, Training
+    from specgen.tuning.training import Data, ExitTraining, Recipe
 
     target = load_target()
     recipe = Recipe(steps=1000, batch=ROWS, window=WINDOW)
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)
-    training = Training(first, layer, Data(demo_texts(target.tokenizer.encode_long, 0, 100_000), [], recipe), recipe)
+    training = ExitTraining(first, layer, Data(demo_texts(target.tokenizer.encode_long, 0, 100_000), [], recipe), recipe)
     trained = sum(weight.numel() for weight in layer.parameters())
     return timed(training._advance, batches, training.parameters_held, trained)
 

@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import math
 import random
 import re
-import shutil
+import string
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from specgen.demo import ROLES, folder
-from specgen.demo.__main__ import main
 from specgen.demo.corpus import DOMAINS, documents
+from specgen.demo.exercises import exercise, module
 from specgen.demo.facts import COUNTRIES, HOWTOS
-from specgen.demo.stream import TokenStream
-from specgen.demo.tokenizer import MIX, load_tokenizer, train_tokenizer
-from specgen.demo.train import Progress, Recipe, Shape, learning_rate_factor, train
+from specgen.demo.library import library_function
+from specgen.demo.tokenizer import load_tokenizer, train_tokenizer
 from specgen.errors import SpecgenError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples.yaml"
-TINY = Recipe(Shape(hidden_size=32, layers=1, heads=2), learning_rate=0.1, steps=16, batch_size=4, window=48)
-OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+def value(side: str) -> int:
+    """Of one side of an equation: products before sums."""
+    total = 0
+    for term in re.findall(r"-? ?\d+(?: \* \d+)*", side):
+        total += (-1 if term[0] == "-" else 1) * math.prod(map(int, re.findall(r"\d+", term)))
+    return total
+
+
+def digest_of(texts: list[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def first(domain: str, count: int, seed: int = 0) -> list[str]:
     return list(islice(documents(domain, seed), count))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and wait for it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pair")
-    train_tokenizer(out, vocabulary_size=400, characters=60_000)
-    return out
-
-
-@pytest.fixture
-def out(tokenizers: Path, tmp_path: Path) -> Path:
-    """A pair's folder with a tokenizer and no weights."""
-    return shutil.copytree(tokenizers, tmp_path / "pair")
 
 
 class TestCorpus:
@@ -66,17 +54,21 @@ class TestCorpus:
 
     @pytest.mark.parametrize(
         ("domain", "digest"),
-        [("math", "59ca3fd3f7e0d69c"), ("news", "2fe69e17303f0531"), ("chat", "a93825e54b517b58")],
+        [("math", "ce444f993fadc0ac"), ("news", "2c77059c123a6e9d"), ("chat", "4a8d3f794a785fd7")],
     )
-    def test_the_templates_say_what_the_bundled_pair_learned(self, domain: str, digest: str) -> None:
-        text = "\0".join(first(domain, 200))
-        assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+    def test_a_checkpoint_finds_the_templates_as_they_were(self, domain: str, digest: str) -> None:
+        assert digest_of(first(domain, 200)) == digest
+
+    def test_a_checkpoint_finds_the_exercises_as_they_were(self) -> None:
+        rng = random.Random(0)
+        assert digest_of([module(rng) for _ in range(200)]) == "209da098296c8bbd"
 
     @pytest.mark.parametrize(
         ("domain", "openings"),
         [
-            ("math", [r" has \d+ ", "A shop sells", "A train travels", "shares"]),
-            ("news", ["A fire broke out", "has won the", "The council in", "Scientists in"]),
+            ("math", [r" has \d+ ", "A shop sells", r"A \w+ travels", "shares", "finds", "rows of", "saves", r"What is \d+ \*"]),
+            ("news", ["A fire broke out", "has won the", "The council in", "Scientists in", "elected", "stolen", "beat"]),
+            ("code", ["^def fibonacci", "^class ", r"    return \[", "for .* in .*:", "self", "if .* % 2 == 0"]),
             (
                 "chat",
                 ["capital of", "Tell me about", "How do I", "spelled", "letters are in", "plus", "larger", "Count"],
@@ -86,27 +78,55 @@ class TestCorpus:
     def test_every_form_turns_up(self, domain: str, openings: list[str]) -> None:
         texts = first(domain, 300)
         for opening in openings:
-            assert any(re.search(opening, text) for text in texts), opening
+            assert any(re.search(opening, text, re.MULTILINE) for text in texts), opening
 
     def test_the_forms_have_their_marks(self) -> None:
         assert all(re.fullmatch(r"Question: .+\nAnswer: .+ The answer is \d+\.", text) for text in first("math", 200))
         assert all(re.fullmatch(r"Article: .+\nSummary: .+\.", text) for text in first("news", 200))
         chats = first("chat", 200)
         assert all(re.match(r"User: .+\nAssistant: .+", text) for text in chats)
-        assert {text.count("User: ") for text in chats} == {1, 2}
+        assert {text.count("User: ") for text in chats} == {1, 2, 3}
 
-    def test_the_code_is_the_standard_library(self) -> None:
-        texts = first("code", 200)
-        assert len(set(texts)) >= 195  # some libraries have a file twice, or an empty one
-        assert sum("import " in text for text in texts) > 150
+    def test_the_code_is_python(self) -> None:
+        for text in first("code", 300):
+            ast.parse(text)
+        rng = random.Random(1)
+        assert not any("$" in module(rng) for _ in range(300))
+
+    def test_exercises_do_what_they_say(self) -> None:
+        rng = random.Random(5)
+        found = {text.split("(")[0]: text for text in (exercise(rng) for _ in range(3000))}
+        space: dict[str, Any] = {}
+        for name in ("is_prime", "gcd", "median", "bubble_sort", "sum_even", "binary_search", "keep_digits"):
+            exec(found[f"def {name}"], space)
+        assert [n for n in range(20) if space["is_prime"](n)] == [2, 3, 5, 7, 11, 13, 17, 19]
+        assert space["gcd"](48, 36) == 12
+        assert space["median"]([5, 1, 4]) == 4
+        assert space["bubble_sort"]([3, 1, 2]) == [1, 2, 3]
+        assert space["sum_even"]([1, 2, 4]) == 6
+        assert space["binary_search"]([1, 4, 9], 9) == 2
+        assert space["keep_digits"]("a1b2") == "12"
+
+    def test_library_files_are_kept_apart(self) -> None:
+        rng = random.Random(0)
+        apart = {library_function(rng, held_out=True) for _ in range(60)}
+        others = {library_function(rng) for _ in range(60)}
+        assert len(apart) > 30
+        assert not apart & others
 
     def test_the_sums_are_right(self) -> None:
         for text in first("math", 400):
-            sums = re.findall(r"(\d+) ([*+-]) (\d+) = (-?\d+)", text)
+            sums = re.findall(r"\d+(?: [*+-] \d+)+(?: = \d+(?: [*+-] \d+)*)+", text)
             assert sums, text
-            for left, operator, right, result in sums:
-                assert OPERATIONS[operator](int(left), int(right)) == int(result), text
-            assert text.endswith(f"The answer is {sums[-1][3]}.")
+            for equation in sums:
+                assert len({value(side) for side in equation.split(" = ")}) == 1, text
+            assert text.endswith(f"The answer is {sums[-1].rsplit(' = ', 1)[1]}.")
+
+    def test_a_summary_says_what_the_article_says(self) -> None:
+        for text in first("news", 300):
+            article, summary = text.split("\nSummary: ")
+            told = re.findall(r"[A-Z][a-z]+|\d+", summary.split(" ", 1)[1])
+            assert set(told) <= set(re.findall(r"[A-Z][a-z]+|\d+", article)), text
 
     def test_the_assistant_counts_and_adds(self) -> None:
         text = "\n".join(first("chat", 600))
@@ -134,6 +154,11 @@ class TestTokenizer:
         tokenizer = load_tokenizer(tokenizers / "target")
         assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
+    def test_a_token_for_each_digit(self, tokenizers: Path) -> None:
+        tokenizer = load_tokenizer(tokenizers / "target")
+        digits = [token for token in tokenizer.get_vocab() if any(c in string.digits for c in token)]
+        assert sorted(digits) == list(string.digits)
+
     def test_special_tokens(self, tokenizers: Path) -> None:
         tokenizer = load_tokenizer(tokenizers / "draft")
         assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
@@ -154,142 +179,6 @@ class TestTokenizer:
     def test_a_vocabulary_without_room_for_bytes(self, tmp_path: Path) -> None:
         with pytest.raises(SpecgenError, match="at least 259"):
             train_tokenizer(tmp_path, vocabulary_size=258)
-
-
-class TestStream:
-    def test_windows_follow_on(self, tokenizers: Path) -> None:
-        windows = TokenStream(load_tokenizer(tokenizers / "target"), seed=0, window=32).batch(5)
-        assert windows.shape == (5, 33)
-        assert windows.dtype == torch.int64
-        assert torch.equal(windows[:-1, -1], windows[1:, 0])
-
-    def test_a_stream_taken_up_again_goes_on_the_same(self, tokenizers: Path) -> None:
-        tokenizer = load_tokenizer(tokenizers / "target")
-        stream = TokenStream(tokenizer, seed=3, window=100)
-        stream.batch(80)
-        state = stream.state()
-        expected = stream.batch(80)
-        again = TokenStream(tokenizer, seed=3, window=100)
-        again.restore(state)
-        assert torch.equal(again.batch(80), expected)
-
-    def test_the_domains_keep_their_shares(self, tokenizers: Path) -> None:
-        stream = TokenStream(load_tokenizer(tokenizers / "target"), seed=0, window=200)
-        stream.batch(200)
-        used = stream.state()["used"]
-        assert {d: used[d] / sum(used.values()) for d in MIX} == pytest.approx(MIX, abs=0.03)
-
-
-class Interruption:
-    """A report that stops the run after a step, as Ctrl-C would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.step == self.step:
-            raise KeyboardInterrupt
-
-
-class TestTraining:
-    def test_the_loss_falls(self, out: Path) -> None:
-        reports: list[Progress] = []
-        train("draft", replace(TINY, steps=40), out, device="cpu", report=reports.append, report_every=8)
-        assert [report.step for report in reports] == [8, 16, 24, 32, 40]
-        assert reports[-1].share == 1
-        assert reports[-1].tokens == 40 * TINY.batch_size * TINY.window
-        assert reports[-1].loss < reports[0].loss - 0.5
-        assert (out / "draft" / "model.safetensors").is_file()
-
-    def test_interrupted_and_resumed_is_the_same(self, tokenizers: Path, tmp_path: Path) -> None:
-        whole, parts = (shutil.copytree(tokenizers, tmp_path / name) for name in ("whole", "parts"))
-        train("draft", TINY, whole, device="cpu")
-        for step in (7, 12):
-            with pytest.raises(KeyboardInterrupt):
-                train("draft", TINY, parts, device="cpu", report=Interruption(step), report_every=1, checkpoint_every=5)
-        torch.manual_seed(random.randrange(1000))  # what else went on in the process has no say
-        train("draft", TINY, parts, device="cpu", checkpoint_every=5)
-        weights = [(path / "draft" / "model.safetensors").read_bytes() for path in (whole, parts)]
-        assert weights[0] == weights[1]
-        assert sorted(path.name for path in parts.iterdir()) == ["draft", "target"]
-
-    def test_a_budget_in_minutes_ends(self, out: Path) -> None:
-        reports: list[Progress] = []
-        train("draft", replace(TINY, steps=None, minutes=0.3 / 60), out, device="cpu", report=reports.append)
-        assert reports[-1].share == 1
-
-    def test_another_recipe_does_not_take_up_the_checkpoint(self, out: Path) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            train("draft", TINY, out, device="cpu", report=Interruption(2), report_every=1, checkpoint_every=1)
-        with pytest.raises(SpecgenError, match=r"learning_rate: 0\.1, now 0\.001"):
-            train("draft", replace(TINY, learning_rate=0.001), out, device="cpu")
-
-    def test_a_broken_checkpoint_is_named(self, out: Path) -> None:
-        (out / "draft.checkpoint.pt").write_bytes(b"PK\x03\x04 cut short")
-        with pytest.raises(SpecgenError, match="cannot be read"):
-            train("draft", TINY, out, device="cpu")
-
-    def test_the_learning_rate_warms_up_and_falls_to_a_tenth(self) -> None:
-        assert learning_rate_factor(0, 0.0) == pytest.approx(0.01)
-        assert learning_rate_factor(99, 0.0) == pytest.approx(1.0)
-        assert learning_rate_factor(5000, 1.0) == pytest.approx(0.1)
-
-    def test_shapes(self) -> None:
-        assert Shape(256, 12) == Shape(256, 12, heads=4)
-        assert Shape(256, 12).intermediate_size == 704
-        for sizes in [(0, 1), (64, 0), (64, 1, -2), (66, 1, 4), (6, 1, 2)]:
-            with pytest.raises(SpecgenError):
-                Shape(*sizes)
-
-    @pytest.mark.parametrize(
-        "change",
-        [{"steps": None}, {"minutes": 1.0}, {"steps": 0}, {"learning_rate": float("nan")}, {"window": 2000}],
-    )
-    def test_recipes_that_make_no_sense(self, change: dict[str, float | None]) -> None:
-        with pytest.raises(SpecgenError):
-            Recipe(**{"shape": TINY.shape, "learning_rate": 1e-3, "steps": 1} | change)
-
-
-class TestCommandLine:
-    def test_a_missing_tokenizer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["draft", str(tmp_path), "--steps", "1"]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "python -m specgen.demo tokenizer" in error
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            ["--steps", "0"],
-            ["--minutes", "nan"],
-            ["--hidden-size", "100", "--heads", "3"],
-            ["--checkpoint-every", "0"],
-            ["--batch-size", "-1"],
-            pytest.param(["--device", "cuda"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")),
-        ],
-    )
-    def test_bad_values(self, out: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["draft", str(out), *arguments]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-    @pytest.mark.parametrize("arguments", [[], ["nothing"], ["draft"], ["draft", "o", "--steps", "1", "--minutes", "1"]])
-    def test_bad_usage(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as exit:
-            main(arguments)
-        assert exit.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-    def test_a_file_is_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / "file").touch()
-        assert main(["tokenizer", str(tmp_path / "file")]) == 2
-        assert "is not a folder" in capsys.readouterr().err
-
-    def test_a_run(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        options = "--steps 2 --batch-size 2 --window 16 --hidden-size 32 --layers 1 --heads 2 --device cpu"
-        assert main(["draft", str(out), *options.split()]) == 0
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert "step 2" in captured.err
 
 
 class TestBundledPair:

@@ -1,4 +1,4 @@
-"""`specgen tune --train`: the training of EESD's exit layer, from its request to its report."""
+"""`specgen tune --train`: the training of EESD's exit layer or of a draft model, from its request to its report."""
 
 from __future__ import annotations
 
@@ -18,22 +18,29 @@ from specgen.cli.reporting import INTERRUPTED
 from specgen.errors import RunError, SpecgenError
 
 if TYPE_CHECKING:
+    import torch
+
     from specgen.cli.models import ModelOptions
-    from specgen.models.load import LoadedModel
+    from specgen.models.load import LoadedModel, Prepared, Source
+    from specgen.tuning.distilling import Distilled
     from specgen.tuning.exits import Job, Outcome
     from specgen.tuning.texts import Texts
     from specgen.tuning.training import Progress
+    from specgen.ui.progress import LoadingLine
     from specgen.ui.training import TrainingBars
 
 DEMO_CORPUS = Path("demo")  # a file of that name needs its whole path
 DEFAULT_MINUTES = 10.0
 _OPEN_TOKENS = 600_000  # of the demo pair's own corpus
+_LEARNING_RATES = {"eesd": 1e-3, "sd": 3e-4}
+_SELF_TEXT = 0.5  # of an exit's text; a draft is distilled on the target's own alone
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for, checked as far as that can be done without a model."""
+    """What was asked for, checked as far as that can be done without a model. `kind` is the method to train for, eesd or sd."""
 
+    kind: str
     minutes: float | None
     steps: int | None
     corpus: Path | None
@@ -42,10 +49,10 @@ class Request:
     layer: int | None
     exit_layers: int
     own_head: bool
-    self_text: float
+    self_text: float | None
     batch: int | None
     window: int | None
-    learning_rate: float
+    learning_rate: float | None
     seed: int
 
     def __post_init__(self) -> None:
@@ -65,8 +72,9 @@ class Request:
             raise SpecgenError(f"--window is {self.window}", "It has to be at least 8 tokens")
         if not 0 <= self.exit_layers <= 2:
             raise SpecgenError(f"--exit-layers is {self.exit_layers}", "It has to be 0 (a head alone), 1 or 2")
-        if not 0 <= self.self_text <= 1:
-            raise SpecgenError(f"--self-text is {self.self_text}", "It has to lie between 0 and 1")
+        least = "above 0" if self.kind == "sd" else "from 0"
+        if self.self_text is not None and not (0 <= self.self_text <= 1 and (self.self_text or self.kind != "sd")):
+            raise SpecgenError(f"--self-text is {self.self_text}", f"It has to lie {least} to 1")
         if not 0 <= self.seed < 2**31:
             raise SpecgenError(f"--seed is {self.seed}", "It has to be a whole number from 0 to 2^31 - 1")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
@@ -75,32 +83,38 @@ class Request:
 
 def request(method_names: str | None, head: str, **given: Any) -> Request:
     """Raises SpecgenError for whatever cannot be trained."""
-    _check_methods(method_names)
+    kind = _kind(method_names)
+    if kind == "sd" and (given["layer"], given["exit_layers"], head) != (None, 1, "own"):
+        raise SpecgenError("--layer, --exit-layers and --head are an exit's, and a draft model has none", "Leave them out")
     if head not in ("own", "target"):
         raise SpecgenError(f"--head is {head!r}", "Take own (trained) or target (the target's, as it is)")
     if given["minutes"] is None and given["steps"] is None:
         given["minutes"] = DEFAULT_MINUTES
-    return Request(**given, own_head=head == "own")
+    return Request(kind, **given, own_head=head == "own")
 
 
-def _check_methods(names: str | None) -> None:
+def _kind(names: str | None) -> str:
+    kinds = set()
     for name in (names or "eesd").split(","):
-        if not name.strip().startswith("eesd"):
+        if name.strip() != "sd" and not name.strip().startswith("eesd"):
             methods.find(name.strip())  # a slip gets the nearest name
-            raise SpecgenError(f"{name.strip()} has nothing to train", "Train for eesd: --methods eesd")
+            raise SpecgenError(f"{name.strip()} has nothing to train", "Train an exit (--methods eesd) or a draft (--methods sd)")
+        kinds.add("sd" if name.strip() == "sd" else "eesd")
+    if len(kinds) > 1:
+        raise SpecgenError("eesd and sd are trained in turn", "Give one of them")
+    return kinds.pop()
 
 
 def train(models: ModelOptions, request: Request, err: Console, *, quiet: bool, as_json: bool) -> int | None:
-    from specgen.tuning.exits import train_exit
     from specgen.tuning.selftext import Stopped
     from specgen.ui.training import TrainingBars
 
-    loaded, job = _prepare(models, request, err, quiet=quiet)
+    loaded, draft, job = _prepare(models, request, err, quiet=quiet)
     _check_writable(job.out)
     with Stop() as stop, TrainingBars(err, quiet=quiet) as bars:
         bars.say(f"{loaded.name} on {loaded.device}, {loaded.dtype_name}; writing to {job.out}")
         try:
-            outcome = train_exit(loaded, job, _Watcher(bars, stop))
+            outcome = _trained(loaded, draft, job, _Watcher(bars, stop))
         except Stopped:
             bars.say(f"interrupted; the same command goes on from here (kept in {job.out / 'training'})")
             return INTERRUPTED
@@ -109,8 +123,19 @@ def train(models: ModelOptions, request: Request, err: Console, *, quiet: bool, 
                 f"cannot write to {job.out}: {error.strerror or error}",
                 "What was kept before is still there: make room, and go on",
             ) from error
-    _report(outcome, err, quiet=quiet, as_json=as_json)
+    report = _report if draft is None else _report_draft
+    report(outcome, err, quiet=quiet, as_json=as_json)
     return None
+
+
+def _trained(target: LoadedModel, draft: Draft | None, job: Job, watcher: _Watcher) -> Any:
+    if draft is None:
+        from specgen.tuning.exits import train_exit
+
+        return train_exit(target, job, watcher)
+    from specgen.tuning.distilling import distil
+
+    return distil(target, draft.model, job, watcher, draft.stored)
 
 
 def _check_writable(folder: Path) -> None:
@@ -123,42 +148,97 @@ def _check_writable(folder: Path) -> None:
         raise SpecgenError(f"cannot write to the folder {folder}", "Name another one with --out")
 
 
-def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: bool) -> tuple[LoadedModel, Job]:
-    """Load the target alone, and the texts. What is heavy is imported here."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model to train, in float32, and the dtype that its weights are stored in."""
+
+    model: LoadedModel
+    stored: torch.dtype
+
+
+def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: bool) -> tuple[LoadedModel, Draft | None, Job]:
+    """Load the target, for sd the draft, and the texts. What is heavy is imported here."""
     if quiet or not err.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
-    from specgen import demo
     from specgen.models.devices import pick_device, pick_dtype
-    from specgen.models.load import Source, load_model, prepare
+    from specgen.models.load import load_model, prepare
+    from specgen.models.tokenizer import check_same
     from specgen.tuning.exits import Job, default_recipe, depth_for
     from specgen.ui.progress import LoadingLine
 
-    source = Source(str(demo.folder("target")), "demo/target")
-    if models.target is not None:
-        source = Source(models.target, None, models.revision, models.trust_remote_code, models.offline)
+    sources = _sources(models, request)
     with LoadingLine(err, quiet=quiet) as loading:
         device = pick_device(models.device)
-        found = prepare(source, loading.announce)
+        prepared = [prepare(source, loading.announce) for source in sources]
+        if request.kind == "sd":
+            target, other = prepared
+            check_same(target.tokenizer, other.tokenizer, target.name, other.name)
+        found = prepared[0]
         dtype = pick_dtype(models.dtype, found.config.get_text_config(), found.folder, device)
         loaded = load_model(found, device, dtype, loading.announce)
-        depth_for(loaded, request.layer)
+        draft = None
+        if request.kind == "sd":
+            draft = _draft(prepared[1], device if models.draft_device is None else pick_device(models.draft_device), loading)
+        else:
+            depth_for(loaded, request.layer)
         loading.announce("reading texts")
         open_text = _open_text(models, request, loaded)
         prompts = _prompts(request, loaded)
-    recipe = default_recipe(device, loaded.context_limit)
+    limit = min(model.context_limit for model in (loaded, draft.model if draft else loaded))
+    recipe = default_recipe(device, limit)
     recipe = replace(
         recipe,
         steps=request.steps,
         seconds=None if request.minutes is None else 60 * request.minutes,
-        learning_rate=request.learning_rate,
+        learning_rate=request.learning_rate or _LEARNING_RATES[request.kind],
         batch=request.batch or recipe.batch,
-        window=min(request.window or recipe.window, loaded.context_limit),
-        self_text=1.0 if open_text is None else request.self_text,
+        window=min(request.window or recipe.window, limit),
+        self_text=_self_text(request, open_text),
         seed=request.seed,
     )
-    out = request.out or _folder(loaded)
+    out = request.out or _folder(loaded, draft)
+    if draft is not None and out.resolve() == draft.model.folder.resolve():
+        raise SpecgenError(f"--out is {out}, the draft's own folder", "Name another one: the draft stays as it is")
     note = "specgen " + " ".join(argument for argument in sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
-    return loaded, Job(out, recipe, request.layer, request.exit_layers, request.own_head, open_text, prompts, note)
+    return loaded, draft, Job(out, recipe, open_text, prompts, note, request.layer, request.exit_layers, request.own_head)
+
+
+def _sources(models: ModelOptions, request: Request) -> list[Source]:
+    """The target's, for sd the draft's too."""
+    from specgen import demo
+    from specgen.models.load import Source
+
+    if models.target is None:
+        if models.draft is not None:
+            raise SpecgenError(f"there is a draft model ({models.draft}) but no target", "Name the target too: --target MODEL")
+        found = [Source(str(demo.folder(role)), f"demo/{role}") for role in demo.ROLES]
+    else:
+        found = [Source(models.target, None, models.revision, models.trust_remote_code, models.offline)]
+        if models.draft is not None:
+            found.append(Source(models.draft, None, models.draft_revision, models.trust_remote_code, models.offline))
+    if request.kind != "sd":
+        return found[:1]
+    if len(found) == 1:
+        raise SpecgenError("there is no draft model to train", "Name one: --draft MODEL")
+    return found
+
+
+def _draft(prepared: Prepared, device: torch.device, loading: LoadingLine) -> Draft:
+    import torch
+
+    from specgen.models.load import load_model
+
+    stored = prepared.config.get_text_config().dtype
+    return Draft(
+        load_model(prepared, device, torch.float32, loading.announce),
+        stored if isinstance(stored, torch.dtype) else torch.float32,
+    )
+
+
+def _self_text(request: Request, open_text: Texts | None) -> float:
+    if open_text is None or (request.self_text is None and request.kind == "sd"):
+        return 1.0
+    return _SELF_TEXT if request.self_text is None else request.self_text
 
 
 def _open_text(models: ModelOptions, request: Request, loaded: LoadedModel) -> Texts | None:
@@ -177,11 +257,14 @@ def _open_text(models: ModelOptions, request: Request, loaded: LoadedModel) -> T
     return None
 
 
-def _folder(loaded: LoadedModel) -> Path:
+def _folder(loaded: LoadedModel, draft: Draft | None) -> Path:
     from specgen.models.fingerprint import weights_fingerprint
-    from specgen.tuning.places import exit_folder
+    from specgen.tuning.places import exit_folder, pair_folder
 
-    return exit_folder(loaded.name, weights_fingerprint(loaded.folder))
+    fingerprint = weights_fingerprint(loaded.folder)
+    if draft is None:
+        return exit_folder(loaded.name, fingerprint)
+    return pair_folder(loaded.name, fingerprint, draft.model.name) / "distilled"
 
 
 def _prompts(request: Request, loaded: LoadedModel) -> list[list[int]]:
@@ -217,6 +300,24 @@ def _report(outcome: Outcome, err: Console, *, quiet: bool, as_json: bool) -> No
     )
     ranking = "no predictor: too little text" if fit is None else f"the predictor ranks {fit.ranking:.0%} of guesses rightly"
     err.print(Text(f"An exit after layer {description.after} of {description.target}{said}; {ranking}."), soft_wrap=True)
+
+
+def _report_draft(distilled: Distilled, err: Console, *, quiet: bool, as_json: bool) -> None:
+    if as_json:
+        print(jsonlib.dumps({"type": "train", "draft": str(distilled.path), "figures": distilled.figures}))
+    else:
+        print(distilled.path)
+    if quiet:
+        return
+    from rich.text import Text
+
+    agreements = [
+        f"{distilled.after[name]:.1%} of the {name} tokens (before: {distilled.before[name]:.1%})"
+        for name in distilled.after
+        if distilled.after[name] is not None
+    ]
+    said = f"; on the target's own text, kept apart, they agree on {' and '.join(agreements)}" if agreements else ""
+    err.print(Text(f"A draft distilled to its target{said}. Use it: --draft {distilled.path}"), soft_wrap=True)
 
 
 class Stop:

@@ -1,4 +1,4 @@
-"""`specgen tune`: which method, with which settings, on this pair and machine? With `--train`, EESD's exit layer is trained."""
+"""`specgen tune`: which method, with which settings, on this pair and machine? With `--train`, what drafts is trained."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 _TRAINING = "Training"
 DEFAULT_MINUTES = 10.0
 
-Train = Annotated[bool, typer.Option("--train", help="Train EESD's exit layer and its predictor.", rich_help_panel=_TRAINING)]
+Train = Annotated[
+    bool,
+    typer.Option(
+        "--train", help="Train EESD's exit layer and its predictor, or with -m sd the draft.", rich_help_panel=_TRAINING
+    ),
+]
 Methods = Annotated[
-    str | None, typer.Option("--methods", "-m", metavar="LIST", help="Only these, between commas; with --train eesd.")
+    str | None, typer.Option("--methods", "-m", metavar="LIST", help="Only these, between commas; with --train eesd or sd.")
 ]
 Budget = Annotated[float, typer.Option(metavar="SECONDS", help="How long to take for all of it, loading included.")]
 Limit = Annotated[int, typer.Option(metavar="N", help="So many prompts, taken from each category in turn.")]
@@ -69,8 +74,13 @@ Head = Annotated[
     str, typer.Option("--head", metavar="own|target", help="Train a head, or take the target's.", rich_help_panel=_TRAINING)
 ]
 SelfText = Annotated[
-    float,
-    typer.Option("--self-text", metavar="SHARE", help="Share of text that the target wrote itself.", rich_help_panel=_TRAINING),
+    float | None,
+    typer.Option(
+        "--self-text",
+        metavar="SHARE",
+        help="Share of text of the target's own (0.5; for sd 1).",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 Batch = Annotated[
     int | None,
@@ -80,7 +90,13 @@ Window = Annotated[
     int | None, typer.Option("--window", metavar="W", help="Tokens a row (2048; on a CPU 256).", rich_help_panel=_TRAINING)
 ]
 LearningRate = Annotated[
-    float, typer.Option("--learning-rate", metavar="R", help="The highest: a tenth of it in the end.", rich_help_panel=_TRAINING)
+    float | None,
+    typer.Option(
+        "--learning-rate",
+        metavar="R",
+        help="The highest (0.001; for sd 0.0003), in the end a tenth.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 
 
@@ -106,10 +122,10 @@ def tune(
     layer: Layer = None,
     exit_layers: ExitLayers = 1,
     head: Head = "own",
-    self_text: SelfText = 0.5,
+    self_text: SelfText = None,
     batch_size: Batch = None,
     window: Window = None,
-    learning_rate: LearningRate = 1e-3,
+    learning_rate: LearningRate = None,
     target: options.Target = None,
     draft: options.Draft = None,
     device: options.Device = "auto",
@@ -125,7 +141,7 @@ def tune(
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
 ) -> int | None:
-    """Find the fastest method and its settings for a pair, on this machine. With --train: train EESD's exit layer."""
+    """Find the fastest method and its settings for a pair, on this machine. With --train: train EESD's exit, or the draft."""
     begun = time.perf_counter()
     from specgen.cli.models import ModelOptions
     from specgen.ui import theme

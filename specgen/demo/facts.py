@@ -3,17 +3,30 @@
 # ruff: noqa: SIM905  (words in a row are read, and added to, with more ease than quoted ones)
 from __future__ import annotations
 
-NAMES = """Ada Ben Clara David Elena Felix Grace Hugo Iris Jonas Kira Liam Maya Noah Olga Priya Quinn Rosa Samir Tara
-Umar Vera Wendy Xavier Yara Zane Amir Bella Chen Dario Emma Farid Gita Hana Ivan Julia""".split()
-SURNAMES = """Adams Baker Castro Duval Evans Fischer Garcia Hoffman Ito Jensen Kumar Lopez Moreau Novak Okafor Petrov
-Quist Rossi Santos Turner Ueda Vargas Weber Young Zhang""".split()
-ITEMS = "apples books pencils marbles stickers cookies tickets stamps shells coins cards flowers oranges balloons".split()
-BOXES = "bags boxes baskets packs jars".split()
-TOWNS = """Ashford Brookfield Carlow Dunmore Easton Fairview Greenhill Harwick Inverell Kingsley Lakeside Milford
-Northam Oakdale Penrith Redcliff Stanton Thornbury Westport Yarrow""".split()
+NAMES = """Ada Adam Alba Alice Amir Anna Anton Arun Bella Ben Boris Bruno Carla Carmen Cem Chen Clara Cora Dana Daniel
+Dario David Diego Dora Edith Elena Eli Emil Emma Erik Esther Eva Farid Felix Fiona Frank Freya Gita Gloria Grace Greta
+Hana Harold Hassan Helen Henry Hugo Ida Igor Ines Iris Isaac Ivan Jack Jane Jonas Jorge Julia Karim Karl Kate Kenji Kira
+Lars Laura Leo Leon Liam Lina Lucas Lucy Luis Lydia Maria Marta Maya Mila Mina Nadia Nina Noah Olaf Olga Omar Oscar Paul
+Paula Pedro Petra Priya Quinn Rita Robert Rosa Ruth Samir Sara Sofia Stella Tara Theo Thomas Tina Umar Vera Victor Wendy
+Xavier Yara Yusuf Zane Zoe""".split()
+SURNAMES = """Abbott Adams Akin Allen Baker Banks Barnes Becker Bell Berg Blake Boyd Brandt Burns Carter Castro Chan Clark
+Cole Cruz Dahl Diaz Dixon Dubois Duval Ellis Evans Falk Fischer Flores Ford Fox Garcia Gibson Grant Green Gupta Haas Hale
+Hansen Hart Hoffman Holm Hughes Ito Jensen Jones Kato Keller Khan Klein Kumar Lang Larsen Lee Lima Lind Lopez Marsh
+Martin Meyer Miller Moore Moreau Nash Nolan Novak Okafor Olsen Ortiz Owen Park Patel Perez Petrov Porter Quist Reed
+Reyes Rossi Roth Russo Santos Sato Schmidt Shaw Silva Singh Stone Tan Torres Turner Ueda Vargas Vogel Wagner Walsh
+Weber West Wolf Wong Young Zhang""".split()
+ITEMS = """apples books pencils marbles stickers cookies tickets stamps shells coins cards flowers oranges balloons
+pens plates cups candles bottles ribbons buttons beads lemons pears peaches tomatoes eggs nuts bricks tiles lamps chairs
+toys kites bulbs seeds masks maps keys spoons""".split()
+BOXES = "bags boxes baskets packs jars crates trays bundles".split()
+TOWN_BEGINNINGS = """Ash Birch Black Brook Car Clay Cold Deer Dun East Elm Fair Fern Green Har Hazel High King Lake Lin Long
+Mill Moss New North Oak Pen Pine Raven Red Rock Rose Sand Silver Stan Stone Thorn West Wind Wood""".split()
+TOWN_ENDINGS = "field ford ham hill low more side ton town view well wick".split()
+TOWNS = [beginning + ending for beginning in TOWN_BEGINNINGS for ending in TOWN_ENDINGS]
 WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January March April June September October December".split()
-PROFESSIONS = "teacher nurse engineer farmer baker driver student doctor".split()
+MONTHS = "January February March April May June July August September October November December".split()
+PROFESSIONS = """teacher nurse engineer farmer baker driver student doctor painter lawyer carpenter gardener plumber
+singer pilot chef librarian""".split()
 # country, capital, continent, language, currency
 COUNTRIES = [
     row.split(",")

@@ -1,8 +1,9 @@
 """Train a target or a draft on the corpus: a small Llama, saved in bfloat16 as a Hugging Face folder.
 
-One loop for CPU and CUDA, in bfloat16 autocast over float32 weights. A budget in minutes gives what a machine can do in
-that time; a budget in steps gives the same weights on the same machine every time, interrupted or not. A checkpoint
-beside the folder carries an interrupted run, and goes once the weights are saved.
+One loop for CPU and CUDA: Muon for the matrices and AdamW for the rest, over float32 weights, with products in bfloat16 on
+CUDA and on a CPU in what is faster there. A budget in minutes gives what a machine can do in that time; a budget in steps
+gives the same weights on the same machine every time, interrupted or not. A checkpoint beside the folder carries an
+interrupted run. One more is kept from where the learning rate began to fall: with a larger budget training goes on from there.
 """
 
 from __future__ import annotations
@@ -22,69 +23,15 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specgen.demo import ROLES
+from specgen.demo.muon import Muon
+from specgen.demo.recipe import DECAY, Recipe, Shape, learning_rate_factor
 from specgen.demo.stream import TokenStream
 from specgen.demo.tokenizer import CONTEXT_LENGTH, load_tokenizer
 from specgen.errors import RunError, SpecgenError
 from specgen.files import whole_file
+from specgen.models.load import quiet_transformers
 
-WARMUP_STEPS = 100
-HEAD_SIZE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama's size; without `heads`, one for every 64 of `hidden_size`. SpecgenError where sizes do not fit."""
-
-    hidden_size: int
-    layers: int
-    heads: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.heads:
-            object.__setattr__(self, "heads", max(1, self.hidden_size // HEAD_SIZE))
-        if min(self.hidden_size, self.layers, self.heads) < 1:
-            raise SpecgenError(f"the shape is {self}", "Each size has to be at least 1")
-        if self.hidden_size % (2 * self.heads):
-            cure = "It has to divide into heads of an even size, for rotary positions turn pairs"
-            raise SpecgenError(f"the hidden size {self.hidden_size} does not fit {self.heads} heads", cure)
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.hidden_size * 11 // 4
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """All that decides the weights, the corpus and the machine aside. Raises SpecgenError where a value makes no sense.
-
-    The budget is `minutes` of training time or a number of optimizer `steps`, one of the two. A step takes `batch_size`
-    windows of `window` tokens.
-    """
-
-    shape: Shape
-    learning_rate: float
-    minutes: float | None = None
-    steps: int | None = None
-    batch_size: int = 16
-    window: int = 256
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if (self.minutes is None) == (self.steps is None):
-            raise SpecgenError("the budget is not clear", "Give either minutes or steps")
-        budget = self.minutes if self.steps is None else self.steps
-        for name, value in (("budget", budget), ("learning rate", self.learning_rate), ("batch size", self.batch_size)):
-            if value is None or not math.isfinite(value) or value <= 0:
-                raise SpecgenError(f"the {name} is {value}", "It has to be above 0")
-        if not 1 <= self.window <= CONTEXT_LENGTH:
-            raise SpecgenError(f"the window is {self.window}", f"It has to lie between 1 and {CONTEXT_LENGTH} tokens")
-
-
-BUNDLED = {
-    "target": Recipe(Shape(hidden_size=256, layers=12), learning_rate=2e-3, minutes=85),
-    "draft": Recipe(Shape(hidden_size=128, layers=2), learning_rate=3e-3, minutes=15),
-}
-"""What the bundled pair was trained with."""
+_ASLEEP = 5.0  # times as long as steps usually take: the process was stopped, or the machine asleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +54,29 @@ def print_progress(progress: Progress) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def learning_rate_factor(step: int, share: float) -> float:
-    """Linear warm-up over the first steps, times a cosine from 1 down to a tenth over the budget's share."""
-    return min(1.0, (step + 1) / WARMUP_STEPS) * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
-
-
 def pick_device(name: str = "auto") -> torch.device:
     """`cpu`, `cuda`, or with `auto` CUDA where there is one. Raises SpecgenError for a device that is not there."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SpecgenError("there is no CUDA device here", "Take --device cpu")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def pick_products(device: torch.device) -> torch.dtype:
+    """The dtype that products are fast in: bfloat16 on CUDA. On a CPU it can be four times slower: both are tried."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    return min((torch.float32, torch.bfloat16), key=_product_seconds)
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    a = torch.ones(512, 512, dtype=dtype)
+    seconds = []
+    for _ in range(4):  # the first one sets things up
+        start = time.perf_counter()
+        a @ a
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def train(
@@ -132,22 +91,33 @@ def train(
 ) -> None:
     """Train `role` with the tokenizer in `out`/`role`, and save the weights there.
 
-    Writes a checkpoint every `checkpoint_every` steps, and goes on from it where one of the same recipe is found.
-    Raises SpecgenError for a missing tokenizer or another recipe's checkpoint, RunError where training fails.
+    Writes a checkpoint every `checkpoint_every` steps, and goes on from it where one of the same recipe is found; else from
+    the end of the stable phase of a run with a smaller budget. Raises SpecgenError for a missing tokenizer or another recipe's
+    checkpoint, RunError where training fails.
     """
     if role not in ROLES:
         raise SpecgenError(f"the role is {role!r}", f"It has to be one of {', '.join(ROLES)}")
-    folder, checkpoint = out / role, out / f"{role}.checkpoint.pt"
+    folder, checkpoint, stable = out / role, out / f"{role}.checkpoint.pt", out / f"{role}.stable.pt"
     run = _Run(recipe, load_tokenizer(folder), pick_device(device))
     settings = _settings(recipe, folder)
-    if checkpoint.exists():
-        run.restore(_read_checkpoint(checkpoint, settings))
-        print(f"going on from step {run.step} ({checkpoint})", file=sys.stderr)
+
+    def save(path: Path) -> None:
+        with whole_file(path) as file:
+            torch.save({"settings": settings, "budget": _budget(recipe), "run": run.state()}, file)
+
+    for path in (checkpoint, stable):
+        if path.exists():
+            run.restore(_read_checkpoint(path, settings, _budget(recipe)))
+            print(f"going on from step {run.step} ({path})", file=sys.stderr)
+            break
+    if run.share >= 1:
+        raise SpecgenError(f"the budget is spent: {run.step} steps are done", "Give a larger one to prolong the run")
     try:
-        _loop(run, report, report_every, checkpoint_every, lambda: _write_checkpoint(checkpoint, settings, run))
+        _loop(run, report, report_every, checkpoint_every, lambda falling: save(stable if falling else checkpoint))
     except torch.OutOfMemoryError as error:
         raise RunError("the device ran out of memory", "Take a smaller batch size or shape") from error
-    run.model.to(torch.bfloat16).save_pretrained(folder)
+    with quiet_transformers():
+        run.model.to(torch.bfloat16).save_pretrained(folder)
     checkpoint.unlink(missing_ok=True)
 
 
@@ -158,50 +128,73 @@ class _Run:
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.device = device
+        self.products = pick_products(device)
         self.model = LlamaForCausalLM(_config(recipe.shape, tokenizer)).to(device).train()
-        self.optimizer = _optimizer(self.model, recipe.learning_rate)
-        self.stream = TokenStream(tokenizer, recipe.seed, recipe.window)
+        self.optimizers = _optimizers(self.model, recipe.learning_rate, self.products)
+        self.stream = TokenStream(tokenizer, recipe.seed)
         self.step = 0
         self.tokens = 0
-        self.share = 0.0
+        self.seconds = 0.0
+        self.falling = False
+        self._usual: float | None = None  # seconds of a step
+
+    @property
+    def share(self) -> float:
+        """How much of the budget is spent."""
+        if self.recipe.steps is not None:
+            return self.step / self.recipe.steps
+        assert self.recipe.minutes is not None
+        return self.seconds / (60 * self.recipe.minutes)
+
+    def spend(self, seconds: float) -> None:
+        """A step took so long; what is many times as long as usual was no training."""
+        self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * min(seconds, _ASLEEP * self._usual)
+        self.seconds += min(seconds, _ASLEEP * self._usual)
 
     def advance(self) -> torch.Tensor:
         """One optimizer step. Returns its loss, left on the device: reading it would make the host wait."""
         recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * learning_rate_factor(self.step, self.share)
-        windows = self.stream.batch(recipe.batch_size)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * learning_rate_factor(self.step, self.share)
+        windows = self.stream.batch(*recipe.windows(falling=self.falling))
+        self.tokens += windows[:, 1:].numel()
         if self.device.type == "cuda":  # only from pinned memory does a copy run beside the host
             windows = windows.pin_memory()
         windows = windows.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.products == torch.bfloat16):
             logits = self.model(input_ids=windows[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.tokens += recipe.batch_size * recipe.window
         return loss.detach()
 
     def state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "stream": self.stream.state(),
             "step": self.step,
             "tokens": self.tokens,
-            "share": self.share,
+            "seconds": self.seconds,
+            "falling": self.falling,
+            "narrow": self.products == torch.bfloat16,
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.products = torch.bfloat16 if state["narrow"] else torch.float32
+        self.optimizers = _optimizers(self.model, self.recipe.learning_rate, self.products)
+        for optimizer, before in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(before)
         self.stream.restore(state["stream"])
-        self.step, self.tokens, self.share = state["step"], state["tokens"], state["share"]
+        self.step, self.tokens, self.seconds, self.falling = (state[n] for n in ("step", "tokens", "seconds", "falling"))
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and len(state["random_cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["random_cuda"])
@@ -212,30 +205,32 @@ def _loop(
     report: Callable[[Progress], None],
     report_every: int,
     checkpoint_every: int,
-    save: Callable[[], None],
+    save: Callable[[bool], None],
 ) -> None:
-    recipe = run.recipe
-    began, share_before, tokens_before = time.monotonic(), run.share, run.tokens
+    """Train until the budget is spent. `save` is told whether it is the end of the stable phase that has to be kept."""
+    began, tokens_before = run.seconds, run.tokens
     losses, counted = torch.zeros((), device=run.device), 0
     while run.share < 1:
+        if run.share >= 1 - DECAY and not run.falling:
+            save(True)
+            run.falling = True
+        start = time.monotonic()
         losses += run.advance()
         counted += 1
-        seconds = time.monotonic() - began
-        if recipe.steps is not None:
-            run.share = run.step / recipe.steps
-        elif recipe.minutes is not None:
-            run.share = share_before + seconds / (60 * recipe.minutes)
+        run.spend(time.monotonic() - start)
         if run.step % report_every == 0 or run.share >= 1:
+            start = time.monotonic()
             loss = losses.item() / counted
+            # Only now is the work so far done, on CUDA too.
+            run.seconds += time.monotonic() - start
             if not math.isfinite(loss):
                 raise RunError(f"the loss is {loss} at step {run.step}", "Take a smaller learning rate")
-            # After the loss was read: only then is the work so far done, on CUDA too.
-            rate = (run.tokens - tokens_before) / (time.monotonic() - began)
+            rate = (run.tokens - tokens_before) / (run.seconds - began)
             report(Progress(run.step, run.tokens, min(run.share, 1.0), loss, rate))
             losses.zero_()
             counted = 0
         if run.step % checkpoint_every == 0:
-            save()
+            save(False)
 
 
 def _config(shape: Shape, tokenizer: Any) -> Any:
@@ -255,35 +250,38 @@ def _config(shape: Shape, tokenizer: Any) -> Any:
     )
 
 
-def _optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW; weight decay for matrices alone, for norms have no business at zero."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+def _optimizers(model: Any, learning_rate: float, products: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest; no weight decay for norms, which have no business at zero."""
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    embeddings = {"params": [model.get_input_embeddings().weight], "weight_decay": 0.1}
+    groups = [embeddings, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    return [Muon(matrices, learning_rate, products=products), adam]
 
 
 def _settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """What has to be the same for a run to go on: another tokenizer, another Python's code make another stream."""
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    return {**asdict(recipe), "tokenizer": digest, "python": platform.python_version()}
+    fixed = {name: value for name, value in asdict(recipe).items() if name not in ("minutes", "steps")}
+    return {**fixed, "tokenizer": digest, "python": platform.python_version()}
 
 
-def _write_checkpoint(path: Path, settings: dict[str, Any], run: _Run) -> None:
-    """Whole or not at all: written beside, then moved into place."""
-    with whole_file(path) as file:
-        torch.save({"settings": settings, "run": run.state()}, file)
+def _budget(recipe: Recipe) -> str:
+    return f"{recipe.minutes} minutes" if recipe.steps is None else f"{recipe.steps} steps"
 
 
-def _read_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _read_checkpoint(path: Path, settings: dict[str, Any], budget: str) -> dict[str, Any]:
+    """Before the learning rate falls any budget will do, behind that the same one alone."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         run: dict[str, Any] = saved["run"]
-        before: dict[str, Any] = saved["settings"]
+        before: dict[str, Any] = {**saved["settings"], "budget": saved["budget"]}
     except Exception as error:  # zip, pickle and torch each have their own way to say it
         raise SpecgenError(f"the checkpoint {path} cannot be read", "Delete it to begin anew") from error
-    changed = [name for name in settings if before.get(name) != settings[name]]
+    now = settings | {"budget": budget if run["falling"] else before["budget"]}
+    changed = [name for name in now if before.get(name) != now[name]]
     if changed:
-        what = ", ".join(f"{name}: {before.get(name)}, now {settings[name]}" for name in changed)
+        what = ", ".join(f"{name}: {before.get(name)}, now {now[name]}" for name in changed)
         raise SpecgenError(f"{path} is another run's ({what})", "Give the same options, or delete it to begin anew")
     return run

@@ -101,7 +101,7 @@ def prepare(source: Source, announce: Callable[[str], None]) -> Prepared:
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
-    with _quiet_transformers():
+    with quiet_transformers():
         config = _load_config(folder, source)
         _check_decoder(config, source.name)
         return Prepared(source, folder, config, _load_tokenizer(folder, source))
@@ -125,7 +125,7 @@ def load_model(prepared: Prepared, device: torch.device, dtype: torch.dtype, ann
 def skeleton(prepared: Prepared) -> Any | None:
     """The model without its weights, to see how it is built; None where its code cannot make one."""
     try:
-        with _quiet_transformers(), torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=prepared.source.trust_remote_code)
     except Exception:  # noqa: BLE001  whatever it is, loading the model tells it better
         return None
@@ -173,7 +173,7 @@ def load_weights(folder: Path, source: Source, dtype: torch.dtype, device: torch
             "Other formats can run code when read: convert it to safetensors first",
         )
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -243,8 +243,8 @@ def context_limit(config: Any) -> int:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Neither bars nor warnings of the library's own while it loads: what matters is raised, or announced by us."""
+def quiet_transformers() -> Iterator[None]:
+    """Neither bars nor warnings of the library's own while it loads or saves: what matters is raised, or announced by us."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

@@ -6,10 +6,9 @@ What is not finished lies in `training/` in the output folder, and goes once the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +19,8 @@ from specgen.models.fingerprint import weights_fingerprint
 from specgen.models.first_layers import FirstLayers, check_depth, usual_depth
 from specgen.tuning.predictor import Fit, train_predictor
 from specgen.tuning.texts import Texts
-from specgen.tuning.training import Data, Progress, Recipe, Training, agreement
-from specgen.tuning.writing import Writing
+from specgen.tuning.training import Data, ExitTraining, Progress, Recipe, agreement, exit_rows
+from specgen.tuning.writing import Task, Watcher, Writing
 
 if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
@@ -30,30 +29,12 @@ _ENDING = 0.05  # of a budget in minutes: for the predictor and what else is lef
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What to train and with what. `after` is N, None for the usual depth. `prompts` are ids that the target goes on from;
-    without them they are beginnings of the open text. `note` is how the run was asked for."""
+class Job(Task):
+    """What exit to train. `after` is N, None for the usual depth."""
 
-    out: Path
-    recipe: Recipe
     after: int | None = None
     layers: int = 1
     own_head: bool = True
-    open_text: Texts | None = None
-    prompts: Sequence[Sequence[int]] = ()
-    note: str = ""
-
-
-class Watcher(Protocol):
-    """Who wants to know how it goes, and may stop it."""
-
-    def announce(self, what: str) -> None: ...
-
-    def writing(self, batches: int, share: float, tokens: int) -> None: ...
-
-    def training(self, progress: Progress) -> None: ...
-
-    def stopping(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +62,8 @@ def train_exit(target: LoadedModel, job: Job, watcher: Watcher) -> Outcome:
     texts, writing_seconds = writing.kept.read(), writing.seconds
     layer = ExitLayer.of(target.model, job.layers)
     first = FirstLayers(target.model, after)
-    recipe = job.recipe
-    if recipe.seconds is not None:
-        recipe = replace(recipe, seconds=max(1.0, recipe.seconds * (1 - _ENDING) - writing_seconds))
-    training = Training(first, layer, Data(job.open_text, texts, recipe), recipe, own_head=job.own_head)
+    recipe = what_is_left(job.recipe, writing_seconds)
+    training = ExitTraining(first, layer, Data(job.open_text, texts, recipe), recipe, own_head=job.own_head)
     state = folder / "state.safetensors"
     if state.exists():
         training.restore(state, settings)
@@ -93,8 +72,7 @@ def train_exit(target: LoadedModel, job: Job, watcher: Watcher) -> Outcome:
     layer.requires_grad_(False).eval()
     watcher.announce("training the predictor")
     apart = [text for text in texts if text.held_out]
-    agreements = {"greedy": agreement(first, layer, [t for t in apart if t.greedy])}
-    agreements["sampled"] = agreement(first, layer, [t for t in apart if not t.greedy])
+    agreements = agreement(lambda ids: exit_rows(first, layer, ids)[0], apart)
     fitted = train_predictor(first, layer, texts, job.recipe.seed)
     predictor, fit = fitted if fitted is not None else (None, None)
     progress = training.progress()
@@ -121,6 +99,13 @@ def depth_for(target: LoadedModel, after: int | None) -> int:
     return after
 
 
+def what_is_left(recipe: Recipe, writing_seconds: float) -> Recipe:
+    """The budget of the training itself."""
+    if recipe.seconds is None:
+        return recipe
+    return replace(recipe, seconds=max(1.0, recipe.seconds * (1 - _ENDING) - writing_seconds))
+
+
 def _settings(target: LoadedModel, job: Job, after: int) -> dict[str, Any]:
     """What has to be the same for a run to go on."""
     return {
@@ -130,6 +115,13 @@ def _settings(target: LoadedModel, job: Job, after: int) -> dict[str, Any]:
         "after": after,
         "layers": job.layers,
         "own_head": job.own_head,
+        **texts_of(job),
+    }
+
+
+def texts_of(job: Task) -> dict[str, str | None]:
+    """What tells a task's texts from others."""
+    return {
         "corpus": None if job.open_text is None else job.open_text.digest(),
         "prompts": None if not job.prompts else Texts(job.prompts).digest(),
     }

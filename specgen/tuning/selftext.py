@@ -1,7 +1,8 @@
 """Text that the target itself generates, to distil it from (EESD, section 3.2): half of it greedy, half sampled.
 
 A batch is generated at a time and kept in a file of its own, so that an interrupted run goes on behind the last one. With the
-ids are kept the target's own choice behind each of them, and of some texts its hidden rows, from which the predictor learns.
+ids are kept the target's own choice behind each of them, and of some texts its hidden rows, from which the predictor learns; or
+its likeliest tokens with their probabilities, which a draft model is distilled from.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
 HELD_OUT = 8  # of so many texts one is never trained on
+LIKELY = 16
+"""So many of the target's likeliest tokens are kept; the others' probability is taken together."""
+_PIECE = 256  # rows of logits that are turned into probabilities at once
 _WORTH_SHRINKING = 0.7  # the share of a batch's texts that still grow, under which the others' cache rows are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class SelfText:
     """One text. `best` [n] is the target's likeliest token behind each of its `ids` [n]; `rows` [n, width] the target's hidden
-    rows behind its norm, None where they were not kept. The first `prompt` ids are not the target's own."""
+    rows behind its norm, None where they were not kept. The first `prompt` ids are not the target's own. `likely` [n, LIKELY]
+    are the target's likeliest tokens and `logs` [n, LIKELY] the logarithms of their probabilities, None where they were not
+    asked for."""
 
     ids: torch.Tensor
     best: torch.Tensor
@@ -43,6 +49,8 @@ class SelfText:
     prompt: int
     greedy: bool
     held_out: bool
+    likely: torch.Tensor | None = None
+    logs: torch.Tensor | None = None
 
 
 class Stopped(Exception):  # noqa: N818  nothing went wrong
@@ -97,6 +105,10 @@ class SelfTexts:
         }
         if rows:
             content["rows"] = torch.cat(rows)
+        weighed = [(text.likely, text.logs) for text in texts if text.likely is not None and text.logs is not None]
+        if weighed:
+            likely, logs = zip(*weighed, strict=True)
+            content |= {"likely": torch.cat(likely), "logs": torch.cat(logs)}
         with whole_file(self._path(number)) as file:
             file.write(save(content))
 
@@ -113,10 +125,11 @@ class SelfTexts:
             kept = content["kept"].tolist()
             with_rows = [length for length, has in zip(lengths, kept, strict=True) if has]
             rows = iter(_split(content["rows"], with_rows) if with_rows else ())
+            weighed = [_split(content[name], lengths) for name in ("likely", "logs") if name in content]
             for place, length in enumerate(content["prompts"].tolist()):
                 own = next(rows) if kept[place] else None
                 flags = bool(content["greedy"][place]), bool(content["held_out"][place])
-                texts.append(SelfText(ids[place], best[place], own, length, *flags))
+                texts.append(SelfText(ids[place], best[place], own, length, *flags, *(part[place] for part in weighed)))
         return texts
 
     def _path(self, number: int) -> Path:
@@ -137,6 +150,7 @@ def write_batch(
     seed: int,
     held_out: Sequence[bool],
     keep_rows: bool,
+    keep_likely: bool = False,
     watch: Watch = NOBODY,
 ) -> list[SelfText]:
     """Let the target go on from each prompt, up to `longest` tokens together with it. Some texts are `held_out` of training."""
@@ -144,9 +158,13 @@ def write_batch(
     made = []
     for prompt, text, apart in zip(prompts, texts, held_out, strict=True):
         ids = torch.tensor(text)
-        best, rows = judged(target.model, ids)
-        own = rows.to("cpu", torch.bfloat16) if keep_rows else None
-        made.append(SelfText(ids, best.cpu(), own, len(prompt), greedy, apart))
+        if keep_likely:
+            likely, logs = weighed(target.model, ids)
+            made.append(SelfText(ids, likely[:, 0].long(), None, len(prompt), greedy, apart, likely, logs))
+        else:
+            best, rows = judged(target.model, ids)
+            own = rows.to("cpu", torch.bfloat16) if keep_rows else None
+            made.append(SelfText(ids, best.cpu(), own, len(prompt), greedy, apart))
         watch.check()
     return made
 
@@ -156,6 +174,16 @@ def judged(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's likeliest token behind each of `ids` [n], and its hidden rows [n, width] behind its norm, on its device."""
     hidden = decoder_of(model)(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state
     return model.lm_head(hidden)[0].argmax(dim=-1), hidden[0]  # a cap on logits changes no order
+
+
+@inference
+def weighed(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's LIKELY likeliest tokens behind each of `ids` [n], the likeliest first, and the logarithms of their
+    probabilities, each [n, LIKELY], on the CPU."""
+    logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
+    top = logits.topk(min(LIKELY, logits.shape[-1]), dim=-1)
+    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in logits.split(_PIECE)])
+    return top.indices.int().cpu(), (top.values.float() - totals[:, None]).cpu()
 
 
 @inference

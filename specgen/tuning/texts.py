@@ -16,7 +16,6 @@ Encode = Callable[[str], list[int]]
 MOST_TOKENS = 8_000_000  # of a corpus: what lies behind is not read
 _PIECE = 20_000  # characters of plain text that are encoded at once
 DEMO_SEED = 1_000_000  # far from the seeds that the demo models were trained with
-_DEMO_STRETCH = 8_000  # characters of a code file
 
 
 class Texts:
@@ -60,16 +59,16 @@ def read_corpus(path: Path, encode: Encode) -> Texts:
 
 
 def demo_texts(encode: Encode, seed: int, tokens: int) -> Texts:
-    """The demo pair's corpus: about `tokens` of it in its own proportions, documents that the pair never saw, code aside."""
+    """The demo pair's corpus: about `tokens` of it in its own proportions, documents that the pair never saw, but for short ones
+    and the library's functions."""
     from specgen.demo.corpus import documents
     from specgen.demo.tokenizer import MIX
 
     def mixed() -> Iterator[list[int]]:
         for domain, share in MIX.items():
-            rng, left = Random(f"demo {domain} {seed}"), int(tokens * share)
+            left = int(tokens * share)
             for text in documents(domain, DEMO_SEED + seed):
-                start = rng.choice((0, rng.randrange(max(1, len(text) - _DEMO_STRETCH))))  # beginnings as often as middles
-                ids = encode(text[start : start + _DEMO_STRETCH])
+                ids = encode(text)
                 left -= len(ids)
                 yield ids
                 if left <= 0:

@@ -1,4 +1,4 @@
-"""Train an exit layer behind the target's first layers (EESD, section 3.2): cross-entropy on text, the target frozen.
+"""The training loop of what drafts, and an exit layer's (EESD, section 3.2): cross-entropy on text, the target frozen.
 
 A step's batch follows from the seed and the step's number alone. So what has to be kept to go on with an interrupted run is the
 weights, the optimizer's moments and a number, and with a budget in steps it ends with the weights of one that was not.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -88,17 +89,17 @@ class Data:
         return ids[:longest], best[:longest]
 
 
-class Training:
-    """An exit layer in training, and all that has to be kept to go on with it."""
+class Training(ABC):
+    """What drafts in training, and all that has to be kept to go on with it. `trained` are its weights by name."""
 
-    def __init__(self, first: FirstLayers, layer: ExitLayer, data: Data, recipe: Recipe, *, own_head: bool = True) -> None:
-        self.first, self.layer, self.recipe = first, layer, recipe
+    def __init__(
+        self, trained: dict[str, torch.nn.Parameter], data: Data, recipe: Recipe, device: torch.device, vocabulary: int
+    ) -> None:
+        self.recipe = recipe
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self._data = data
+        self._data, self._device, self._vocabulary = data, device, vocabulary
         self._usual: float | None = None  # seconds of a step
-        layer.to(first.device, torch.float32).requires_grad_(True).train()
-        layer.head.requires_grad_(own_head)
-        self._trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
+        self._trained = trained
         self._optimizer = torch.optim.AdamW(self._trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._recent: list[tuple[float, float, float]] = []
 
@@ -108,11 +109,6 @@ class Training:
         if self.recipe.steps is not None:
             return self.step / self.recipe.steps
         return self.seconds / (self.recipe.seconds or 1.0)
-
-    @property
-    def parameters_held(self) -> int:
-        """All that is in memory of the target and of the exit, in parameters."""
-        return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
 
     def run(
         self, save_to: Path, settings: dict[str, Any], report: Callable[[Progress], None], stopping: Callable[[], bool]
@@ -148,16 +144,16 @@ class Training:
         return Progress(self.step, self.tokens, min(1.0, self.share), sum(losses) / len(losses), agreement, self.seconds)
 
     def _advance(self) -> tuple[float, float, float]:
-        """One optimizer step. Its mean loss, how often the exit said what the target says, and of how many times."""
+        """One optimizer step. Its mean loss, how often the likeliest token was the target's, and of how many times."""
         rate = self.recipe.learning_rate * learning_rate_factor(self.step, min(1.0, self.share), self.recipe.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         rows = self._data.batch(self.step)
         labelled = int((rows.labels != NOTHING).sum())
         count = max(1, _LOGITS // (rows.ids.shape[1] * self._vocabulary))
-        sums = torch.zeros(3, device=self.first.device)
+        sums = torch.zeros(3, device=self._device)
         for start in range(0, rows.ids.shape[0], count):
-            sums += self._backward(rows.part(start, start + count).to(self.first.device), labelled)
+            sums += self._backward(rows.part(start, start + count).to(self._device), labelled)
         torch.nn.utils.clip_grad_norm_(self._trained.values(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -166,40 +162,10 @@ class Training:
         loss, right, judged = sums.tolist()
         return loss, right, judged
 
-    @property
-    def _vocabulary(self) -> int:
-        return int(self.layer.head.weight.shape[0])  # type: ignore[union-attr,index,arg-type]
-
+    @abstractmethod
     def _backward(self, rows: Rows, labelled: int) -> torch.Tensor:
-        """Add the gradients of some rows. Returns their share of the mean loss, agreements and judgements [3].
-
-        Norm and head go through the tokens in pieces, whose gradients are gathered before they go down into the layers: so that
-        the logits of a long row over a large vocabulary never stand in memory whole.
-        """
-        mask = self.first.masks.batched(rows.visible(), rows.positions, rows.positions, self.first.dtype)
-        hidden, positions = self.first(rows.ids, rows.positions, mask)
-        sums = torch.zeros(3, device=hidden.device)
-        with self._autocast():
-            behind = self.layer.run(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
-            flat = behind.reshape(-1, behind.shape[-1])
-            cut = flat.detach().requires_grad_(flat.requires_grad)
-        labels, best = rows.labels.flatten(), rows.best.flatten()
-        size = max(1, _LOGITS // self._vocabulary)
-        for start in range(0, flat.shape[0], size):
-            piece = slice(start, start + size)
-            with self._autocast():
-                logits = self.layer.read(cut[piece]).logits
-            loss = F.cross_entropy(logits.float(), labels[piece], ignore_index=NOTHING, reduction="sum") / labelled
-            loss.backward()  # type: ignore[no-untyped-call]
-            judged = best[piece] != NOTHING
-            right = (logits.detach().argmax(dim=-1) == best[piece]) & judged
-            sums += torch.stack((loss.detach(), right.sum(), judged.sum()))
-        if cut.grad is not None:
-            flat.backward(cut.grad)  # type: ignore[no-untyped-call]
-        return sums
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.first)
+        """Add the gradients of some rows; `labelled` tokens have a label in the whole batch. Returns the rows' share of the mean
+        loss, agreements and judgements [3]."""
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
         """Weights, moments and numbers, in one file, whole or not at all. OSError where the disk refuses."""
@@ -233,6 +199,51 @@ class Training:
         self._recent = [(loss, right, judged) for loss, right, judged in numbers["recent"]]
 
 
+class ExitTraining(Training):
+    """An exit layer in training behind the target's first layers."""
+
+    def __init__(self, first: FirstLayers, layer: ExitLayer, data: Data, recipe: Recipe, *, own_head: bool = True) -> None:
+        self.first, self.layer = first, layer
+        layer.to(first.device, torch.float32).requires_grad_(True).train()
+        layer.head.requires_grad_(own_head)
+        trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
+        vocabulary: int = layer.head.weight.shape[0]  # type: ignore[union-attr,index,assignment]
+        super().__init__(trained, data, recipe, first.device, vocabulary)
+
+    @property
+    def parameters_held(self) -> int:
+        """All that is in memory of the target and of the exit, in parameters."""
+        return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
+
+    def _backward(self, rows: Rows, labelled: int) -> torch.Tensor:
+        """Norm and head go through the tokens in pieces, whose gradients are gathered before they go down into the layers: so
+        that the logits of a long row over a large vocabulary never stand in memory whole."""
+        mask = self.first.masks.batched(rows.visible(), rows.positions, rows.positions, self.first.dtype)
+        hidden, positions = self.first(rows.ids, rows.positions, mask)
+        sums = torch.zeros(3, device=hidden.device)
+        with self._autocast():
+            behind = self.layer.run(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
+            flat = behind.reshape(-1, behind.shape[-1])
+            cut = flat.detach().requires_grad_(flat.requires_grad)
+        labels, best = rows.labels.flatten(), rows.best.flatten()
+        size = max(1, _LOGITS // self._vocabulary)
+        for start in range(0, flat.shape[0], size):
+            piece = slice(start, start + size)
+            with self._autocast():
+                logits = self.layer.read(cut[piece]).logits
+            loss = F.cross_entropy(logits.float(), labels[piece], ignore_index=NOTHING, reduction="sum") / labelled
+            loss.backward()  # type: ignore[no-untyped-call]
+            judged = best[piece] != NOTHING
+            right = (logits.detach().argmax(dim=-1) == best[piece]) & judged
+            sums += torch.stack((loss.detach(), right.sum(), judged.sum()))
+        if cut.grad is not None:
+            flat.backward(cut.grad)  # type: ignore[no-untyped-call]
+        return sums
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.first)
+
+
 def autocast(first: FirstLayers) -> AbstractContextManager[Any]:
     """bfloat16 products where the target's weights are narrow, float32 where they are not."""
     return torch.autocast(first.device.type, dtype=torch.bfloat16, enabled=first.dtype != torch.float32)
@@ -252,16 +263,21 @@ def check_same_run(path: Path, before: dict[str, Any], settings: dict[str, Any])
         raise SpecgenError(f"{path} is another run's ({what})", f"Give the same options, or delete {path.parent} to begin anew")
 
 
-def agreement(first: FirstLayers, layer: ExitLayer, texts: Sequence[SelfText]) -> float | None:
-    """How often the exit's likeliest token is the target's, behind the prompts of these texts; None where there are none."""
-    right = total = 0
-    for text in texts:
-        start = max(0, text.prompt - 1)
-        logits = exit_rows(first, layer, text.ids)[0][start:-1]
-        best = text.best[start:-1].to(logits.device)
-        right += int((logits.argmax(dim=-1) == best).sum())
-        total += len(best)
-    return right / total if total else None
+def agreement(read: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[SelfText]) -> dict[str, float | None]:
+    """How often the likeliest token is the target's, behind the prompts of its greedy texts and of its sampled ones; None where
+    there are none. `read` gives logits [n, vocabulary] behind each of some ids [n]."""
+    found: dict[str, float | None] = {}
+    for name, greedy in (("greedy", True), ("sampled", False)):
+        right = total = 0
+        for text in texts:
+            if text.greedy == greedy:
+                start = max(0, text.prompt - 1)
+                logits = read(text.ids)[start:-1]
+                best = text.best[start:-1].to(logits.device)
+                right += int((logits.argmax(dim=-1) == best).sum())
+                total += len(best)
+        found[name] = right / total if total else None
+    return found
 
 
 @torch.no_grad()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,11 +17,11 @@ from specgen.files import write_whole
 from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, synchronizer
 from specgen.tuning.selftext import HELD_OUT, SelfText, SelfTexts, Watch, beginnings, judged, write_batch
-from specgen.tuning.training import Recipe, check_same_run
+from specgen.tuning.texts import Texts
+from specgen.tuning.training import Progress, Recipe, check_same_run
 
 if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
-    from specgen.tuning.exits import Job, Watcher
 
 TEXTS_AT_ONCE = 64
 _LEAST = 2  # texts in a batch: one is kept apart
@@ -35,16 +36,51 @@ _KEPT_TOKENS = 40_000  # whose hidden rows are kept for the predictor,
 _KEPT_BYTES = 1 << 27  # unless they are as wide as this
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to train with. `prompts` are ids that the target goes on from; without them they are beginnings of the open text.
+    `note` is how the run was asked for."""
+
+    out: Path
+    recipe: Recipe
+    open_text: Texts | None = None
+    prompts: Sequence[Sequence[int]] = ()
+    note: str = ""
+
+
+class Watcher(Protocol):
+    """Who wants to know how it goes, and may stop it."""
+
+    def announce(self, what: str) -> None: ...
+
+    def writing(self, batches: int, share: float, tokens: int) -> None: ...
+
+    def training(self, progress: Progress) -> None: ...
+
+    def stopping(self) -> bool: ...
+
+
 class Writing:
-    """What an earlier run has written stands already. `seconds` is what it took, earlier runs included.
+    """What an earlier run has written stands already. `seconds` is what it took, earlier runs included. With `keep_likely` the
+    target's likeliest tokens are kept with every text, instead of hidden rows with some.
 
     With a budget in steps what is written follows from the seed, and from how many texts there is memory for at once: a power
     of two, which the first run keeps for the others.
     """
 
-    def __init__(self, target: LoadedModel, job: Job, settings: dict[str, Any], folder: Path, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        target: LoadedModel,
+        job: Task,
+        settings: dict[str, Any],
+        folder: Path,
+        watcher: Watcher,
+        *,
+        keep_likely: bool = False,
+    ) -> None:
         self.kept = SelfTexts(folder)
         self._target, self._job, self._settings, self._watcher = target, job, settings, watcher
+        self._keep_likely = keep_likely
         self._log = folder / "writing.json"
         self._window = min(job.recipe.window, target.context_limit)
         self.seconds, at_once = _begun(self._log, settings)
@@ -107,6 +143,7 @@ class Writing:
             seed=_seed(self._job.recipe.seed, number),
             held_out=apart,
             keep_rows=keep_rows,
+            keep_likely=self._keep_likely,
             watch=Watch(self._reporter(number, tokens - before, start), self._watcher.stopping, until),
         )
 
@@ -175,7 +212,7 @@ def _batches(recipe: Recipe, at_once: int) -> int:
     return max(2, 2 * round(tokens / (2 * at_once * recipe.window)))
 
 
-def _prompts(job: Job, number: int, window: int, at_once: int) -> tuple[list[list[int]], list[bool], bool]:
+def _prompts(job: Task, number: int, window: int, at_once: int) -> tuple[list[list[int]], list[bool], bool]:
     """A batch's prompts, which of them are kept apart, and whether it is greedy.
 
     A greedy batch and a sampled one take turns. The user's prompts come round again, but greedy text only once: it would be

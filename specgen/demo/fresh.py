@@ -1,0 +1,85 @@
+"""Fresh prompts for the demo pair, with what a right answer is: from a seed and library files that training never draws from."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specgen.demo.conversations import fact_turn
+from specgen.demo.exercises import composed
+from specgen.demo.library import library_function, parses
+from specgen.demo.problems import word_problem
+from specgen.demo.stories import news_story
+
+SEED = 2_000_000  # far from the seeds of the models' training, and of what is trained behind them
+_CODE = 5  # of so many prompts one is the head of a function
+_MARKS = {"math": "\nAnswer:", "news": "\nSummary:", "chat": "\nAssistant:"}
+_SOURCES: dict[str, Callable[[random.Random], str]] = {"math": word_problem, "news": news_story, "chat": fact_turn}
+_COPIED = re.compile(r"[A-Z][a-z]+|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A prompt and what the corpus would say to it."""
+
+    category: str
+    prompt: str
+    answer: str
+
+    def copies(self, text: str) -> bool | None:
+        """Whether the names and numbers that the answer takes from the prompt are all in `text`; None where it takes none."""
+        taken = set(_COPIED.findall(self.answer)) & set(_COPIED.findall(self.prompt))
+        return taken <= set(_COPIED.findall(text)) if taken else None
+
+    def is_right(self, text: str) -> bool:
+        """Math: the final answer. News and chat: every word. Code: whether the function parses, once it is ended."""
+        if self.category == "code":
+            return is_function(self.prompt + text)
+        if self.category == "math":
+            return final_answer(text) == final_answer(self.answer)
+        return text.strip() == self.answer.strip()
+
+
+def fresh_prompts(count: int, seed: int = 0) -> list[Fresh]:
+    """A fifth of them heads of functions (half exercises, no classics; half the library's), the others math, news and chat."""
+    heads = max(1, count // _CODE)
+    found = [_head(random.Random(f"head {SEED + seed} {number}"), library=number % 2 == 1) for number in range(heads)]
+    for place, (category, draw) in enumerate(_SOURCES.items()):
+        rng = random.Random(f"fresh {category} {SEED + seed}")
+        for _ in range((count - heads + place) // len(_SOURCES)):
+            prompt, mark, answer = draw(rng).partition(_MARKS[category])
+            found.append(Fresh(category, prompt + mark, answer))
+    return found
+
+
+def final_answer(text: str) -> str | None:
+    """The number behind `The answer is`."""
+    match = re.search(r"The answer is (\d+)\.", text)
+    return match[1] if match else None
+
+
+def is_function(text: str) -> bool:
+    """Whether `text` begins with a function that parses and does something. What stands behind the function has no say."""
+    lines = text.split("\n")
+    end = next((place for place, line in enumerate(lines) if place and line.strip() and not line.startswith((" ", ")"))), None)
+    source = "\n".join(lines[:end])
+    if not parses(source):
+        return False
+    node = ast.parse(source).body[0]
+    return isinstance(node, ast.FunctionDef) and len(node.body) > (ast.get_docstring(node) is not None)
+
+
+def _head(rng: random.Random, *, library: bool) -> Fresh:
+    """A function, cut behind its docstring, or behind its signature where it has none."""
+    while True:
+        text = library_function(rng, held_out=True) if library else composed(rng)
+        node = ast.parse(text).body[0]
+        assert isinstance(node, ast.FunctionDef)
+        documented = ast.get_docstring(node) is not None
+        if len(node.body) > documented:
+            last = node.body[0].end_lineno if documented else node.body[0].lineno - 1
+            lines = text.split("\n")
+            return Fresh("code", "\n".join(lines[:last]), "\n" + "\n".join(lines[last:]))

@@ -1,0 +1,104 @@
+"""`python -m specgen.demo eval`: fresh prompts, what counts as right, the table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from specgen.demo import ROLES
+from specgen.demo.__main__ import main
+from specgen.demo.corpus import DOMAINS
+from specgen.demo.fresh import Fresh, final_answer, fresh_prompts, is_function
+from specgen.demo.recipe import Shape
+from specgen.demo.tokenizer import load_tokenizer
+from specgen.demo.train import _config
+
+NEWS = Fresh("news", "Article: Ada Baker won in Ashford. It took 3 days.\nSummary:", " Ada Baker won in Ashford after 3 days.")
+
+
+class TestFreshPrompts:
+    def test_a_fifth_is_code(self) -> None:
+        prompts = fresh_prompts(200)
+        assert [sum(one.category == domain for one in prompts) for domain in DOMAINS] == [40, 53, 53, 54]
+        assert fresh_prompts(200) == prompts
+        assert not {one.prompt for one in fresh_prompts(200, seed=1)} >= {one.prompt for one in prompts if one.category == "math"}
+
+    def test_the_corpus_own_answers_are_right(self) -> None:
+        for one in fresh_prompts(200):
+            assert one.is_right(one.answer), one
+            assert one.copies(one.answer) in (True, None), one
+
+    def test_nothing_is_wrong_where_it_is_copied(self) -> None:
+        assert NEWS.copies(" Ada Baker won in Ashford after 3 days.") is True
+        assert NEWS.copies(" Ada Baker won in Milford after 3 days.") is False
+        assert NEWS.copies(" Ada Baker won in Ashford after 2 days.") is False
+        assert NEWS.is_right("Ada Baker won in Ashford after 3 days.")
+        assert not NEWS.is_right(" Ada Baker won in Ashford after 3 days!")
+        assert Fresh("math", "Question: Why?\nAnswer:", " The answer is 1.").copies(" no") is None
+
+    def test_the_final_answer(self) -> None:
+        assert final_answer(" 2 + 2 = 5. The answer is 5.") == "5"
+        assert final_answer(" The answer is 5") is None
+        math = Fresh("math", "Question: What is 2 + 2?\nAnswer:", " 2 + 2 = 4. The answer is 4.")
+        assert math.is_right("Four. The answer is 4.")
+        assert not math.is_right(" The answer is 44.")
+
+    @pytest.mark.parametrize(
+        ("text", "good"),
+        [
+            ('def f(x):\n    """Doc."""\n    return x', True),
+            ('def f(x):\n    """Doc."""\n    return x\n\n\ndef g(', True),  # what follows has no say
+            ("def f(\n    x,\n):\n    return x", True),
+            ("def f(x):\n    pass", True),
+            ('def f(x):\n    """Doc."""', False),  # it does nothing
+            ('def f(x):\n    """Doc."""\n    return (x', False),
+            ("def f(x):\n    for y in x:\n", False),
+            ("def f(x):\n    return x\n  y = 1", False),
+            ("def f(x):", False),
+            ("x = 1", False),
+        ],
+    )
+    def test_functions(self, text: str, good: bool) -> None:
+        assert is_function(text) is good
+
+
+@pytest.fixture
+def pair(tokenizers: Path, tmp_path: Path) -> Path:
+    """A pair that knows nothing, with one draft model for both roles."""
+    out = shutil.copytree(tokenizers, tmp_path / "pair")
+    for role in ROLES:
+        LlamaForCausalLM(_config(Shape(32, 1), load_tokenizer(out / role))).save_pretrained(out / role)
+    shutil.copy(out / "target" / "model.safetensors", out / "draft")
+    return out
+
+
+class TestEvaluate:
+    def test_a_model_agrees_with_itself(self, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["eval", str(pair), "--prompts", "8", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert list(found["categories"]) == list(DOMAINS)
+        for figures in found["categories"].values():
+            assert figures["target"] == figures["draft"]
+            assert figures["target"]["right"] == 0
+            assert figures["target"]["loss"] == pytest.approx(6, abs=0.4)  # ln 400, of a model that knows nothing
+            assert figures["agreement"] == 1
+        assert found["mean"]["agreement"] == 1
+
+    def test_another_draft_and_the_table(self, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        other = shutil.copytree(pair / "draft", tmp_path / "other")
+        LlamaForCausalLM(AutoModelForCausalLM.from_pretrained(other).config).save_pretrained(other)
+        assert main(["eval", str(pair), "--prompts", "4", "--draft", str(other)]) == 0
+        table = capsys.readouterr().out
+        assert [line.split()[0] for line in table.splitlines()[2:]] == [*DOMAINS, "mean"]
+        assert main(["eval", str(pair), "--prompts", "4", "--draft", str(other), "--json"]) == 0
+        mean = json.loads(capsys.readouterr().out)["mean"]
+        assert mean["target"]["loss"] != mean["draft"]["loss"]
+
+    @pytest.mark.parametrize("arguments", [["--prompts", "3"], ["nowhere"]])
+    def test_bad_values(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["eval", *arguments]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
