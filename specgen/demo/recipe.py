@@ -72,7 +72,7 @@ BUNDLED = {
     "target": Recipe(Shape(hidden_size=160, layers=16), learning_rate=4e-3, minutes=85),
     "draft": Recipe(Shape(hidden_size=64, layers=2), learning_rate=8e-3, minutes=15),
 }
-"""What the bundled pair was trained with."""
+"""For a pair like the bundled one, which is of an earlier recipe: 12 layers of 256 and 2 of 128, AdamW, a cosine."""
 
 
 def learning_rate_factor(step: int, share: float) -> float:
