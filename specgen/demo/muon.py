@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982): momentum, made orthogonal, for the matrices.
 
 torch.optim.Muon does the same matrix by matrix and in bfloat16. Here matrices of one shape go together, and on a processor
-without units for bfloat16 in float32: there that is several times faster, and the difference between an optimizer that pays
+without units for bfloat16 in float32: there that is twice as fast, and the difference between an optimizer that pays
 and one that eats what it gains.
 """
 
