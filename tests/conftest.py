@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 from collections.abc import Callable
@@ -78,3 +79,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     tokenizer.chat_template = CHAT_TEMPLATE
     model = make_model("llama")
     return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of a few words, which a model can learn."""
+    rng = random.Random(1)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("\n".join(" ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)))
+    return path

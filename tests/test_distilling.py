@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from families import LETTERS, make_model, make_tokenizer, save
 from test_training import TINY, Silent, open_text, opened
-from test_training import corpus as corpus
 from typer.testing import CliRunner
 
 import specgen

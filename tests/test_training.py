@@ -65,15 +65,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("training") / "target", make_tokenizer(LETTERS)))
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences of a few words, which a model can learn."""
-    rng = random.Random(1)
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("\n".join(" ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)))
-    return path
-
-
 def opened(folder: Path | str) -> LoadedModel:
     return load_model(prepare(Source(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
 

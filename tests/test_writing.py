@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +19,6 @@ from specgen.tuning.writing import Writing, texts_at_once
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("writing") / "target", make_tokenizer(LETTERS)))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(1)
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("\n".join(" ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)))
-    return path
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from specgen import methods
 from specgen.cli.reporting import INTERRUPTED
+from specgen.cli.tune import DEFAULT_MINUTES
 from specgen.errors import RunError, SpecgenError
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from specgen.ui.training import TrainingBars
 
 DEMO_CORPUS = Path("demo")  # a file of that name needs its whole path
-DEFAULT_MINUTES = 10.0
 _OPEN_TOKENS = 600_000  # of the demo pair's own corpus
 _LEARNING_RATES = {"eesd": 1e-3, "sd": 3e-4}
 _SELF_TEXT = 0.5  # of an exit's text; a draft is distilled on the target's own alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,11 +13,8 @@ from specgen.cli.reporting import reported
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
-if TYPE_CHECKING:
-    pass
-
 _TRAINING = "Training"
-DEFAULT_MINUTES = 10.0
+DEFAULT_MINUTES = 10.0  # of training
 
 Train = Annotated[
     bool,

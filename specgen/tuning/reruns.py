@@ -102,7 +102,7 @@ class Reruns:
     def price(self, name: str, given: Mapping[str, Any]) -> None:
         """Time real rounds of that method's shape, unless that was done."""
         settings = self._resolved(name, given)[1]
-        shape = {key: settings.values[key] for key in _BREADTHS if key in settings.values}
+        shape = _shape(settings)
         if (name, *shape.values()) in self._costs:
             return
         needs = methods.POLICIES[settings.policy].needs_with(settings.values) if settings.policy is not None else frozenset()
@@ -145,8 +145,7 @@ class Reruns:
         answer = self._answers[number]
         parts, prefill = self._made(method, number)
         parts = replace(parts, seed=seed)
-        shape = [settings.values[key] for key in _BREADTHS if key in settings.values]
-        costs, meter = self._costs[method.name, *shape], Meter()
+        costs, meter = self._costs[method.name, *_shape(settings).values()], Meter()
         target: Any
         verifier: Verifier
         # In sampling an answer is a draw: it says what becomes of fixed candidates, not of drawn ones.
@@ -197,6 +196,11 @@ class Reruns:
         rows = target.logits(Context(answer.prompt_ids), answer.token_ids).hidden
         assert rows is not None
         return AnswerAgreement(layer.predictor, rows)
+
+
+def _shape(settings: Settings) -> dict[str, Any]:
+    """How broad drafts are: rounds of one method that are as broad cost the same."""
+    return {key: settings.values[key] for key in _BREADTHS if key in settings.values}
 
 
 def _counted(summary: Summary, round_: Round) -> list[int]:
