@@ -1,11 +1,11 @@
-"""Questions and answers between a user and an assistant: facts, instructions, spelling and small sums."""
+"""Questions and answers between a user and an assistant: facts, instructions, spelling, small sums, words to say again."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from specgen.demo.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, PROFESSIONS
+from specgen.demo.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, NAMES, PROFESSIONS, SURNAMES, TOWNS
 
 
 def chat_turns(rng: random.Random) -> str:
@@ -73,5 +73,19 @@ def _numbers(rng: random.Random) -> str:
     )
 
 
+def _repeating(rng: random.Random) -> str:
+    """What stands there has to be said again: how names and numbers are copied, which summaries and problems need."""
+    kinds = rng.choice([[NAMES, SURNAMES], [TOWNS], [ITEMS], [NAMES, TOWNS, ITEMS, PROFESSIONS], [[str(n) for n in range(100)]]])
+    words = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(3, 8))]
+    listed = ", ".join(words)
+    return rng.choice(
+        [
+            f"User: Repeat these words: {listed}.\nAssistant: {listed}.",
+            f"User: Say this backwards: {listed}.\nAssistant: {', '.join(reversed(words))}.",
+            f"User: What comes first, and what last: {listed}?\nAssistant: {words[0]} comes first and {words[-1]} last.",
+        ]
+    )
+
+
 _FACTS: list[Callable[[random.Random], str]] = [_about_country, _about_country, _about_animal, _how_to]
-_TURNS = [*_FACTS, _spelling, _numbers]
+_TURNS = [*_FACTS, _spelling, _numbers, _repeating]

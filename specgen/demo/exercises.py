@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from textwrap import indent
 
+from specgen.demo.apart import drawn
 from specgen.demo.classes import example_class
 
 _LISTS = "values numbers items data elements entries scores points amounts sizes".split()
@@ -75,26 +76,35 @@ _LETTER_CONDITIONS = [
     _Part("$x == '$letter'", "letters equal to '$letter'", "${letter}"),
     _Part("$x != '$letter'", "letters other than '$letter'", "not_${letter}"),
 ]
+_CLASSICS = 1 / 3
+"""The share of exercises that are classics."""
 _STARTS = ["get", "find", "select", "take", "list"]
 
 
-def exercise(rng: random.Random) -> str:
+def exercise(rng: random.Random, *, held_out: bool = False) -> str:
     """A function with its docstring and body."""
-    return rng.choice(_KINDS)(rng)
+    return _classic(rng) if rng.random() < _CLASSICS else composed(rng, held_out=held_out)
 
 
-def composed(rng: random.Random) -> str:
-    """A function that was put together: one that a fresh seed may be the first to ask for, as a classic is not."""
-    return rng.choice(_COMPOSED)(rng)
+def composed(rng: random.Random, *, held_out: bool = False) -> str:
+    """A function that was put together; with `held_out` one whose name no function in training has."""
+    return drawn(_COMPOSED, rng, _name, held_out=held_out)
 
 
-def module(rng: random.Random) -> str:
+def module(rng: random.Random, *, held_out: bool = False) -> str:
     """Up to three exercises, or a class, as a small file; sometimes with a docstring of its own in front."""
-    parts = [example_class(rng)] if rng.random() < 0.2 else [exercise(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+    if rng.random() < 0.2:
+        parts = [example_class(rng)]
+    else:
+        parts = [exercise(rng, held_out=held_out) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     if rng.random() < 0.15:
         subject = rng.choice(["lists", "numbers", "strings", "dictionaries", "counting", "sorting", "text", "data"])
         parts.insert(0, f'"""{rng.choice(["Functions for", "Helpers for", "Exercises with"])} {subject}."""')
     return "\n\n\n".join(parts)
+
+
+def _name(function: str) -> str:
+    return function.split("(", 1)[0]
 
 
 def _names(rng: random.Random) -> dict[str, str]:
@@ -262,4 +272,3 @@ def _classic(rng: random.Random) -> str:
 
 
 _COMPOSED: list[Callable[[random.Random], str]] = [_reducing, _reducing, _selecting, _changing, _letters, _tables]
-_KINDS = [*_COMPOSED, _classic, _classic, _classic]

@@ -1,4 +1,5 @@
-"""Fresh prompts for the demo pair, with what a right answer is: from a seed and library files that training never draws from."""
+"""Fresh prompts for the demo pair, with what a right answer is: exercises, library files and word problems that training never
+draws (apart.py), news and questions from a seed that it never has."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from specgen.demo.conversations import fact_turn
 from specgen.demo.exercises import composed
@@ -17,7 +19,11 @@ from specgen.demo.stories import news_story
 SEED = 2_000_000  # far from the seeds of the models' training, and of what is trained behind them
 _CODE = 5  # of so many prompts one is the head of a function
 _MARKS = {"math": "\nAnswer:", "news": "\nSummary:", "chat": "\nAssistant:"}
-_SOURCES: dict[str, Callable[[random.Random], str]] = {"math": word_problem, "news": news_story, "chat": fact_turn}
+_SOURCES: dict[str, Callable[[random.Random], str]] = {
+    "math": partial(word_problem, held_out=True),
+    "news": news_story,
+    "chat": fact_turn,
+}
 _COPIED = re.compile(r"[A-Z][a-z]+|\d+")
 
 
@@ -75,7 +81,7 @@ def is_function(text: str) -> bool:
 def _head(rng: random.Random, *, library: bool) -> Fresh:
     """A function, cut behind its docstring, or behind its signature where it has none."""
     while True:
-        text = library_function(rng, held_out=True) if library else composed(rng)
+        text = (library_function if library else composed)(rng, held_out=True)
         node = ast.parse(text).body[0]
         assert isinstance(node, ast.FunctionDef)
         documented = ast.get_docstring(node) is not None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import random
 import sysconfig
 import textwrap
 from functools import cache
 from pathlib import Path
 
+from specgen.demo.apart import is_apart
 from specgen.errors import RunError
 
 _NOT_CODE = frozenset(
@@ -18,7 +18,6 @@ _NOT_CODE = frozenset(
 )
 _LONGEST = 700  # characters of a function: about 200 tokens
 _LARGEST = 200_000  # bytes of a file
-_HELD_OUT = 16  # one file in so many is kept apart
 
 
 def library_function(rng: random.Random, *, held_out: bool = False) -> str:
@@ -40,17 +39,13 @@ def _files(held_out: bool) -> tuple[tuple[Path, ...], tuple[int, ...]]:
     found, sizes, total = [], [], 0
     for path in sorted(root.rglob("*.py")):
         name, size = path.relative_to(root), path.stat().st_size
-        if _NOT_CODE.isdisjoint(name.parts) and 0 < size < _LARGEST and _is_kept_apart(name) == held_out:
+        if _NOT_CODE.isdisjoint(name.parts) and 0 < size < _LARGEST and is_apart(name.as_posix()) == held_out:
             total += size
             found.append(path)
             sizes.append(total)
     if not found:
         raise RunError(f"no Python source under {root}", "Use a Python that was installed with its standard library")
     return tuple(found), tuple(sizes)
-
-
-def _is_kept_apart(name: Path) -> bool:
-    return hashlib.sha256(name.as_posix().encode()).digest()[0] % _HELD_OUT == 0
 
 
 @cache

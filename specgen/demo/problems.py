@@ -9,9 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
+from specgen.demo.apart import drawn
 from specgen.demo.facts import BOXES, ITEMS, NAMES, TOWNS, WEEKDAYS
 
+_SHEETS = 0.25
+"""The share of documents that are sheets of sums; of the others, _BARE_SHARE ask for one."""
+_BARE_SHARE = 0.15
 _TABLES = 12  # products of numbers up to this are known by heart
 
 
@@ -22,14 +27,21 @@ class _Problem:
     answer: int
 
 
-def math_problem(rng: random.Random) -> str:
-    """A word problem or a bare sum, and its worked answer."""
-    return _told(rng.choice(_PROBLEMS)(rng))
+def math_problem(rng: random.Random, *, held_out: bool = False) -> str:
+    """A word problem or a bare sum and its worked answer, or a sheet of sums."""
+    if rng.random() < _SHEETS:
+        return _sheet(rng)
+    return _told(rng.choice(_BARE)(rng)) if rng.random() < _BARE_SHARE else word_problem(rng, held_out=held_out)
 
 
-def word_problem(rng: random.Random) -> str:
-    """A word problem and its worked answer."""
-    return _told(rng.choice(_WORD_PROBLEMS)(rng))
+def word_problem(rng: random.Random, *, held_out: bool = False) -> str:
+    """A word problem and its worked answer; with `held_out` one whose question training never asks."""
+    return _told(drawn(_WORD_PROBLEMS, rng, attrgetter("question"), held_out=held_out))
+
+
+def _sheet(rng: random.Random) -> str:
+    """Sums and products one below the other: arithmetic alone is dense in what is hardest to learn."""
+    return "Sums:\n" + "\n".join(rng.choice(_BARE)(rng).steps[0] for _ in range(rng.randint(6, 16)))
 
 
 def _told(problem: _Problem) -> str:
@@ -206,5 +218,4 @@ _WORD_PROBLEMS: list[Callable[[random.Random], _Problem]] = [
     _rows_of_chairs,
     _saving,
 ]
-# Arithmetic alone is dense in what is hardest to learn.
-_PROBLEMS = [*_WORD_PROBLEMS, *(_bare_sum,) * 4, *(_bare_product,) * 3]
+_BARE = [_bare_sum, _bare_sum, _bare_sum, _bare_product, _bare_product]

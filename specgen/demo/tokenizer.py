@@ -13,7 +13,7 @@ from specgen.demo import ROLES
 from specgen.demo.corpus import documents
 from specgen.errors import SpecgenError
 
-MIX = {"code": 0.36, "math": 0.26, "news": 0.20, "chat": 0.18}
+MIX = {"code": 0.30, "math": 0.30, "news": 0.25, "chat": 0.15}
 """The share of each domain, in the tokenizer's characters and in the models' tokens alike."""
 VOCABULARY_SIZE = 4096
 CONTEXT_LENGTH = 1024
