@@ -54,14 +54,14 @@ class TestCorpus:
 
     @pytest.mark.parametrize(
         ("domain", "digest"),
-        [("math", "ce444f993fadc0ac"), ("news", "2c77059c123a6e9d"), ("chat", "4a8d3f794a785fd7")],
+        [("math", "00b4746ab41499c1"), ("news", "2c77059c123a6e9d"), ("chat", "07b550c5c4bdbf51")],
     )
     def test_a_checkpoint_finds_the_templates_as_they_were(self, domain: str, digest: str) -> None:
         assert digest_of(first(domain, 200)) == digest
 
     def test_a_checkpoint_finds_the_exercises_as_they_were(self) -> None:
         rng = random.Random(0)
-        assert digest_of([module(rng) for _ in range(200)]) == "209da098296c8bbd"
+        assert digest_of([module(rng) for _ in range(200)]) == "08a926a25de7436a"
 
     @pytest.mark.parametrize(
         ("domain", "openings"),
@@ -81,7 +81,8 @@ class TestCorpus:
             assert any(re.search(opening, text, re.MULTILINE) for text in texts), opening
 
     def test_the_forms_have_their_marks(self) -> None:
-        assert all(re.fullmatch(r"Question: .+\nAnswer: .+ The answer is \d+\.", text) for text in first("math", 200))
+        marks = re.compile(r"Question: .+\nAnswer: .+ The answer is \d+\.|Sums:(\n\d.* = \d+\.){6,16}")
+        assert all(marks.fullmatch(text) for text in first("math", 200))
         assert all(re.fullmatch(r"Article: .+\nSummary: .+\.", text) for text in first("news", 200))
         chats = first("chat", 200)
         assert all(re.match(r"User: .+\nAssistant: .+", text) for text in chats)
@@ -120,7 +121,8 @@ class TestCorpus:
             assert sums, text
             for equation in sums:
                 assert len({value(side) for side in equation.split(" = ")}) == 1, text
-            assert text.endswith(f"The answer is {sums[-1].rsplit(' = ', 1)[1]}.")
+            if not text.startswith("Sums:"):
+                assert text.endswith(f"The answer is {sums[-1].rsplit(' = ', 1)[1]}.")
 
     def test_a_summary_says_what_the_article_says(self) -> None:
         for text in first("news", 300):
@@ -138,6 +140,13 @@ class TestCorpus:
             assert len(word) == int(letters)
         for word, spelled in re.findall(r"The word (\w+) is spelled ([A-Z-]+)\.", text):
             assert spelled.replace("-", "").lower() == word
+
+    def test_what_has_to_be_repeated_is_repeated(self) -> None:
+        text = "\n".join(first("chat", 600))
+        asked = re.findall(r"(Repeat these words|Say this backwards): (.+)\.\nAssistant: (.+)\.", text)
+        assert {how for how, _, _ in asked} == {"Repeat these words", "Say this backwards"}
+        for how, words, answer in asked:
+            assert answer.split(", ") == words.split(", ")[:: 1 if how.startswith("Repeat") else -1]
 
     def test_the_facts_are_whole(self) -> None:
         assert all(len(row) == 5 and all(row) for row in COUNTRIES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specgen.demo import ROLES
 from specgen.demo.__main__ import main
-from specgen.demo.corpus import DOMAINS
+from specgen.demo.apart import is_apart
+from specgen.demo.corpus import DOMAINS, documents
+from specgen.demo.exercises import composed
 from specgen.demo.fresh import Fresh, final_answer, fresh_prompts, is_function
 from specgen.demo.recipe import Shape
 from specgen.demo.tokenizer import load_tokenizer
@@ -26,6 +30,17 @@ class TestFreshPrompts:
         assert [sum(one.category == domain for one in prompts) for domain in DOMAINS] == [40, 53, 53, 54]
         assert fresh_prompts(200) == prompts
         assert not {one.prompt for one in fresh_prompts(200, seed=1)} >= {one.prompt for one in prompts if one.category == "math"}
+
+    def test_training_never_asks_them(self) -> None:
+        asked = fresh_prompts(200)
+        problems = {one.prompt for one in asked if one.category == "math"}
+        assert not problems & {text.split("Answer:")[0] + "Answer:" for text in islice(documents("math", 0), 8000)}
+        rng = random.Random(0)
+        assert not any(is_apart(composed(rng).split("(")[0]) for _ in range(2000))
+        heads = [one.prompt for one in asked if one.category == "code"][::2]  # the exercises
+        assert all(is_apart(head.split("(")[0]) for head in heads)
+        code = "\n".join(islice(documents("code", 0), 3000))
+        assert not any(head in code for head in heads)
 
     def test_the_corpus_own_answers_are_right(self) -> None:
         for one in fresh_prompts(200):
