@@ -11,6 +11,7 @@ from specgen.errors import SpecgenError
 WARMUP_STEPS = 100
 DECAY = 0.25
 HEAD_SIZE = 32
+_LONG_EVERY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Recipe:
     """All that decides the weights, the corpus and the machine aside. Raises SpecgenError where a value makes no sense.
 
     The budget is `minutes` of training time or a number of optimizer `steps`, one of the two. A step takes `batch_size`
-    windows of `window` tokens; while the learning rate falls as many tokens, in the longest windows that there are places for.
+    windows of `window` tokens; while the learning rate falls every fourth step as many tokens in the longest windows that there
+    are places for, which attention makes dear.
     """
 
     shape: Shape
@@ -61,9 +63,9 @@ class Recipe:
         if not 1 <= self.window <= CONTEXT_LENGTH:
             raise SpecgenError(f"the window is {self.window}", f"It has to lie between 1 and {CONTEXT_LENGTH} tokens")
 
-    def windows(self, *, falling: bool) -> tuple[int, int]:
+    def windows(self, step: int, *, falling: bool) -> tuple[int, int]:
         """How many windows a step takes, and of how many tokens."""
-        if not falling or self.batch_size * self.window < CONTEXT_LENGTH:
+        if not falling or step % _LONG_EVERY or self.batch_size * self.window < CONTEXT_LENGTH:
             return self.batch_size, self.window
         return self.batch_size * self.window // CONTEXT_LENGTH, CONTEXT_LENGTH
 

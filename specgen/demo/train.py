@@ -157,7 +157,7 @@ class _Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * learning_rate_factor(self.step, self.share)
-        windows = self.stream.batch(*recipe.windows(falling=self.falling))
+        windows = self.stream.batch(*recipe.windows(self.step, falling=self.falling))
         self.tokens += windows[:, 1:].numel()
         if self.device.type == "cuda":  # only from pinned memory does a copy run beside the host
             windows = windows.pin_memory()
