@@ -19,7 +19,8 @@ from specgen.models.fingerprint import weights_fingerprint
 from specgen.tuning.distilling import DESCRIPTION, Lessons, distil, divergence
 from specgen.tuning.packing import NOTHING
 from specgen.tuning.selftext import LIKELY, SelfTexts, Stopped, weighed, write_batch
-from specgen.tuning.writing import Task
+from specgen.tuning.training import agreement
+from specgen.tuning.writing import Task, Writing
 
 OWN_TEXT = replace(TINY, self_text=1.0)
 
@@ -69,6 +70,24 @@ def test_what_is_kept_is_the_target_s_word(folders: tuple[Path, Path], tmp_path:
         assert torch.equal(text.best, logs.argmax(dim=-1))
         assert text.likely.shape == (len(text.ids), LIKELY)
         assert (text.logs.diff(dim=-1) <= 0).all()
+
+
+def test_open_text_is_read_in_turn_with_what_is_written(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+    target = opened(folders[0])
+    texts = open_text(corpus, target)
+    writing = Writing(target, Task(tmp_path, OWN_TEXT, open_text=texts), {}, tmp_path / "training", Silent(), keep_likely=True)
+    writing.run()
+    found = writing.kept.read()
+    assert [text.greedy for text in found[:128]] == [True] * 64 + [False] * 64
+    read = found[128:]
+    assert len(read) == 256
+    assert all(text.prompt == len(text.ids) and not text.held_out for text in read)
+    assert len({tuple(text.ids.tolist()) for text in read}) > 10
+    for text in read[:5]:
+        assert text.likely is not None
+        assert torch.equal(text.likely, weighed(target.model, text.ids)[0])
+    # Nobody wrote them: they have no say in how often the draft is right.
+    assert agreement(lambda ids: torch.zeros(len(ids), 96), read) == {"greedy": None, "sampled": None}
 
 
 def test_a_lesson_stands_beside_its_token(folders: tuple[Path, Path], corpus: Path) -> None:

@@ -1,4 +1,8 @@
-"""The target writes text of its own for a training: batch after batch, within memory and budget, each kept once it is whole."""
+"""The target writes text of its own for a training: batch after batch, within memory and budget, each kept once it is whole.
+
+For a draft model it reads open text too: its word on each token there costs a fraction of what writing one does, and the draft
+meets as many kinds of text as the corpus has.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +21,7 @@ from specgen.errors import SpecgenError
 from specgen.files import write_whole
 from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, synchronizer
-from specgen.tuning.selftext import HELD_OUT, SelfText, SelfTexts, Watch, beginnings, judged, write_batch
+from specgen.tuning.selftext import HELD_OUT, SelfText, SelfTexts, Watch, beginnings, judged, read_batch, write_batch
 from specgen.tuning.texts import Texts
 from specgen.tuning.training import Progress, Recipe, check_same_run
 
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
 
 TEXTS_AT_ONCE = 64
 _LEAST = 2  # texts in a batch: one is kept apart
+_GREEDY, _SAMPLED, _READ = "greedy", "sampled", "read"  # the kinds of batches, in turn
+_READ_TEXTS = 4  # times as many texts as are written at once
 _SHARE = 0.3  # of a budget in minutes
 _GROWING = 2 / 3  # of a batch's time; the rest is for judging what was written
 _WORTH_BEGINNING = 0.1  # of all the time for writing: with less left no further batch is begun
@@ -62,7 +69,8 @@ class Watcher(Protocol):
 
 class Writing:
     """What an earlier run has written stands already. `seconds` is what it took, earlier runs included. With `keep_likely` the
-    target's likeliest tokens are kept with every text, instead of hidden rows with some.
+    target's likeliest tokens are kept with every text, instead of hidden rows with some, and open text is read in turn with what
+    is written.
 
     With a budget in steps what is written follows from the seed, and from how many texts there is memory for at once: a power
     of two, which the first run keeps for the others.
@@ -81,11 +89,12 @@ class Writing:
         self.kept = SelfTexts(folder)
         self._target, self._job, self._settings, self._watcher = target, job, settings, watcher
         self._keep_likely = keep_likely
+        self._kinds = [_GREEDY, _SAMPLED, *([_READ] if keep_likely and job.open_text is not None else [])]
         self._log = folder / "writing.json"
         self._window = min(job.recipe.window, target.context_limit)
         self.seconds, at_once = _begun(self._log, settings)
         self._at_once = at_once or texts_at_once(target, self._window)
-        self._planned = None if job.recipe.steps is None else _batches(job.recipe, self._at_once)
+        self._planned = None if job.recipe.steps is None else len(self._kinds) * _turns(job.recipe, self._at_once)
         self._limit = math.inf if job.recipe.seconds is None else job.recipe.seconds * _SHARE
         self._pace: float | None = None
         self._keep()
@@ -111,8 +120,8 @@ class Writing:
             self._watcher.writing(number, 1.0 if not self._goes_on(number) else self._share(number, 0.0), tokens)
 
     def _goes_on(self, number: int) -> bool:
-        """Two batches at the least, a greedy one and a sampled one, and with a budget in minutes as many as there is time for."""
-        if number < 2:
+        """A batch of each kind at the least, and with a budget in minutes as many as there is time for."""
+        if number < len(self._kinds):
             return True
         return (
             number < self._planned if self._planned is not None else self._limit - self.seconds > _WORTH_BEGINNING * self._limit
@@ -126,11 +135,17 @@ class Writing:
 
     def _batch(self, number: int, tokens: int, *, keep_rows: bool) -> list[SelfText]:
         start = time.monotonic()
-        prompts, apart, greedy = _prompts(self._job, number, self._window, self._at_once)
+        turn, place = divmod(number, len(self._kinds))
+        # The first ones leave as much to the others.
+        time_left = max(0.0, self._limit - self.seconds) / (1 if turn else len(self._kinds) - place)
+        seed = _seed(self._job.recipe.seed, number)
+        if self._kinds[place] == _READ:
+            return self._read(seed, start + time_left)
+        prompts, apart, greedy = _prompts(
+            self._job, turn, seed, self._window, self._at_once, greedy=self._kinds[place] == _GREEDY
+        )
         until = math.inf
         if self._planned is None:
-            # The first one leaves as much to the second.
-            time_left = max(0.0, self._limit - self.seconds) / (2 if number == 0 else 1)
             count = max(_LEAST, int((1 - _GROWING) * time_left / (self._seconds_a_token(prompts[0]) * self._window)))
             prompts, apart = prompts[:count], apart[:count]
             until = start + _GROWING * time_left
@@ -140,12 +155,18 @@ class Writing:
             prompts,
             self._window,
             greedy=greedy,
-            seed=_seed(self._job.recipe.seed, number),
+            seed=seed,
             held_out=apart,
             keep_rows=keep_rows,
             keep_likely=self._keep_likely,
             watch=Watch(self._reporter(number, tokens - before, start), self._watcher.stopping, until),
         )
+
+    def _read(self, seed: int, until: float) -> list[SelfText]:
+        assert self._job.open_text is not None
+        rng = Random(f"read {seed}")
+        texts = [self._job.open_text.draw(rng, self._window) for _ in range(_READ_TEXTS * self._at_once)]
+        return read_batch(self._target, texts, Watch(stopping=self._watcher.stopping, until=until))
 
     def _reporter(self, number: int, tokens: int, start: float) -> Callable[[float, int], None]:
         said = 0.0
@@ -206,25 +227,25 @@ def _begun(log: Path, settings: dict[str, Any]) -> tuple[float, int | None]:
     return seconds, max(_LEAST, at_once)
 
 
-def _batches(recipe: Recipe, at_once: int) -> int:
-    """How many batches of own text a number of steps asks for: an even one, for greedy and sampled ones take turns."""
+def _turns(recipe: Recipe, at_once: int) -> int:
+    """How many batches of each kind a number of steps asks for."""
     tokens = (recipe.steps or 0) * recipe.batch * recipe.window * recipe.self_text / _EPOCHS
-    return max(2, 2 * round(tokens / (2 * at_once * recipe.window)))
+    return max(1, round(tokens / (2 * at_once * recipe.window)))
 
 
-def _prompts(job: Task, number: int, window: int, at_once: int) -> tuple[list[list[int]], list[bool], bool]:
+def _prompts(
+    job: Task, turn: int, seed: int, window: int, at_once: int, *, greedy: bool
+) -> tuple[list[list[int]], list[bool], bool]:
     """A batch's prompts, which of them are kept apart, and whether it is greedy.
 
-    A greedy batch and a sampled one take turns. The user's prompts come round again, but greedy text only once: it would be
-    the same.
+    The user's prompts come round again, but greedy text only once: it would be the same.
     """
-    greedy = number % 2 == 0
     if not job.prompts:
         assert job.open_text is not None
-        found = beginnings(job.open_text, at_once, window, _seed(job.recipe.seed, number))
+        found = beginnings(job.open_text, at_once, window, seed)
         return found, [place % HELD_OUT == 0 for place in range(len(found))], greedy
     longest = max(1, 3 * window // 4)  # of a longer prompt, its end
-    count, start = len(job.prompts), number // 2 * at_once
+    count, start = len(job.prompts), turn * at_once
     greedy = greedy and start < count
     places = range(start, min(count, start + at_once)) if greedy else range(start, start + at_once)
     found = [list(job.prompts[place % count])[-longest:] for place in places]
