@@ -10,7 +10,6 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen import demo
-from specgen.demo.corpus import documents
+from specgen.demo.fresh import fresh_prompts
 from specgen.methods import find, resolve
 
 PLAIN = "transformers"
@@ -40,13 +39,8 @@ def examples(count: int) -> list[str]:
 
 
 def held_out(count: int) -> list[str]:
-    """`count / 4` beginnings of documents a domain, of a seed that training did not see (code files it saw)."""
-    found = []
-    for domain, mark in {"code": None, "math": "Answer:", "news": "Summary:", "chat": "Assistant:"}.items():
-        for text in islice(documents(domain, seed=1), count // 4):
-            end = text.index(mark) + len(mark) if mark else text.rindex("\n", 0, 400)
-            found.append(text[:end])
-    return found
+    """What training did not see: a fifth of it heads of functions."""
+    return [one.prompt for one in fresh_prompts(count)]
 
 
 def transformers_runner(target: Any, draft: Any, tokens: int, settings: dict[str, Any]) -> Callable[[list[int]], Answer]:

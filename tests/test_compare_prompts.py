@@ -25,7 +25,7 @@ def test_the_examples_are_the_default_and_a_limit_takes_categories_in_turn() -> 
     assert [prompt.index for prompt in prompts] == list(range(36))
     assert Counter(prompt.category for prompt in load_prompts(None, limit=6)) == {"code": 2, "math": 2, "news": 1, "chat": 1}
     assert [prompt.name for prompt in load_prompts(None, category="math", limit=2)] == ["math-lemons", "math-buttons"]
-    assert prompts[0].label == "prompt 0 (code-ring-buffer)"
+    assert prompts[0].label == "prompt 0 (code-longest-line)"
 
 
 def test_json_lines_need_a_prompt_alone(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(role, help=f"train the {role}; goes on where an interrupted run stopped")
         command.add_argument("out", type=Path, help="the pair's folder, with the tokenizer in it")
         budget = command.add_mutually_exclusive_group()
-        budget.add_argument("--minutes", type=float, help="training time (default: the bundled pair's, 85 and 15)")
+        budget.add_argument("--minutes", type=float, help="training time (default: the bundled pair's, 98 and 6)")
         budget.add_argument("--steps", type=int, help="optimizer steps, for the same weights every time")
         command.add_argument("--batch-size", type=int, help="windows a step (default: 8)")
         command.add_argument("--window", type=int, help="tokens a window (default: 256)")
-        command.add_argument("--hidden-size", type=int, help="default: 160 for the target, 64 for the draft")
-        command.add_argument("--layers", type=int, help="default: 16 for the target, 2 for the draft")
-        command.add_argument("--heads", type=int, help="default: one for every 32 of the hidden size")
+        command.add_argument("--hidden-size", type=int, help="default: 128 for the target, 48 for the draft")
+        command.add_argument("--layers", type=int, help="default: 12 for the target, 2 for the draft")
+        command.add_argument("--heads", type=int, help="default: one for every 32 of the hidden size; of the draft as it is, 3")
         command.add_argument("--learning-rate", type=float, help="default: 0.004 for the target, 0.008 for the draft")
         command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
         command.add_argument("--checkpoint-every", type=int, default=500, metavar="STEPS", help="default: 500")
@@ -87,8 +87,10 @@ def _train_model(options: argparse.Namespace) -> None:
     if options.checkpoint_every < 1:
         raise SpecgenError(f"--checkpoint-every is {options.checkpoint_every}", "It has to be at least 1")
     recipe = BUNDLED[options.command]
-    # A head count of the bundled shape would not fit another hidden size: 0 asks for a fresh one.
-    shape = replace(recipe.shape, **{"heads": 0} | _given(options, "hidden_size", "layers", "heads"))
+    sizes = _given(options, "hidden_size", "layers", "heads")
+    if "hidden_size" in sizes:  # which the bundled shape's heads need not fit: 0 asks for fresh ones
+        sizes = {"heads": 0} | sizes
+    shape = replace(recipe.shape, **sizes)
     changes = _given(options, "minutes", "steps", "batch_size", "window", "learning_rate")
     if "steps" in changes:
         changes["minutes"] = None
