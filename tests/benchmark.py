@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=0, help="torch's own choice where 0")
     parser.add_argument("--only", default="", help="these rows alone, between commas, plain decoding aside")
-    parser.add_argument("--held-out", action="store_true", help="prompts from the demo corpus, of a seed kept out of training")
+    parser.add_argument("--held-out", action="store_true", help="fresh prompts of python -m specgen.demo eval")
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -15,13 +14,16 @@ from specgen.demo import ROLES
 from specgen.demo.__main__ import main
 from specgen.demo.apart import is_apart
 from specgen.demo.corpus import DOMAINS, documents
-from specgen.demo.exercises import composed
 from specgen.demo.fresh import Fresh, final_answer, fresh_prompts, is_function
 from specgen.demo.recipe import Shape
 from specgen.demo.tokenizer import load_tokenizer
 from specgen.demo.train import _config
 
 NEWS = Fresh("news", "Article: Ada Baker won in Ashford. It took 3 days.\nSummary:", " Ada Baker won in Ashford after 3 days.")
+
+
+def question(text: str) -> str:
+    return text.removeprefix("Question: ").split("\n")[0]
 
 
 class TestFreshPrompts:
@@ -33,10 +35,10 @@ class TestFreshPrompts:
 
     def test_training_never_asks_them(self) -> None:
         asked = fresh_prompts(200)
-        problems = {one.prompt for one in asked if one.category == "math"}
-        assert not problems & {text.split("Answer:")[0] + "Answer:" for text in islice(documents("math", 0), 8000)}
-        rng = random.Random(0)
-        assert not any(is_apart(composed(rng).split("(")[0]) for _ in range(2000))
+        assert all(is_apart(question(one.prompt)) for one in asked if one.category == "math")
+        trained = [text for text in islice(documents("math", 0), 2000) if " has " in text or " finds " in text]
+        assert len(trained) > 300
+        assert not any(is_apart(question(text)) for text in trained)
         heads = [one.prompt for one in asked if one.category == "code"][::2]  # the exercises
         assert all(is_apart(head.split("(")[0]) for head in heads)
         code = "\n".join(islice(documents("code", 0), 3000))

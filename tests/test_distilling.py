@@ -137,7 +137,7 @@ def test_interrupted_and_resumed_is_the_same(folders: tuple[Path, Path], corpus:
         return distil(target, draft, Task(tmp_path / name, OWN_TEXT, open_text=open_text(corpus, target)), watcher).path
 
     straight = run("straight", Silent())
-    for watcher in (Silent(stop_at_batch=1), Silent(stop_at_step=3)):
+    for watcher in (Silent(stop_at_batch=1), Silent(stop_at_batch=2), Silent(stop_at_step=3)):
         with pytest.raises(Stopped):
             run("resumed", watcher)
     last = Silent()

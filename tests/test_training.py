@@ -227,6 +227,10 @@ def test_a_corpus_is_read_in_both_forms(tmp_path: Path) -> None:
     assert texts.tokens == 9
     drawn = {bytes(texts.draw(random.Random(seed), 4)).decode() for seed in range(60)}
     assert drawn == {"one", "twel", "welv", "elve"}
+    many = Texts([[place, place] for place in range(24)])
+    assert {many.draw(random.Random(seed), 9, apart=True)[0] for seed in range(200)} == {0, 8, 16}
+    assert {many.draw(random.Random(seed), 9, apart=False)[0] for seed in range(400)} == set(range(24)) - {0, 8, 16}
+    assert texts.draw(random.Random(0), 9, apart=True)  # too few to keep one apart
     for content, message in (("{", "line 1: no JSON"), ('{"prompt": "x"}', "no 'text'"), ('{"text": ""}', "is no text")):
         (tmp_path / "bad.jsonl").write_text(content)
         with pytest.raises(SpecgenError, match=message):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEMO_CORPUS = Path("demo")  # a file of that name needs its whole path
 _OPEN_TOKENS = 600_000  # of the demo pair's own corpus
 _LEARNING_RATES = {"eesd": 1e-3, "sd": 3e-4}
-_SELF_TEXT = 0.5  # of an exit's text; a draft is distilled on the target's own alone
+_SELF_TEXT = 0.5  # of an exit's text; a draft is distilled on the target's word alone
 
 
 @dataclass(frozen=True, slots=True)

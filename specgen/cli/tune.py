@@ -75,7 +75,7 @@ SelfText = Annotated[
     typer.Option(
         "--self-text",
         metavar="SHARE",
-        help="Share of text of the target's own (0.5; for sd 1).",
+        help="Share of rows with text of the target's own (0.5), for sd with its word on text (1).",
         rich_help_panel=_TRAINING,
     ),
 ]

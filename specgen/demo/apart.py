@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 _Thing = TypeVar("_Thing")
-_SHARE = 16  # one in so many is kept apart
+_ONE_IN = 16
 
 
 def is_apart(name: str) -> bool:
     """Whether a file, a function or a question is kept apart from training."""
-    return hashlib.sha256(name.encode()).digest()[0] % _SHARE == 0
+    return hashlib.sha256(name.encode()).digest()[0] % _ONE_IN == 0
 
 
 def drawn(

@@ -34,7 +34,8 @@ _TEMPLATES: dict[str, Callable[[random.Random], str]] = {"news": news_story, "ch
 
 
 def documents(domain: str, seed: int, *, held_out: bool = False) -> Iterator[str]:
-    """Endless documents of one domain of DOMAINS; with `held_out` of what is kept apart from training."""
+    """Endless documents of one domain of DOMAINS; with `held_out` of what is kept apart from training, as far as
+    that is kept apart: classics, sheets of sums and chat are not."""
     rng = source(domain, seed)
     while True:
         yield document(domain, rng, held_out=held_out)

@@ -87,7 +87,7 @@ def exercise(rng: random.Random, *, held_out: bool = False) -> str:
 
 
 def composed(rng: random.Random, *, held_out: bool = False) -> str:
-    """A function that was put together; with `held_out` one whose name no function in training has."""
+    """A function that was put together; with `held_out` one whose name no function in training has (others may do the same)."""
     return drawn(_COMPOSED, rng, _name, held_out=held_out)
 
 

@@ -1,5 +1,6 @@
 """Fresh prompts for the demo pair, with what a right answer is: exercises, library files and word problems that training never
-draws (apart.py), news and questions from a seed that it never has."""
+draws (apart.py), and news from a seed that it never has. The questions in chat are about facts that it was told, in all their
+forms: what is asked there is whether they are known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Distil a draft model to its target, on text that the target wrote (DistillSpec, arXiv 2310.08461; forward divergence).
+"""Distil a draft model to its target, on text that the target wrote (DistillSpec, arXiv 2310.08461; forward divergence) or read.
 
-The target's likeliest tokens and their probabilities are recorded as it writes, so that training holds the draft alone. What is
+The target's likeliest tokens and their probabilities are recorded beforehand, so that training holds the draft alone. What is
 minimized is KL(target || draft) over these tokens and one more outcome, that it is none of them.
 """
 
@@ -70,7 +70,7 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 class DraftTraining(Training):
-    """A draft model in training. Text of the target's own teaches its probabilities, open text the next token."""
+    """A draft model in training. What the target wrote or read teaches its probabilities, open text as it is the next token."""
 
     def __init__(self, draft: LoadedModel, lessons: Lessons, recipe: Recipe, *, narrow: bool = False) -> None:
         self.draft, self._narrow = draft, narrow  # products in bfloat16
@@ -151,6 +151,7 @@ def distil(
     apart = [text for text in texts if text.held_out]
     recipe = what_is_left(task.recipe, writing.seconds)
     lessons = Lessons(task.open_text, texts, recipe)
+    del texts  # the lessons have them in another form
     training = DraftTraining(draft, lessons, recipe, narrow=narrow)
     before = agreement(training.read, apart)
     state = folder / "state.safetensors"

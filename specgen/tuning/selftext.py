@@ -1,4 +1,4 @@
-"""Text that the target itself generates, to distil it from (EESD, section 3.2): half of it greedy, half sampled.
+"""Text that the target itself generates, to distil it from (EESD, section 3.2), half of it greedy and half sampled; or reads.
 
 A batch is generated at a time and kept in a file of its own, so that an interrupted run goes on behind the last one. With the
 ids are kept the target's own choice behind each of them, and of some texts its hidden rows, from which the predictor learns; or
@@ -24,12 +24,11 @@ from specgen.inference import inference
 from specgen.models.cache import BufferCache
 from specgen.models.exit_layer import decoder_of
 from specgen.models.masks import Masks
-from specgen.tuning.texts import Texts
+from specgen.tuning.texts import HELD_OUT, Texts
 
 if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
-HELD_OUT = 8  # of so many texts one is never trained on
 LIKELY = 16
 """So many of the target's likeliest tokens are kept; the others' probability is taken together."""
 _PIECE = 256  # rows of logits that are turned into probabilities at once
@@ -41,7 +40,7 @@ class SelfText:
     """One text. `best` [n] is the target's likeliest token behind each of its `ids` [n]; `rows` [n, width] the target's hidden
     rows behind its norm, None where they were not kept. The first `prompt` ids are not the target's own. `likely` [n, LIKELY]
     are the target's likeliest tokens and `logs` [n, LIKELY] the logarithms of their probabilities, None where they were not
-    asked for."""
+    asked for. Text that the target only read is all prompt, and not greedy."""
 
     ids: torch.Tensor
     best: torch.Tensor
@@ -174,6 +173,7 @@ def read_batch(target: LoadedModel, texts: Sequence[Sequence[int]], watch: Watch
     made = []
     for text in texts:
         made.append(_with_likely(target, torch.tensor(text), len(text), greedy=False, held_out=False))
+        watch.grown(len(made) / len(texts), sum(map(len, texts[: len(made)])))
         watch.check()
         if watch.is_late():
             break
@@ -301,16 +301,21 @@ class _Batch:
 
 
 def beginnings(texts: Texts, count: int, longest: int, seed: int) -> list[list[int]]:
-    """Prompts of one length, drawn from open text: its documents' first tokens, 4 to a quarter of `longest`."""
+    """Prompts of one length, drawn from open text: its documents' first tokens, 4 to a quarter of `longest`.
+
+    Each HELD_OUTth, the first one among them, is of documents that are kept apart, as far as these are long enough.
+    """
     from random import Random
 
     rng = Random(f"beginnings {seed}")
     size = rng.randint(4, max(4, longest // 4))
-    found = []
-    for _ in range(count * 20):
-        ids = texts.draw(rng, size, beginning=rng.random() < 0.8)
+    found: list[list[int]] = []
+    misses = 0
+    while len(found) < count and misses < 20 * count:
+        apart = len(found) % HELD_OUT == 0 if misses < 10 * count else None
+        ids = texts.draw(rng, size, beginning=rng.random() < 0.8, apart=apart)
         if len(ids) == size:
             found.append(ids)
-        if len(found) == count:
-            break
+        else:
+            misses += 1
     return found or [texts.draw(rng, size)]

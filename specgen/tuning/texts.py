@@ -13,6 +13,7 @@ from random import Random
 from specgen.errors import SpecgenError
 
 Encode = Callable[[str], list[int]]
+HELD_OUT = 8  # of so many texts one is never trained on
 MOST_TOKENS = 8_000_000  # of a corpus: what lies behind is not read
 _PIECE = 20_000  # characters of plain text that are encoded at once
 DEMO_SEED = 1_000_000  # far from the seeds that the demo models were trained with
@@ -35,11 +36,15 @@ class Texts:
     def tokens(self) -> int:
         return len(self._ids)
 
-    def draw(self, rng: Random, longest: int, *, beginning: bool = False) -> list[int]:
+    def draw(self, rng: Random, longest: int, *, beginning: bool = False, apart: bool | None = None) -> list[int]:
         """One document with a probability that follows its length: whole, or a stretch of `longest` tokens of it, or with
-        `beginning` its first ones."""
-        place = rng.randrange(len(self._ids))
-        document = bisect_right(self._starts, place) - 1
+        `beginning` its first ones. Of all, of those that are kept `apart` (one in HELD_OUT), or of the others; there has to be
+        that many for any to be."""
+        while True:
+            place = rng.randrange(len(self._ids))
+            document = bisect_right(self._starts, place) - 1
+            if apart is None or len(self._starts) <= HELD_OUT or (document % HELD_OUT == 0) == apart:
+                break
         start, end = self._starts[document], self._starts[document + 1]
         if end - start > longest and not beginning:
             start = min(place, end - longest)

@@ -67,12 +67,12 @@ class Progress:
 
 
 class Data:
-    """Batches by their number: open text, and the target's own."""
+    """Batches by their number: open text, and what the target has written or read."""
 
     def __init__(self, open_text: Texts | None, self_texts: Sequence[SelfText], recipe: Recipe) -> None:
         self._open, self._recipe = open_text, recipe
         self._own = [(text.ids.tolist(), text.best.tolist()) for text in self_texts if not text.held_out]
-        count = 0 if not self._own else recipe.batch if open_text is None else round(recipe.batch * recipe.self_text)
+        count = 0 if not self._own else recipe.batch if open_text is None else max(1, round(recipe.batch * recipe.self_text))
         own, other = [self._draw_own], [self._draw_open]
         self._draws: list[Draw] = [*(own * count), *(other * (recipe.batch - count))]
 
@@ -81,7 +81,7 @@ class Data:
 
     def _draw_open(self, rng: Random, longest: int) -> tuple[list[int], list[int]]:
         assert self._open is not None
-        ids = self._open.draw(rng, longest)
+        ids = self._open.draw(rng, longest, apart=False)
         return ids, [NOTHING] * len(ids)
 
     def _draw_own(self, rng: Random, longest: int) -> tuple[list[int], list[int]]:

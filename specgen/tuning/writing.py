@@ -21,8 +21,8 @@ from specgen.errors import SpecgenError
 from specgen.files import write_whole
 from specgen.models.cache import bytes_per_token
 from specgen.models.devices import free_memory, synchronizer
-from specgen.tuning.selftext import HELD_OUT, SelfText, SelfTexts, Watch, beginnings, judged, read_batch, write_batch
-from specgen.tuning.texts import Texts
+from specgen.tuning.selftext import SelfText, SelfTexts, Watch, beginnings, judged, read_batch, write_batch
+from specgen.tuning.texts import HELD_OUT, Texts
 from specgen.tuning.training import Progress, Recipe, check_same_run
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Watcher(Protocol):
 
 class Writing:
     """What an earlier run has written stands already. `seconds` is what it took, earlier runs included. With `keep_likely` the
-    target's likeliest tokens are kept with every text, instead of hidden rows with some, and open text is read in turn with what
-    is written.
+    target's likeliest tokens are kept with every text, instead of hidden rows with some, and where there are no
+    prompts of the user's open text is read in turn with what is written.
 
     With a budget in steps what is written follows from the seed, and from how many texts there is memory for at once: a power
     of two, which the first run keeps for the others.
@@ -89,7 +89,7 @@ class Writing:
         self.kept = SelfTexts(folder)
         self._target, self._job, self._settings, self._watcher = target, job, settings, watcher
         self._keep_likely = keep_likely
-        self._kinds = [_GREEDY, _SAMPLED, *([_READ] if keep_likely and job.open_text is not None else [])]
+        self._kinds = [_GREEDY, _SAMPLED, *([_READ] if keep_likely and job.open_text is not None and not job.prompts else [])]
         self._log = folder / "writing.json"
         self._window = min(job.recipe.window, target.context_limit)
         self.seconds, at_once = _begun(self._log, settings)
@@ -140,7 +140,7 @@ class Writing:
         time_left = max(0.0, self._limit - self.seconds) / (1 if turn else len(self._kinds) - place)
         seed = _seed(self._job.recipe.seed, number)
         if self._kinds[place] == _READ:
-            return self._read(seed, start + time_left)
+            return self._read(number, tokens, seed, start + time_left)
         prompts, apart, greedy = _prompts(
             self._job, turn, seed, self._window, self._at_once, greedy=self._kinds[place] == _GREEDY
         )
@@ -162,11 +162,12 @@ class Writing:
             watch=Watch(self._reporter(number, tokens - before, start), self._watcher.stopping, until),
         )
 
-    def _read(self, seed: int, until: float) -> list[SelfText]:
+    def _read(self, number: int, tokens: int, seed: int, until: float) -> list[SelfText]:
         assert self._job.open_text is not None
         rng = Random(f"read {seed}")
-        texts = [self._job.open_text.draw(rng, self._window) for _ in range(_READ_TEXTS * self._at_once)]
-        return read_batch(self._target, texts, Watch(stopping=self._watcher.stopping, until=until))
+        texts = [self._job.open_text.draw(rng, self._window, apart=False) for _ in range(_READ_TEXTS * self._at_once)]
+        watch = Watch(self._reporter(number, tokens, time.monotonic()), self._watcher.stopping, until)
+        return read_batch(self._target, texts, watch)
 
     def _reporter(self, number: int, tokens: int, start: float) -> Callable[[float, int], None]:
         said = 0.0
