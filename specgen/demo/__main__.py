@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(role, help=f"train the {role}; goes on where an interrupted run stopped")
         command.add_argument("out", type=Path, help="the pair's folder, with the tokenizer in it")
         budget = command.add_mutually_exclusive_group()
-        budget.add_argument("--minutes", type=float, help="training time (default: the bundled pair's, 90 and 6)")
+        budget.add_argument("--minutes", type=float, help="training time (default: the bundled pair's, 90 and 5)")
         budget.add_argument("--steps", type=int, help="optimizer steps, for the same weights every time")
         command.add_argument("--batch-size", type=int, help="windows a step (default: 8)")
         command.add_argument("--window", type=int, help="tokens a window (default: 256)")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
 DESCRIPTION = "distilled.yaml"
+_AT_ONCE = (1 << 18, 1 << 26)  # numbers in the logits that are judged at once, on a CPU what its caches hold; on CUDA
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -89,18 +90,32 @@ class DraftTraining(Training):
                 input_ids=rows.ids, attention_mask=mask, position_ids=rows.positions, use_cache=False
             ).logits.flatten(0, 1)
         labels, places = rows.labels.flatten(), rows.best.flatten()
+        sums = torch.zeros(3, device=logits.device)
+        gradients = []
+        size = max(1, _AT_ONCE[logits.device.type == "cuda"] // logits.shape[-1])
+        for start in range(0, len(logits), size):
+            piece = slice(start, start + size)
+            cut = logits[piece].detach().float().requires_grad_()
+            judged = self._judge(cut, labels[piece], places[piece])
+            (judged[0] / labelled).backward()  # type: ignore[no-untyped-call]
+            gradients.append(cut.grad if cut.grad is not None else torch.zeros_like(cut))
+            sums += judged.detach()
+        logits.backward(torch.cat(gradients).to(logits.dtype))  # type: ignore[no-untyped-call]
+        sums[0] /= labelled
+        return sums
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The loss summed up, agreements and judgements [3], of `logits` [n, vocabulary]."""
         taught = (places != NOTHING) & (labels != NOTHING)
-        loss = F.cross_entropy(logits.float(), labels.masked_fill(taught, NOTHING), ignore_index=NOTHING, reduction="sum")
-        right = torch.zeros((), device=logits.device)
-        if taught.any():
-            where = places[taught].to(self._lessons.likely.device)
-            likely = self._lessons.likely[where].long().to(logits.device)
-            said = logits[taught].float()
-            loss = loss + divergence(said, likely, self._lessons.logs[where].to(logits.device)).sum()
-            right = (said.detach().argmax(dim=-1) == likely[:, 0]).sum()
-        loss = loss / labelled
-        loss.backward()  # type: ignore[no-untyped-call]
-        return torch.stack((loss.detach(), right, taught.sum()))
+        as_it_is = (labels != NOTHING) & ~taught
+        where = places[taught].to(self._lessons.likely.device)
+        likely = self._lessons.likely[where].long().to(logits.device)
+        # Not by masks, whose backward sorts.
+        said, untaught = (logits.index_select(0, these.nonzero()[:, 0]) for these in (taught, as_it_is))
+        loss = divergence(said, likely, self._lessons.logs[where].to(logits.device)).sum()
+        loss = loss + F.cross_entropy(untaught, labels[as_it_is], reduction="sum")
+        right = (said.detach().argmax(dim=-1) == likely[:, 0]).sum()
+        return torch.stack((loss, right, taught.sum()))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.draft.device.type, dtype=torch.bfloat16, enabled=self._narrow)
