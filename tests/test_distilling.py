@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import specgen
 from specgen.cli.app import app
 from specgen.models.fingerprint import weights_fingerprint
-from specgen.tuning.distilling import DESCRIPTION, Lessons, distil, divergence
+from specgen.tuning.distilling import DESCRIPTION, DraftTraining, Lessons, distil, divergence
 from specgen.tuning.packing import NOTHING
-from specgen.tuning.selftext import LIKELY, SelfTexts, Stopped, weighed, write_batch
+from specgen.tuning.selftext import LIKELY, SelfTexts, Stopped, read_batch, weighed, write_batch
 from specgen.tuning.training import agreement
 from specgen.tuning.writing import Task, Writing
 
@@ -109,6 +109,24 @@ def test_a_lesson_stands_beside_its_token(folders: tuple[Path, Path], corpus: Pa
             likely, logs = weighed(target.model, row[start:end])
             assert torch.equal(lessons.likely[places[start:end]], likely)
             torch.testing.assert_close(lessons.logs[places[start:end]], logs, atol=1e-4, rtol=1e-4)
+
+
+def test_judged_in_pieces_it_is_the_same(folders: tuple[Path, Path], corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that the target read, text of its own and open text as it is, in pieces of five rows and all at once."""
+    target = opened(folders[0])
+    texts = open_text(corpus, target)
+    own = [*read_batch(target, [[5, 9, 7, 3, 8], [4, 4, 6]])]
+    recipe = replace(TINY, batch=4)
+    found = []
+    for numbers in (5 * 96, 1 << 18):
+        monkeypatch.setattr("specgen.tuning.distilling._CACHED", numbers)
+        training = DraftTraining(opened(folders[1]), Lessons(texts, own, recipe), recipe)
+        rows = training._data.batch(0)
+        sums = training._backward(rows, int((rows.labels != NOTHING).sum()))
+        assert 0 < sums[2] < (rows.labels != NOTHING).sum()
+        found.append([sums, *(weight.grad for weight in training._trained.values())])
+    for pieces, whole in zip(*found, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_distilling_brings_agreement(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
 DESCRIPTION = "distilled.yaml"
-_AT_ONCE = (1 << 18, 1 << 26)  # numbers in the logits that are judged at once, on a CPU what its caches hold; on CUDA
+_CACHED = 1 << 18  # numbers in the logits that are judged at once on a CPU, as many as its caches hold
+_ON_DEVICE = 1 << 26
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -92,7 +93,7 @@ class DraftTraining(Training):
         labels, places = rows.labels.flatten(), rows.best.flatten()
         sums = torch.zeros(3, device=logits.device)
         gradients = []
-        size = max(1, _AT_ONCE[logits.device.type == "cuda"] // logits.shape[-1])
+        size = max(1, (_CACHED if logits.device.type == "cpu" else _ON_DEVICE) // logits.shape[-1])
         for start in range(0, len(logits), size):
             piece = slice(start, start + size)
             cut = logits[piece].detach().float().requires_grad_()
