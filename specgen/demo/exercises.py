@@ -1,7 +1,7 @@
 """Function exercises: a signature, a docstring that says what to do, and the body that does it.
 
-Most are put together (what to go through, which elements count, what is done with them), so that a fresh seed asks for
-combinations that were never seen; the others are the classics, with names that change.
+Most are put together (what to go through, which elements count, what is done with them), and an
+evaluation may ask for names that training never sees; the others are the classics, with names that change.
 """
 
 # ruff: noqa: SIM905  (words in a row are read with more ease than quoted ones)

@@ -70,10 +70,10 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _sample(characters: int) -> Iterator[str]:
-    """Documents in the proportions of MIX; a long one is cut, so that one file does not stand for all code."""
+    """Documents in the proportions of MIX."""
     for domain, share in MIX.items():
         budget, stream = int(characters * share), documents(domain, seed=0)
         while budget > 0:
-            text = next(stream)[:20_000]
+            text = next(stream)
             budget -= len(text)
             yield text

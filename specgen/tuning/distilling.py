@@ -9,7 +9,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +55,10 @@ class Lessons(Data):
     """Batches of text in which `best` says where in `likely` and `logs` [tokens, LIKELY] the target's word on a token stands."""
 
     def __init__(self, open_text: Texts | None, self_texts: Sequence[SelfText], recipe: Recipe) -> None:
-        super().__init__(open_text, self_texts, recipe)
         used = [text for text in self_texts if not text.held_out]
-        starts, end = [], 0
-        for text in used:
-            starts.append(end)
-            end += len(text.ids)
-        self._own = [
-            (text.ids.tolist(), list(range(start, start + len(text.ids)))) for start, text in zip(starts, used, strict=True)
-        ]
+        ends = accumulate(len(text.ids) for text in used)
+        placed = [replace(text, best=torch.arange(end - len(text.ids), end)) for text, end in zip(used, ends, strict=True)]
+        super().__init__(open_text, placed, recipe)
         self.likely = _joined([text.likely for text in used])
         self.logs = _joined([text.logs for text in used])
 
@@ -99,7 +95,8 @@ class DraftTraining(Training):
             cut = logits[piece].detach().float().requires_grad_()
             judged = self._judge(cut, labels[piece], places[piece])
             (judged[0] / labelled).backward()  # type: ignore[no-untyped-call]
-            gradients.append(cut.grad if cut.grad is not None else torch.zeros_like(cut))
+            assert cut.grad is not None
+            gradients.append(cut.grad)
             sums += judged.detach()
         logits.backward(torch.cat(gradients).to(logits.dtype))  # type: ignore[no-untyped-call]
         sums[0] /= labelled

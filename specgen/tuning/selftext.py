@@ -170,10 +170,11 @@ def write_batch(
 def read_batch(target: LoadedModel, texts: Sequence[Sequence[int]], watch: Watch = NOBODY) -> list[SelfText]:
     """Texts of somebody else's with what the target would have said behind each token; the first one at least, where the `watch`
     is late. A pass over a whole text is many times faster than writing one."""
-    made = []
+    made, tokens = [], 0
     for text in texts:
         made.append(_with_likely(target, torch.tensor(text), len(text), greedy=False, held_out=False))
-        watch.grown(len(made) / len(texts), sum(map(len, texts[: len(made)])))
+        tokens += len(text)
+        watch.grown(len(made) / len(texts), tokens)
         watch.check()
         if watch.is_late():
             break

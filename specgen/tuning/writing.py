@@ -38,7 +38,9 @@ _WORTH_BEGINNING = 0.1  # of all the time for writing: with less left no further
 _CACHE_SHARE = 0.5  # of the free memory; passes need the rest
 _TIMED_TOKENS = 256
 _REPORT_EVERY = 0.5  # seconds
-_EPOCHS = 10  # how often a text of the target's own is seen, with a budget in steps: writing a token costs several steps' worth
+_EPOCHS = 10
+"""How often a token that the target wrote would be seen with a budget in steps, were there no other text. Writing one costs
+several steps' worth; what is read comes on top."""
 _KEPT_TOKENS = 40_000  # whose hidden rows are kept for the predictor,
 _KEPT_BYTES = 1 << 27  # unless they are as wide as this
 
