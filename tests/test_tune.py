@@ -21,7 +21,7 @@ from specgen.tuning.behaviour import Answer, Recorder, record_answer
 from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
 from specgen.tuning.outcome import Found, Outcome, judged, settled
-from specgen.tuning.probes import RoundProbe
+from specgen.tuning.probes import WINDOWS, ParallelProbe, RoundProbe
 from specgen.tuning.replay import Behaviour, replay
 from specgen.tuning.tuner import Tuner, Wanted
 from specgen.types import SamplingParams
@@ -175,6 +175,23 @@ def test_rounds_are_timed_where_they_happen(near: Pair) -> None:
     assert 0 < curve.points[1] < curve.points[3]
     assert set(next(iter(costs.judging.curves.values())).points) == {2, 4}
     assert 0 <= costs.looking < curve.points[3]
+
+
+def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that is slow for a moment would make one window slow. What the rounds took is what they are expected to."""
+    monkeypatch.setattr("specgen.tuning.probes.ROUNDS", 2 * len(WINDOWS))
+    probe = ParallelProbe(near, PROMPTS[:1], GREEDY)
+    probe.run(0.0)
+    costs = probe.costs
+    assert set(next(iter(costs.drafting.curves.values())).points) >= {0, *WINDOWS}
+    assert costs.together is not None
+    taken = sum(seconds for *_, seconds in probe._rounds)
+    expected = sum(
+        max(next(iter(costs.drafting.curves.values())).at(drafted), next(iter(costs.judging.curves.values())).at(judged))
+        + costs.together
+        for _, drafted, judged, _ in probe._rounds
+    )
+    assert expected == pytest.approx(taken) if costs.together else expected >= taken
 
 
 class Quiet:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from statistics import median
+from itertools import cycle, islice
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen.decoding.parallel import Parallel
@@ -30,7 +30,7 @@ WINDOWS = (1, 2, 3, 4, 6, 8, 12)
 LOOKING: Feeds = frozenset({"entropy", "prob"})
 MOST, WARM_UP = 9, 2  # rounds of each kind
 ANSWER = 96  # tokens of a run
-ROUNDS = 12  # of PEARL's with one window
+ROUNDS = 24  # of PEARL's in one run
 
 
 class Ladder:
@@ -209,37 +209,47 @@ class _Seen:
         self._drafter.close()
 
 
+class _Turns:
+    """In a window's place: windows in turn, one a round, so that a machine that slows down for a while slows them all."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes, self.size = cycle(sizes), max(sizes)
+
+    def beside(self, width: int) -> int:
+        return next(self._sizes)
+
+
 class ParallelProbe:
     """The same for PEARL, both models at work at once."""
 
     def __init__(self, pair: Pair, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self._pair, self._sampling = pair, _endless(sampling)
         self._behind = [(prompt, _Found()) for prompt in prompts]
-        self._together: list[float] = []
+        self._rounds: list[tuple[int, int, int, float]] = []  # behind which prompt; tokens drafted and judged; seconds
         self._prefills: list[tuple[float, float]] = []
-        self._turn = 0
+        self._turns = _Turns(WINDOWS[::-1])
 
     def run(self, seconds: float) -> None:
         """At least a few rounds behind each prompt."""
-        for prompt, found in self._behind:
+        for place in range(len(self._behind)):
             deadline = time.perf_counter() + seconds / len(self._behind)
             while True:
-                self._time(prompt, found, WINDOWS[::-1][self._turn % len(WINDOWS)])
-                self._turn += 1
+                self._time(place)
                 if time.perf_counter() > deadline:
                     break
 
-    def _time(self, prompt: list[int], found: _Found, window: int) -> None:
+    def _time(self, behind: int) -> None:
+        prompt, found = self._behind[behind]
         alone = self._pair.plan(prompt, "ar", self._sampling)
         self._pair.forget()
         first = next(alone.run.rounds())
-        plan = self._pair.plan(prompt, "pearl", self._sampling, window=window)
+        plan = self._pair.plan(prompt, "pearl", self._sampling, window=self._turns.size)
         self._pair.forget()
         schedule = plan.run.schedule
         assert isinstance(schedule, Parallel)
         seen = _Seen(plan.run.target, schedule.drafter)
         plan.run.target, plan.run.drafter = cast("Any", seen), seen
-        plan.run.schedule = replace(schedule, drafter=cast("ParallelDrafter", seen))
+        plan.run.schedule = replace(schedule, drafter=cast("ParallelDrafter", seen), window=cast("Any", self._turns))
         with closing(cast("Generator[Round, None, None]", plan.run.rounds())) as rounds:
             for place, round_ in enumerate(islice(rounds, WARM_UP + ROUNDS)):
                 taken = sum(round_.seconds.values())
@@ -249,7 +259,7 @@ class ParallelProbe:
                     found.drafting.add((seen.drafted, False), seen.seconds)
                     found.judging.add(seen.width, round_.seconds["verify"])
                     found.lengths.append(len(plan.run.context))
-                    self._together.append(taken - max(seen.seconds, round_.seconds["verify"]))
+                    self._rounds.append((behind, seen.drafted, seen.width, taken))
                 seen.drafted = 0
 
     @property
@@ -259,7 +269,15 @@ class ParallelProbe:
             length = round(median(found.lengths))
             drafting[length] = Curve({0: 0.0} | {drafted: taken for (drafted, _), taken in found.drafting.medians().items()})
             judging[length] = Curve(found.judging.medians())
-        return RoundCosts(Surface(drafting), Surface(judging), 0.0, max(0.0, median(self._together)))
+        costs = RoundCosts(Surface(drafting), Surface(judging), 0.0)
+        return replace(costs, together=max(0.0, mean(self._beyond(costs))))
+
+    def _beyond(self, costs: RoundCosts) -> Iterator[float]:
+        """Seconds that rounds took beyond the longer of what their draft and their pass usually take: handing over, and waiting
+        for whichever came late. A late one is rare and long, so what counts is the mean."""
+        for behind, drafted, judged, taken in self._rounds:
+            length = round(median(self._behind[behind][1].lengths))
+            yield taken - max(costs.drafting.at(drafted, length), costs.judging.at(judged, length))
 
     @property
     def slower(self) -> float:
