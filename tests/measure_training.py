@@ -39,22 +39,17 @@ def exit_layer(batches: int) -> dict[str, float]:
 
 
 def draft_model(batches: int) -> dict[str, float]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
+    from specgen import demo
+
+    config = AutoConfig.from_pretrained(demo.folder("target"))
+    config.num_hidden_layers, config.tie_word_embeddings = 2, False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
-        ids = torch.randint(4096, (ROWS, WINDOW + 1))
+        ids = torch.randint(config.vocab_size, (ROWS, WINDOW + 1))
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
