@@ -67,7 +67,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_pair() -> Pair:
-    return specgen.load(device="cpu", dtype="float32")
+    pair = specgen.load(device="cpu", dtype="float32")
+    pair._process_worker = None  # as above
+    return pair
 
 
 @pytest.fixture(scope="module")

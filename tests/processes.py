@@ -67,7 +67,10 @@ for place, file in enumerate(files):
     if place < 3:
         os.dup2(file, place)
     os.close(file)
-arguments, environment = json.loads(data)
+arguments, environment, closed = json.loads(data)
+if closed:  # as Python has it that was started so
+    os.close(1)
+    sys.stdout = None
 os.environ.clear()
 os.environ.update(environment)
 sys.argv = ["specgen", *arguments]
@@ -106,15 +109,15 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 class Forked:
     """`specgen` with these arguments and this process's environment, as a `subprocess.Popen` that knows no more than is asked
-    for here. Its standard input is empty; what is no file is a pipe."""
+    for here. Its standard input is empty; what is no file is a pipe, or `closed`."""
 
-    def __init__(self, *arguments: str, stdout: IO[bytes] | None = None) -> None:
+    def __init__(self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False) -> None:
         told, tell = os.pipe()
         self.stdout, out = (None, os.dup(stdout.fileno())) if stdout is not None else _pipe()
         self.stderr, err = _pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         files = [nothing, out, err, tell]
-        socket.send_fds(_server()[0], [json.dumps([arguments, dict(os.environ)]).encode()], files)
+        socket.send_fds(_server()[0], [json.dumps([arguments, dict(os.environ), closed]).encode()], files)
         for file in files:
             os.close(file)
         self._told = os.fdopen(told, "rb")

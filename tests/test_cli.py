@@ -211,6 +211,14 @@ def test_a_full_disk_under_the_output_is_one_line(pair: tuple[str, ...]) -> None
 
 
 @POSIX
+def test_an_output_that_is_closed_is_no_error(pair: tuple[str, ...]) -> None:
+    process = Forked("generate", "-q", "-n", "5", *pair, PROMPT, closed=True)
+    assert process.communicate(timeout=120) == (b"", b"")
+    assert process.returncode == 0
+
+
+@POSIX
+@pytest.mark.slow
 def test_an_output_that_the_shell_closed_is_no_error(pair: tuple[str, ...]) -> None:
     command = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "specgen", "generate", "-q", "-n", "5", *pair, PROMPT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)

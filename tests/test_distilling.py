@@ -119,7 +119,7 @@ def test_judged_in_pieces_it_is_the_same(folders: tuple[Path, Path], corpus: Pat
     recipe = replace(TINY, batch=4)
     found = []
     for numbers in (5 * 96, 1 << 18):
-        monkeypatch.setattr("specgen.tuning.distilling._CACHED", numbers)
+        monkeypatch.setattr("specgen.tuning.training._CACHED", numbers)
         training = DraftTraining(opened(folders[1]), Lessons(texts, own, recipe), recipe)
         rows = training._data.batch(0)
         sums = training._backward(rows, int((rows.labels != NOTHING).sum()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -88,8 +88,16 @@ def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[[str, int], Pa
         assert max(round_.draft.levels for round_ in result.rounds) <= length
 
 
-@pytest.mark.parametrize(("draft", "width"), [("unrelated", 3), ("near", 2), ("near", 4), ("itself", 2)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def every_tree() -> Iterator[object]:
+    """All drafts and widths with one family, one of them with the others; the rest are slow tests."""
+    for family, (draft, width) in product(
+        ["llama", "gemma2", "gpt2", "gpt_neox"], [("unrelated", 3), ("near", 2), ("near", 4), ("itself", 2)]
+    ):
+        often = family == "llama" or (draft, width) == ("near", 4)
+        yield pytest.param(family, draft, width, marks=() if often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "draft", "width"), list(every_tree()))
 def test_trees_of_a_draft_model(pair_of: Callable[[str, str], Pair], family: str, draft: str, width: int) -> None:
     pair = pair_of(family, draft)
     ids = prompt(width)

@@ -21,10 +21,11 @@ TINY = "lab/tiny"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a hub with one model, `lab/tiny`, and one that is gated, `lab/gated`."""
+    """The address of a hub with one model, `lab/tiny`, and one that is gated, `lab/gated`, behind which nothing may be asked."""
     folder = Path(save(make_model("llama"), tmp_path_factory.mktemp("hub")))
     (folder / "pytorch_model.bin").write_bytes(b"never asked for")
     asked: list[str] = []
+    too_late: list[bool] = []
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -35,6 +36,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         def answer(self, body: bool) -> None:
             path = self.path.split("?")[0]
+            too_late.append("lab/gated" in "".join(asked) and "lab/gated" not in path)
             asked.append(path)
             if path.startswith(f"/api/models/{TINY}/tree/"):
                 tree = [
@@ -70,6 +72,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     assert not any(path.endswith(".bin") for path in asked), "weights that can run code are not even downloaded"
+    assert asked
+    assert not any(too_late), "with --offline the hub is not asked"
 
 
 def run(hub: str, cache: Path, *commands: Sequence[str]) -> list[Ended]:
@@ -86,11 +90,12 @@ def check_line(ended: Ended, message: str) -> None:
 
 def test_a_model_is_downloaded_once_and_found_offline_after_that(hub: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    first, none, gated = run(hub, tmp_path, ["-t", TINY, "-q", "--trace", str(trace)], ["-t", "lab/none"], ["-t", "lab/gated"])
+    online = ["-t", TINY, "-q", "--trace", str(trace)], ["-t", "lab/none"], ["-t", "lab/gated"]
+    offline = ["-t", TINY, "--offline", "-q"], ["-t", "lab/unseen", "--offline"]
+    first, none, gated, again, unseen = run(hub, tmp_path, *online, *offline)
     assert (first.code, first.err[-3000:]) == (0, "")
     check_line(none, "there is no model lab/none")
     check_line(gated, "lab/gated is gated")
-    again, unseen = run("http://127.0.0.1:9", tmp_path, ["-t", TINY, "--offline", "-q"], ["-t", "lab/unseen", "--offline"])
     assert (again.code, again.err) == (0, "")
     assert again.out == first.out
     check_line(unseen, "the hub was not asked")

@@ -287,7 +287,8 @@ def test_ten_thousand_rounds_take_seconds_and_no_torch(tmp_path: Path) -> None:
             [sys.executable, "-c", limited, "inspect", "-q", str(path), *options], capture_output=True, text=True, check=False
         )
         after = os.times()  # processor time: other tests run beside this one
-        assert after.children_user + after.children_system - before.children_user - before.children_system < 5
+        taken = after.children_user + after.children_system - before.children_user - before.children_system
+        assert taken < 12, "a loose bound, for slow machines"
         assert (done.returncode, done.stderr) == (0, "False\n")
     assert (tmp_path / "page.html").stat().st_size < 20 << 20
 

@@ -188,7 +188,10 @@ def test_a_lossy_method_is_tuned_where_it_is_asked_for_and_never_chosen(near: Pa
 
     texts = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc"])]
     sampling = replace(SAMPLED, top_k=0)
-    outcome = Tuner(near, Wanted(texts, sampling, time.perf_counter() + 6.0, ["mtad"]), Quiet()).run()
+    for budget in (2.0, 6.0, 18.0):  # on a busy machine the first may be too short for reruns
+        outcome = Tuner(near, Wanted(texts, sampling, time.perf_counter() + budget, ["mtad"]), Quiet()).run()
+        if "time was short" not in outcome.left_out.get("mtad", ""):
+            break
     assert outcome.chosen.name == "ar"
     found = {entry.name: entry for entry in outcome.methods}
     if "mtad" in outcome.left_out:  # with two short answers chance may have it so

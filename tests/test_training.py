@@ -102,7 +102,8 @@ def test_no_packed_text_sees_another(folder: Path) -> None:
 def test_gradients_are_the_same_in_pieces(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for logits in (1 << 26, 96 * 7):  # all at once; a row at a time, its head 7 tokens at a time
-        monkeypatch.setattr("specgen.tuning.training._LOGITS", logits)
+        for limit in ("_LOGITS", "_CACHED"):
+            monkeypatch.setattr(f"specgen.tuning.training.{limit}", logits)
         target = opened(folder)
         layer = ExitLayer.of(target.model)
         first = FirstLayers(target.model, 1)

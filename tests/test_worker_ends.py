@@ -137,6 +137,15 @@ def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
     assert err.count("\n") == 1
 
 
+@generating
+def test_the_worker_leaves_with_a_parent_that_is_killed(running: Running) -> None:
+    assert running.process.stdout is not None
+    running.process.stdout.read(1)
+    assert running.find_worker() is not None
+    running.process.send_signal(signal.SIGKILL)
+    assert running.end()[0] == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
     wait_for(running.find_worker, 20)

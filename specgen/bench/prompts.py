@@ -15,10 +15,10 @@ from typing import Any
 
 import specgen
 from specgen.errors import SpecgenError, nearest
+from specgen.files import load_yaml
 
 LARGEST_JSONL = 64 << 20  # bytes
 LARGEST_YAML = 4 << 20  # read several times slower
-_DEEPEST = 20  # levels of nesting; prompts need three
 UNCATEGORISED = "other"
 
 
@@ -153,19 +153,10 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Parsed by a safe loader, after a look at the bare events: aliases, of which bombs are made, and depth are refused."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    depth = 0
     try:
-        for event in yaml.parse(text, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent):
-                raise _refused(path, event.start_mark, "an alias (*name)", "Write out what it stands for")
-            if depth > _DEEPEST:
-                raise _refused(path, event.start_mark, f"more than {_DEEPEST} levels", "Prompts are a flat list")
-        document = yaml.load(text, Loader=loader)  # noqa: S506  a safe one, chosen above
+        document = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
@@ -179,10 +170,6 @@ def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         raise SpecgenError(f"{path} holds {found}", "Write a list under `prompts:`, as examples.yaml does")
     for number, entry in enumerate(entries, start=1):
         yield f"prompt {number}", {"prompt": entry} if isinstance(entry, str) else entry
-
-
-def _refused(path: Path, mark: Any, what: str, cure: str) -> SpecgenError:
-    return SpecgenError(f"{path}, line {mark.line + 1} has {what}, which is not read here", cure)
 
 
 def _turns(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.files import whole_file, write_whole
+from specgen.files import load_yaml, whole_file, write_whole
 from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
 from specgen.models.fingerprint import weights_fingerprint
 from specgen.tuning.places import EXIT_WEIGHTS, kept_exit
@@ -180,7 +180,7 @@ def _files(path: Path) -> tuple[Path, Path]:
 def read_description(path: Path) -> Description:
     """What an exit's YAML file says. Raises SpecgenError for one that is missing, unreadable or of another format."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise SpecgenError(
             f"there is no exit layer in {path.parent} (no {path.name})", "Train one: specgen tune --train --methods eesd"

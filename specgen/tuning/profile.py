@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from specgen import methods
 from specgen.errors import RunError, SpecgenError
-from specgen.files import write_whole
+from specgen.files import load_yaml, write_whole
 from specgen.settings import Value
 from specgen.tuning.outcome import Outcome
 from specgen.tuning.places import pair_folder, readable
@@ -260,7 +260,7 @@ def load(folder: Path) -> Profile:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise SpecgenError(f"the profile {path} is larger than {LARGEST >> 20} MB", TUNE_AGAIN)
-        found = yaml.load(data.decode("utf-8"), Loader=_Plain)  # noqa: S506  a safe loader's child
+        found = load_yaml(data.decode("utf-8"))
     except OSError as error:
         raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
     except UnicodeDecodeError as error:
@@ -278,16 +278,6 @@ def load(folder: Path) -> Profile:
         return Profile.model_validate(found)
     except ValidationError as error:
         raise SpecgenError(f"the profile {path} is damaged: {_said(error)}", TUNE_AGAIN) from error
-
-
-class _Plain(yaml.SafeLoader):
-    """Without aliases, of which bombs are made: no profile is written with any."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "aliases are not read here", mark)
-        return super().compose_node(parent, index)
 
 
 def _said(error: ValidationError) -> str:

@@ -32,6 +32,7 @@ from specgen.tuning.texts import Texts
 
 WARM_UP = 50  # steps, at most a tenth of them
 _LOGITS = 1 << 26  # numbers in the logits that are held at once: longer batches are gone through in pieces
+_CACHED = 1 << 18  # that are judged at once on a CPU, as many as its caches hold
 _SAVE_EVERY = 60.0  # seconds
 _ASLEEP = 5.0  # times as long as usual
 _WINDOWS = 100  # steps that the progress' figures look back
@@ -224,20 +225,22 @@ class ExitTraining(Training):
         with self._autocast():
             behind = self.layer.run(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
             flat = behind.reshape(-1, behind.shape[-1])
-            cut = flat.detach().requires_grad_(flat.requires_grad)
         labels, best = rows.labels.flatten(), rows.best.flatten()
-        size = max(1, _LOGITS // self._vocabulary)
-        for start in range(0, flat.shape[0], size):
+        gradients = []
+        size = judged_at_once(flat.device, self._vocabulary)
+        for start in range(0, len(flat), size):
             piece = slice(start, start + size)
+            cut = flat[piece].detach().requires_grad_(flat.requires_grad)
             with self._autocast():
-                logits = self.layer.read(cut[piece]).logits
+                logits = self.layer.read(cut).logits
             loss = F.cross_entropy(logits.float(), labels[piece], ignore_index=NOTHING, reduction="sum") / labelled
             loss.backward()  # type: ignore[no-untyped-call]
-            judged = best[piece] != NOTHING
-            right = (logits.detach().argmax(dim=-1) == best[piece]) & judged
-            sums += torch.stack((loss.detach(), right.sum(), judged.sum()))
-        if cut.grad is not None:
-            flat.backward(cut.grad)  # type: ignore[no-untyped-call]
+            gradients.append(cut.grad)
+            judged = (best[piece] != NOTHING).nonzero()[:, 0]
+            right = logits.detach()[judged].argmax(dim=-1) == best[piece][judged]
+            sums += torch.stack((loss.detach(), right.sum(), torch.tensor(len(judged), device=sums.device)))
+        if flat.requires_grad:
+            flat.backward(torch.cat([gradient for gradient in gradients if gradient is not None]))  # type: ignore[no-untyped-call]
         return sums
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -247,6 +250,11 @@ class ExitTraining(Training):
 def autocast(first: FirstLayers) -> AbstractContextManager[Any]:
     """bfloat16 products where the target's weights are narrow, float32 where they are not."""
     return torch.autocast(first.device.type, dtype=torch.bfloat16, enabled=first.dtype != torch.float32)
+
+
+def judged_at_once(device: torch.device, vocabulary: int) -> int:
+    """Tokens whose logits are made, judged and led back together."""
+    return max(1, (_CACHED if device.type == "cpu" else _LOGITS) // vocabulary)
 
 
 def learning_rate_factor(step: int, share: float, steps: int | None) -> float:
