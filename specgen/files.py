@@ -42,7 +42,8 @@ def write_whole(path: Path, text: str, errors: str = "strict") -> None:
 
 def load_yaml(text: str) -> Any:
     """What a document says, by a safe loader, after a look at its bare events: aliases, of which bombs are made, and depth are
-    refused. Raises yaml.YAMLError, with the place where it has one, and ValueError for a date that does not exist."""
+    refused. Raises yaml.YAMLError, with the place where it has one, and ValueError for a scalar that is not what its tag says or
+    a date that does not exist."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, ten times as fast
@@ -54,4 +55,7 @@ def load_yaml(text: str) -> Any:
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not read here", problem_mark=place)
         if depth > _DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels", problem_mark=place)
-    return yaml.load(text, Loader=loader)  # noqa: S506  a safe one, chosen above
+    try:
+        return yaml.load(text, Loader=loader)  # noqa: S506  a safe one, chosen above
+    except (KeyError, IndexError, AttributeError, TypeError) as error:  # what its constructors say to `!!bool maybe`, `!!int ''`
+        raise ValueError("a value is not what its tag says") from error

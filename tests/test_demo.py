@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from specgen.demo import ROLES, folder
+from specgen.demo import ROLES, folder, library
 from specgen.demo.corpus import DOMAINS, documents
 from specgen.demo.exercises import exercise, module
 from specgen.demo.facts import COUNTRIES, HOWTOS
@@ -109,11 +109,13 @@ class TestCorpus:
         assert space["keep_digits"]("a1b2") == "12"
 
     def test_library_files_are_kept_apart(self) -> None:
-        rng = random.Random(0)
-        apart = {library_function(rng, held_out=True) for _ in range(60)}
-        others = {library_function(rng) for _ in range(60)}
-        assert len(apart) > 30
-        assert not apart & others
+        apart, others = (set(library._files(held_out)[0]) for held_out in (True, False))
+        assert apart.isdisjoint(others)
+        assert 0.03 < len(apart) / len(apart | others) < 0.1
+        for held_out, files in ((True, apart), (False, others)):
+            rng = random.Random(0)
+            functions = {text for file in files for text in library._functions(file)}
+            assert {library_function(rng, held_out=held_out) for _ in range(60)} <= functions
 
     def test_the_sums_are_right(self) -> None:
         for text in first("math", 400):

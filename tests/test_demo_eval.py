@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from families import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specgen.demo import ROLES
@@ -31,6 +32,7 @@ class TestFreshPrompts:
         prompts = fresh_prompts(200)
         assert [sum(one.category == domain for one in prompts) for domain in DOMAINS] == [40, 53, 53, 54]
         assert fresh_prompts(200) == prompts
+        assert len({one.prompt for one in prompts}) == 200
         assert not {one.prompt for one in fresh_prompts(200, seed=1)} >= {one.prompt for one in prompts if one.category == "math"}
 
     def test_training_never_asks_them(self) -> None:
@@ -114,6 +116,13 @@ class TestEvaluate:
         assert main(["eval", str(pair), "--prompts", "4", "--draft", str(other), "--json"]) == 0
         mean = json.loads(capsys.readouterr().out)["mean"]
         assert mean["target"]["loss"] != mean["draft"]["loss"]
+
+    def test_a_draft_with_another_tokenizer_is_refused(
+        self, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = save(make_model("llama"), tmp_path, make_tokenizer())
+        assert main(["eval", str(pair), "--prompts", "4", "--draft", other]) == 2
+        assert "the tokenizers differ" in capsys.readouterr().err
 
     @pytest.mark.parametrize("arguments", [["--prompts", "3"], ["nowhere"]])
     def test_bad_values(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,8 @@ def test_judged_in_pieces_it_is_the_same(folders: tuple[Path, Path], corpus: Pat
     recipe = replace(TINY, batch=4)
     found = []
     for numbers in (5 * 96, 1 << 18):
-        monkeypatch.setattr("specgen.tuning.training._CACHED", numbers)
+        monkeypatch.setattr("specgen.tuning.distilling._CACHED", numbers)
+        monkeypatch.setattr("specgen.tuning.distilling._FEWEST", 1)
         training = DraftTraining(opened(folders[1]), Lessons(texts, own, recipe), recipe)
         rows = training._data.batch(0)
         sums = training._backward(rows, int((rows.labels != NOTHING).sum()))
@@ -222,12 +223,23 @@ def test_a_target_alone_has_no_draft_to_train(folders: tuple[Path, Path], corpus
     assert "there is no draft model to train" in result.stderr
 
 
-def test_the_draft_is_not_written_over(folders: tuple[Path, Path], corpus: Path) -> None:
-    before = sorted(folders[1].iterdir())
-    result = CliRunner().invoke(app, options(folders, corpus, folders[1], "--steps", "1"))
+@pytest.mark.parametrize(("place", "role"), [(0, "target"), (1, "draft")])
+def test_no_model_is_written_over(folders: tuple[Path, Path], corpus: Path, place: int, role: str) -> None:
+    before = sorted(folders[place].iterdir())
+    result = CliRunner().invoke(app, options(folders, corpus, folders[place], "--steps", "1"))
     assert result.exit_code == 2
-    assert "the draft's own folder" in result.stderr
-    assert sorted(folders[1].iterdir()) == before
+    assert f"the {role}'s own folder" in result.stderr
+    assert sorted(folders[place].iterdir()) == before
+
+
+def test_a_corpus_that_would_not_be_read_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text('{"prompt": "abc"}\n')
+    given = [*options(folders, corpus, tmp_path / "out", "--steps", "1"), "--prompts", str(prompts)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert "--self-text 0.5" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_tokenizer_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def test_no_packed_text_sees_another(folder: Path) -> None:
 
 def test_gradients_are_the_same_in_pieces(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for logits in (1 << 26, 96 * 7):  # all at once; a row at a time, its head 7 tokens at a time
-        for limit in ("_LOGITS", "_CACHED"):
-            monkeypatch.setattr(f"specgen.tuning.training.{limit}", logits)
+    for logits, together in ((1 << 26, 1 << 20), (1 << 26, 5), (96 * 7, 1 << 20)):  # all at once; 5 tokens; a row, and 7 tokens
+        monkeypatch.setattr("specgen.tuning.training._LOGITS", logits)
+        monkeypatch.setattr("specgen.tuning.training._TOGETHER", together)
         target = opened(folder)
         layer = ExitLayer.of(target.model)
         first = FirstLayers(target.model, 1)
@@ -111,7 +111,8 @@ def test_gradients_are_the_same_in_pieces(folder: Path, corpus: Path, monkeypatc
         training._advance()
         found.append({name: weight.detach().clone() for name, weight in layer.named_parameters()})
     for name, weight in found[0].items():
-        torch.testing.assert_close(weight, found[1][name], atol=2e-6, rtol=1e-4)
+        for other in found[1:]:
+            torch.testing.assert_close(weight, other[name], atol=2e-6, rtol=1e-4)
 
 
 def test_training_lowers_the_loss_and_brings_agreement(folder: Path, corpus: Path, tmp_path: Path) -> None:

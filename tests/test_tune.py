@@ -20,7 +20,7 @@ from specgen.tuning import profile as profiles
 from specgen.tuning.behaviour import Answer, Recorder, record_answer
 from specgen.tuning.candidates import REPLAYED, grid, written
 from specgen.tuning.costs import Curve, RoundCosts, Surface
-from specgen.tuning.outcome import Found, Outcome, judged, settled
+from specgen.tuning.outcome import Found, Outcome, finalists, judged, settled
 from specgen.tuning.probes import WINDOWS, ParallelProbe, RoundProbe
 from specgen.tuning.replay import Behaviour, replay
 from specgen.tuning.tuner import Tuner, Wanted
@@ -235,6 +235,16 @@ def test_without_time_the_expected_figures_answer(near: Pair) -> None:
     assert outcome.best.measured is None
     assert "confirmation" in outcome.left_out
     assert {found.name for found in outcome.methods} == {"ar", "sd"}
+
+
+def test_what_is_less_sure_is_really_run_sooner() -> None:
+    def chosen(**speeds: float) -> list[str]:
+        return [entry.name for entry in finalists([Found(name, {}, True, speed, 1) for name, speed in speeds.items()])]
+
+    assert chosen(confidence=240, svip=225, sd=200, heuristic=190, pearl=165) == ["confidence", "svip", "pearl"]
+    assert chosen(confidence=240, svip=225, sd=200, heuristic=190, pearl=150) == ["confidence", "svip", "sd"]
+    assert chosen(confidence=240, lookup=170, pearl=150) == ["confidence", "pearl"]
+    assert chosen() == []
 
 
 def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:

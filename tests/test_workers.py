@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,9 @@ from specgen import methods
 from specgen.errors import RunError, SpecgenError
 from specgen.pair import Pair
 from specgen.types import Round, SamplingParams
+from specgen.workers.channel import Channel, Kind
 from specgen.workers.process import DraftProcess
+from specgen.workers.serve import serve
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +245,25 @@ def puppet(monkeypatch: pytest.MonkeyPatch) -> None:
         return start([*command[:2], "-c", _PUPPET], **options)
 
     monkeypatch.setattr("specgen.workers.process.subprocess.Popen", start_puppet)
+
+
+@posix
+def test_a_load_that_fails_is_told(tmp_path: Path) -> None:
+    """By the loop that a worker's process runs."""
+    folder = save(make_model("llama"), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    asked, answers = os.pipe(), os.pipe()
+    wanted = {"name": "a draft", "folder": folder, "trust_remote_code": False, "device": "cpu", "dtype": "float32", "threads": 1}
+    here = Channel(answers[0], asked[1])
+    here.send(Kind.LOAD, 7, json.dumps(wanted).encode())
+    os.close(asked[1])
+    serve(Channel(asked[0], answers[1]), os.getppid(), memory=-1)
+    kind, serial, payload = here.receive()
+    told = json.loads(payload)
+    assert (kind, serial, told["while_running"]) == (Kind.FAILED, 7, False)
+    assert "no safetensors weights" in told["message"]
+    for end in (answers[0], answers[1], asked[0]):
+        os.close(end)
 
 
 @posix

@@ -77,6 +77,11 @@ class Request:
             raise SpecgenError(f"--self-text is {self.self_text}", f"It has to lie {least} to 1")
         if not 0 <= self.seed < 2**31:
             raise SpecgenError(f"--seed is {self.seed}", "It has to be a whole number from 0 to 2^31 - 1")
+        if self.kind == "sd" and self.prompts is not None and self.corpus is not None and self.self_text in (None, 1):
+            raise SpecgenError(
+                f"--corpus is {self.corpus}, and with --prompts a draft learns from what the target says behind these alone",
+                "Leave it out, or mix it in: --self-text 0.5",
+            )
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise SpecgenError(f"--out is {self.out}, which is a file", "Name a folder")
 
@@ -197,8 +202,10 @@ def _prepare(models: ModelOptions, request: Request, err: Console, *, quiet: boo
         seed=request.seed,
     )
     out = request.out or _folder(loaded, draft)
-    if draft is not None and out.resolve() == draft.model.folder.resolve():
-        raise SpecgenError(f"--out is {out}, the draft's own folder", "Name another one: the draft stays as it is")
+    if draft is not None:
+        for role, model in (("draft", draft.model), ("target", loaded)):
+            if out.resolve() == model.folder.resolve():
+                raise SpecgenError(f"--out is {out}, the {role}'s own folder", f"Name another one: the {role} stays as it is")
     note = "specgen " + " ".join(argument for argument in sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
     return loaded, draft, Job(out, recipe, open_text, prompts, note, request.layer, request.exit_layers, request.own_head)
 

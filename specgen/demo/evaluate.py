@@ -16,6 +16,7 @@ from specgen.demo.corpus import DOMAINS, documents
 from specgen.demo.fresh import SEED, Fresh, fresh_prompts
 from specgen.inference import inference
 from specgen.models.load import LoadedModel, Source, load_model, prepare
+from specgen.models.tokenizer import check_same
 from specgen.tuning.selftext import continuations
 
 NEW_TOKENS = 160
@@ -46,8 +47,10 @@ class Category:
 def evaluate(
     folders: dict[str, Path], prompts: int, seed: int = 0, announce: Callable[[str], None] = lambda _: None
 ) -> dict[str, Category]:
-    """By category; `folders` are those of the target and the draft. Raises SpecgenError for models that cannot be loaded."""
+    """By category; `folders` are those of the target and the draft. Raises SpecgenError for models that cannot be loaded, or
+    whose tokenizers differ."""
     models = {role: _load(folders[role], role) for role in ROLES}
+    check_same(models["target"].tokenizer, models["draft"].tokenizer, *map(str, (folders["target"], folders["draft"])))
     fresh = fresh_prompts(prompts, seed)
     answers: dict[str, list[list[int]]] = {}
     for role, model in models.items():
@@ -153,7 +156,7 @@ def _said(model: LoadedModel, ids: Sequence[int]) -> str:
 def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
     total = tokens = 0.0
     for text in islice(documents(category, SEED + seed, held_out=True), _LOSS_DOCUMENTS):
-        ids = torch.tensor([*model.tokenizer.encode_long(text), min(model.eos_ids)])
+        ids = torch.tensor([*model.tokenizer.encode_long(text), *sorted(model.eos_ids)[:1]])
         logits = model.model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
         total += F.cross_entropy(logits, ids[1:], reduction="sum").item()
         tokens += len(ids) - 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from specgen.demo.stories import news_story
 
 SEED = 2_000_000  # far from the seeds of the models' training, and of what is trained behind them
 _CODE = 5  # of so many prompts one is the head of a function
+_TRIES = 1000
 _MARKS = {"math": "\nAnswer:", "news": "\nSummary:", "chat": "\nAssistant:"}
 _SOURCES: dict[str, Callable[[random.Random], str]] = {
     "math": partial(word_problem, held_out=True),
@@ -51,15 +52,32 @@ class Fresh:
 
 
 def fresh_prompts(count: int, seed: int = 0) -> list[Fresh]:
-    """A fifth of them heads of functions (half exercises, no classics; half the library's), the others math, news and chat."""
+    """A fifth of them heads of functions (half exercises, no classics; half the library's), the others math, news and chat. None
+    comes twice, unless there are no more."""
     heads = max(1, count // _CODE)
-    found = [_head(random.Random(f"head {SEED + seed} {number}"), library=number % 2 == 1) for number in range(heads)]
-    for place, (category, draw) in enumerate(_SOURCES.items()):
-        rng = random.Random(f"fresh {category} {SEED + seed}")
+    found: dict[str, list[Fresh]] = {"code": []}
+    for number in range(heads):
+        rng = random.Random(f"head {SEED + seed} {number}")
+        found["code"].append(_another(found["code"], partial(_head, rng, library=number % 2 == 1)))
+    for place, category in enumerate(_SOURCES):
+        rng, found[category] = random.Random(f"fresh {category} {SEED + seed}"), []
         for _ in range((count - heads + place) // len(_SOURCES)):
-            prompt, mark, answer = draw(rng).partition(_MARKS[category])
-            found.append(Fresh(category, prompt + mark, answer))
-    return found
+            found[category].append(_another(found[category], partial(_question, category, rng)))
+    return [one for some in found.values() for one in some]
+
+
+def _another(known: Sequence[Fresh], draw: Callable[[], Fresh]) -> Fresh:
+    """One that is not known, as far as some tries go."""
+    prompts = {one.prompt for one in known}
+    tried = [draw()]
+    while tried[-1].prompt in prompts and len(tried) < _TRIES:
+        tried.append(draw())
+    return tried[-1]
+
+
+def _question(category: str, rng: random.Random) -> Fresh:
+    prompt, mark, answer = _SOURCES[category](rng).partition(_MARKS[category])
+    return Fresh(category, prompt + mark, answer)
 
 
 def final_answer(text: str) -> str | None:

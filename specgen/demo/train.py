@@ -27,7 +27,7 @@ from specgen.demo.muon import Muon
 from specgen.demo.recipe import DECAY, Recipe, Shape, learning_rate_factor
 from specgen.demo.stream import TokenStream
 from specgen.demo.tokenizer import CONTEXT_LENGTH, load_tokenizer
-from specgen.errors import RunError, SpecgenError
+from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import whole_file
 from specgen.models.load import quiet_transformers
 
@@ -114,7 +114,9 @@ def train(
         raise SpecgenError(f"the budget is spent: {run.step} steps are done", "Give a larger one to prolong the run")
     try:
         _loop(run, report, report_every, checkpoint_every, lambda falling: save(stable if falling else checkpoint))
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise RunError("the device ran out of memory", "Take a smaller batch size or shape") from error
     with quiet_transformers():
         run.model.to(torch.bfloat16).save_pretrained(folder)
@@ -218,7 +220,7 @@ def _loop(
         losses += run.advance()
         counted += 1
         run.spend(time.monotonic() - start)
-        if run.step % report_every == 0 or run.share >= 1:
+        if run.step % report_every == 0 or run.step % checkpoint_every == 0 or run.share >= 1:
             start = time.monotonic()
             loss = losses.item() / counted
             # Only now is the work so far done, on CUDA too.

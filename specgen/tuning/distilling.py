@@ -28,13 +28,16 @@ from specgen.tuning.exits import texts_of, what_is_left
 from specgen.tuning.packing import NOTHING, Rows
 from specgen.tuning.selftext import SelfText
 from specgen.tuning.texts import Texts
-from specgen.tuning.training import Data, Recipe, Training, agreement, judged_at_once
+from specgen.tuning.training import Data, Recipe, Training, agreement
 from specgen.tuning.writing import Task, Watcher, Writing
 
 if TYPE_CHECKING:
     from specgen.models.load import LoadedModel
 
 DESCRIPTION = "distilled.yaml"
+_CACHED = 1 << 18  # numbers in the logits that are judged at once on a CPU, as many as its caches hold
+_ON_DEVICE = 1 << 26
+_FEWEST = 16  # tokens that are judged at once, however large the vocabulary
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -87,7 +90,7 @@ class DraftTraining(Training):
         labels, places = rows.labels.flatten(), rows.best.flatten()
         sums = torch.zeros(3, device=logits.device)
         gradients = []
-        size = judged_at_once(logits.device, logits.shape[-1])
+        size = max(_FEWEST, (_CACHED if logits.device.type == "cpu" else _ON_DEVICE) // logits.shape[-1])
         for start in range(0, len(logits), size):
             piece = slice(start, start + size)
             cut = logits[piece].detach().float().requires_grad_()

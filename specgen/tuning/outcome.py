@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from specgen.methods import METHODS
 from specgen.tuning.candidates import Given, unusual, written
 from specgen.tuning.payoff import Payoff
 from specgen.types import SamplingParams
@@ -13,6 +14,9 @@ from specgen.types import SamplingParams
 Verdict = Literal["pays", "does not pay", "unclear"]
 PLAIN = "ar"
 AS_GOOD = 0.97
+FINALISTS = 3  # methods that are really run, plain decoding aside
+CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
+HOPE = 1.25  # PEARL was off by as much, either way: two processes get their cores well in one minute, badly in another
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +126,13 @@ def better(chain: Found, tree: Found, tried: int) -> Found:
     """The faster of a method's chains and its trees, of which so many were tried besides."""
     best = max(chain, tree, key=lambda entry: entry.predicted)
     return replace(best, tried=chain.tried + tried)
+
+
+def finalists(rivals: Sequence[Found]) -> list[Found]:
+    """Those that are really run, the most hopeful first."""
+
+    def hoped(entry: Found) -> float:
+        return entry.predicted * (HOPE if METHODS[entry.name].schedule == "parallel" else 1.0)
+
+    best = max((entry.predicted for entry in rivals), default=0.0)
+    return sorted((entry for entry in rivals if hoped(entry) >= CLOSE * best), key=hoped, reverse=True)[:FINALISTS]

@@ -32,7 +32,7 @@ from specgen.tuning.texts import Texts
 
 WARM_UP = 50  # steps, at most a tenth of them
 _LOGITS = 1 << 26  # numbers in the logits that are held at once: longer batches are gone through in pieces
-_CACHED = 1 << 18  # that are judged at once on a CPU, as many as its caches hold
+_TOGETHER = 256  # tokens whose logits are made at once on a CPU: few for its caches, many for a head that is read each time
 _SAVE_EVERY = 60.0  # seconds
 _ASLEEP = 5.0  # times as long as usual
 _WINDOWS = 100  # steps that the progress' figures look back
@@ -227,7 +227,9 @@ class ExitTraining(Training):
             flat = behind.reshape(-1, behind.shape[-1])
         labels, best = rows.labels.flatten(), rows.best.flatten()
         gradients = []
-        size = judged_at_once(flat.device, self._vocabulary)
+        size = max(1, _LOGITS // self._vocabulary)
+        if flat.device.type == "cpu":
+            size = min(size, _TOGETHER)
         for start in range(0, len(flat), size):
             piece = slice(start, start + size)
             cut = flat[piece].detach().requires_grad_(flat.requires_grad)
@@ -250,11 +252,6 @@ class ExitTraining(Training):
 def autocast(first: FirstLayers) -> AbstractContextManager[Any]:
     """bfloat16 products where the target's weights are narrow, float32 where they are not."""
     return torch.autocast(first.device.type, dtype=torch.bfloat16, enabled=first.dtype != torch.float32)
-
-
-def judged_at_once(device: torch.device, vocabulary: int) -> int:
-    """Tokens whose logits are made, judged and led back together."""
-    return max(1, (_CACHED if device.type == "cpu" else _LOGITS) // vocabulary)
 
 
 def learning_rate_factor(step: int, share: float, steps: int | None) -> float:

@@ -18,7 +18,7 @@ from specgen.bench.specs import parse_spec
 from specgen.errors import SpecgenError
 from specgen.tuning.behaviour import Answer, Recorder, Tape, acceptances, record_answer
 from specgen.tuning.candidates import REPLAYED, RERUN, Given, grid, in_turn, trees
-from specgen.tuning.outcome import PLAIN, Found, Outcome, better, judged, settled
+from specgen.tuning.outcome import PLAIN, Found, Outcome, better, finalists, judged, settled
 from specgen.tuning.payoff import Payoff
 from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
 from specgen.tuning.replay import Behaviour, cost_kind, replay
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ANSWERS, COSTS, REPLAY, SKIPS = 0.15, 0.28, 0.2, 0.4  # shares of the time that is left when they begin
 RERUNS, ASKED_RERUNS, RERUN_ANSWERS = 0.2, 0.6, 4  # the second where nothing else is asked for
-FINALISTS = 3  # methods that are really run, plain decoding aside
-CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
 FEWEST_PROMPTS, SHORT = 2, 48
 _LADDERS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))
 _SLICES = 2
@@ -301,8 +299,7 @@ class Tuner:
         """The best ones and plain decoding really run, in turn, for as long as there is time."""
         asked = self._wanted.names or ()
         rivals = [entry for entry in found if entry.name != PLAIN and (entry.lossless or entry.name in asked)]
-        rivals = [entry for entry in rivals if entry.predicted >= CLOSE * rivals[0].predicted][:FINALISTS]
-        rivals, sampling = self._affordable(found, rivals)
+        rivals, sampling = self._affordable(found, finalists(rivals))
         if not rivals:
             return found, ""
         specs = [parse_spec(PLAIN), *(parse_spec(entry.written) for entry in rivals)]
