@@ -78,7 +78,7 @@ def main() -> None:
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         expected = {}
-        reruns = Reruns(pair, tuner.known.answers, sampling)
+        reruns = Reruns(pair, tuner.known.answers, sampling, tuner.known.costs["echo"])
         for row in found:
             spec = row.spec
             if spec.name in RERUN or "width" in spec.settings:

@@ -138,6 +138,33 @@ def test_shapes_are_timed_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     assert timed == ["mtad", "mtad", "bild"]
 
 
+def test_a_shape_is_priced_at_the_pace_of_all_else(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed in one moment, on a machine that was three times slower in all others."""
+
+    class Constant:
+        costs = COSTS
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def run(self, seconds: float) -> None: ...
+
+    monkeypatch.setattr(module, "RoundProbe", Constant)
+    answers = [record_answer(near, prompt, GREEDY) for prompt in PROMPTS]
+    verify = [
+        Reruns(near, answers, GREEDY, plain).run("mtad", {"k": 2}).summary.phase_seconds["verify"]
+        for plain in (None, COSTS, COSTS.times(3))
+    ]
+    assert verify == pytest.approx([verify[0], verify[0], 3 * verify[0]])
+
+
+def test_a_shape_is_timed_beside_plain_passes(near: Pair) -> None:
+    answers = [record_answer(near, prompt, GREEDY) for prompt in PROMPTS]
+    made = Reruns(near, answers, GREEDY, COSTS)
+    made.price("mtad", {"k": 2})
+    (costs,) = made._costs.values()
+    assert min(costs.judging.at(tokens, 8) for tokens in (1, 4)) > 1, "COSTS has passes of ten seconds"
+
+
 def test_every_candidate_is_a_setting_of_its_method(near: Pair, early: Pair) -> None:
     for name in RERUN:
         pair = early if name == "eesd-tree" else near

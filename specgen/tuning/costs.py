@@ -81,6 +81,13 @@ class Surface:
         found = Curve({length: curve.at(tokens) for length, curve in self.curves.items()}).at(context_length)
         return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))  # no line goes on for ever
 
+    def times(self, factor: float) -> Surface:
+        curves = {
+            length: Curve({tokens: seconds * factor for tokens, seconds in curve.points.items()})
+            for length, curve in self.curves.items()
+        }
+        return Surface(curves)
+
     def as_dict(self) -> dict[int, dict[int, float]]:
         return {length: dict(sorted(curve.points.items())) for length, curve in self.curves.items()}
 
@@ -97,6 +104,11 @@ class RoundCosts:
     judging: Surface
     looking: float = 0.0
     together: float | None = None
+
+    def times(self, factor: float) -> RoundCosts:
+        """The same on a machine so many times slower."""
+        together = None if self.together is None else self.together * factor
+        return RoundCosts(self.drafting.times(factor), self.judging.times(factor), self.looking * factor, together)
 
 
 def _window(ratio: float) -> int:

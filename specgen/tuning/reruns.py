@@ -16,6 +16,7 @@ from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.inference import inference
 from specgen.tuning.behaviour import Recorder
+from specgen.tuning.outcome import PLAIN
 from specgen.tuning.probes import RoundProbe
 from specgen.tuning.remembered import RememberedSession
 from specgen.tuning.replay import THROWS, Meter, ReplayTarget, ReplayVerifier
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _BREADTHS = ("width", "beams", "drafts")
 _LENGTHS, _PROBED = (2, 3, 5), 0.3  # tokens of the drafts that are timed, and how long (seconds)
+_PACED = 0.05  # seconds for passes of the target alone, before and after
 _ENDLESS: Mapping[str, Mapping[str, Any]] = {"bild": {"fallback": 0.0}, "eesd-tree": {"depth": 64}}  # no draft ends by itself
 
 
@@ -92,15 +94,19 @@ class Rerun:
 
 
 class Reruns:
-    """Runs behind the prompts of `answers`. Raises SpecgenError where a method cannot be had with this pair."""
+    """Runs behind the prompts of `answers`. Raises SpecgenError where a method cannot be had with this pair.
 
-    def __init__(self, pair: Pair, answers: Sequence[Answer], sampling: SamplingParams) -> None:
-        self._pair, self._answers, self._sampling = pair, answers, sampling
+    A shape is timed in one moment. `plain`, what passes of the target alone took when all else was timed, says how much slower or
+    faster the machine is in it.
+    """
+
+    def __init__(self, pair: Pair, answers: Sequence[Answer], sampling: SamplingParams, plain: RoundCosts | None = None) -> None:
+        self._pair, self._answers, self._sampling, self._plain = pair, answers, sampling, plain
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
         self._parts: dict[tuple[bool, int], tuple[assembly.Parts, float]] = {}
 
     def price(self, name: str, given: Mapping[str, Any]) -> None:
-        """Time real rounds of that method's shape, unless that was done."""
+        """Time real rounds of that method's shape, unless that was done. Raises SpecgenError as planning does."""
         settings = self._resolved(name, given)[1]
         shape = _shape(settings)
         if (name, *shape.values()) in self._costs:
@@ -109,8 +115,18 @@ class Reruns:
         behind = [min((answer.prompt_ids for answer in self._answers), key=len)]
         fixed = {**shape, **_ENDLESS.get(name, {})}
         probe = RoundProbe(self._pair, name, behind, self._sampling, lengths=_LENGTHS, looks=needs, settings=fixed)
+        self._costs[name, *shape.values()] = self._timed(probe, behind)
+
+    def _timed(self, probe: RoundProbe, behind: Sequence[list[int]]) -> RoundCosts:
+        if self._plain is None:
+            probe.run(_PROBED)
+            return probe.costs
+        alone = RoundProbe(self._pair, PLAIN, behind, self._sampling, lengths=(0,), echo=True)
+        alone.run(_PACED)
         probe.run(_PROBED)
-        self._costs[name, *shape.values()] = probe.costs
+        alone.run(_PACED)
+        ((length, now),) = alone.costs.judging.curves.items()
+        return probe.costs.times(self._plain.judging.at(1, length) / now.at(1))
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> Rerun:

@@ -262,7 +262,7 @@ class Tuner:
         usual = next(entry for entry in found if entry.name == PLAIN).predicted
         share = ASKED_RERUNS if self.names == [PLAIN] else RERUNS
         searched = search(
-            Reruns(self._pair, some, self._sampling),
+            Reruns(self._pair, some, self._sampling, behaviour.costs["echo"]),
             grids,
             time.perf_counter() + share * self._left,
             lambda what: self._watch.doing(f"running {what} again", self._left),
