@@ -238,9 +238,9 @@ class ExitTraining(Training):
             loss = F.cross_entropy(logits.float(), labels[piece], ignore_index=NOTHING, reduction="sum") / labelled
             loss.backward()  # type: ignore[no-untyped-call]
             gradients.append(cut.grad)
-            judged = (best[piece] != NOTHING).nonzero()[:, 0]
-            right = logits.detach()[judged].argmax(dim=-1) == best[piece][judged]
-            sums += torch.stack((loss.detach(), right.sum(), torch.tensor(len(judged), device=sums.device)))
+            judged = best[piece] != NOTHING
+            right = (logits.detach().argmax(dim=-1) == best[piece]) & judged
+            sums += torch.stack((loss.detach(), right.sum(), judged.sum()))
         if flat.requires_grad:
             flat.backward(torch.cat([gradient for gradient in gradients if gradient is not None]))  # type: ignore[no-untyped-call]
         return sums
