@@ -52,7 +52,7 @@ def load_yaml(text: str) -> Any:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         place: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read here", problem_mark=place)
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read: write out what they say", problem_mark=place)
         if depth > _DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels", problem_mark=place)
     try:

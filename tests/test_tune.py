@@ -185,11 +185,12 @@ def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.Mon
     costs = probe.costs
     assert set(next(iter(costs.drafting.curves.values())).points) >= {0, *WINDOWS}
     assert costs.together is not None
-    taken = sum(seconds for *_, seconds in probe._rounds)
+    rounds = probe._behind[0][1].rounds
+    taken = sum(seconds for *_, seconds in rounds)
     expected = sum(
         max(next(iter(costs.drafting.curves.values())).at(drafted), next(iter(costs.judging.curves.values())).at(judged))
         + costs.together
-        for _, drafted, judged, _ in probe._rounds
+        for drafted, judged, _ in rounds
     )
     assert expected == pytest.approx(taken) if costs.together else expected >= taken
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +151,27 @@ def test_what_fails_in_the_worker_is_told_here(apart: Pair, tmp_path: Path) -> N
 
 
 @posix
+@pytest.mark.slow
+def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str, str]) -> None:
+    """And nobody's script is run twice: the script prints once."""
+    script = f"""
+import specgen, sys, time
+pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
+pair.generate([1, 7, 9], "pearl", window=3)
+print(pair._process_worker.ready().pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    parent.kill()
+    assert parent.stdout.read() == ""
+    parent.wait()
+    assert wait_until(lambda: not is_running(pid))
+
+
+@posix
 def test_ctrl_c_does_not_reach_the_worker(apart: Pair) -> None:
     pid = process_of(apart)
     os.kill(pid, signal.SIGINT)
@@ -220,8 +242,7 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
 
 
 _PUPPET = """
-import os, struct, sys
-from specgen.workers.channel import Asked, Channel, Kind, pack_draft
+from specgen.workers.channel import Channel, Kind, pack_draft
 from specgen.types import Draft
 channel = Channel(0, 1)
 while True:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specgen.bench.resume import Earlier
     from specgen.bench.specs import Spec
     from specgen.cli.comparing import Files, Look
+    from specgen.cli.models import ModelOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,36 +84,43 @@ def compare(
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
     from specgen.bench.prompts import load_prompts
-    from specgen.bench.resume import read_earlier
-    from specgen.bench.specs import EVERY, parse_specs
     from specgen.cli import profiles
-    from specgen.cli.comparing import Comparison, Files, Look
-    from specgen.cli.models import ModelOptions, open_pair
-    from specgen.ui import theme
+    from specgen.cli.comparing import Files, Look
+    from specgen.cli.models import ModelOptions
 
     models = ModelOptions(
         target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
     )
     models = profiles.with_exit(models, profile)
-    files = Files(trace, resume, csv, svg, html)
+    specs, earlier = _specs(methods, resume)
+    loaded = load_prompts(prompts, category=category, limit=limit, all_turns=turns)
+    sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)
+    recorded = _recorded(record, trace or resume)
+    look, files = Look(by_category, phases, predict, json, quiet, no_color), Files(trace, resume, csv, svg, html)
+    request = Request(specs, loaded, repeats, sampling, chat, recorded, perplexity, energy, look, files, earlier)
+    return _measured(models, request, profile)
+
+
+def _specs(names: list[str] | None, resume: Path | None) -> tuple[list[Spec], Earlier | None]:
+    """The methods to compare, those of the trace to go on with where none are named, and what that trace holds."""
+    from specgen.bench.resume import read_earlier
+    from specgen.bench.specs import EVERY, parse_specs
+
     earlier = read_earlier(resume) if resume is not None else None
-    request = Request(
-        earlier.specs() if earlier is not None and not methods else parse_specs(methods or [EVERY]),
-        load_prompts(prompts, category=category, limit=limit, all_turns=turns),
-        repeats,
-        SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos),
-        chat,
-        _recorded(record, trace or resume),
-        perplexity,
-        energy,
-        Look(by_category, phases, predict, json, quiet, no_color),
-        files,
-        earlier,
-    )
-    err = theme.console(stderr=True, no_color=no_color)
+    return earlier.specs() if earlier is not None and not names else parse_specs(names or [EVERY]), earlier
+
+
+def _measured(models: ModelOptions, request: Request, profile: Path | None) -> int | None:
+    from specgen.cli import profiles
+    from specgen.cli.comparing import Comparison
+    from specgen.cli.models import open_pair
+    from specgen.ui import theme
+
+    quiet = request.look.quiet
+    err = theme.console(stderr=True, no_color=request.look.no_color)
     parallel = any(spec.is_parallel for spec in request.specs)
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
-        if earlier is None:  # a trace is gone on with as it was begun
+        if request.earlier is None:  # a trace is gone on with as it was begun
             kept = profiles.find(pair, request.sampling, profile, err, quiet=quiet)
             request = replace(request, specs=profiles.tuned_specs(kept, request.specs, err, quiet=quiet))
         with closing(Comparison(pair, request)) as comparison:

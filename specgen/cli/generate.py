@@ -16,6 +16,7 @@ from specgen.settings import parse_pairs
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
+    from specgen.cli.models import ModelOptions
     from specgen.cli.output import Output
     from specgen.pair import Pair
 
@@ -82,25 +83,35 @@ def generate(
     )
     models = profiles.with_exit(models, profile)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
-    chosen = methods.find(method or methods.default_name(has_draft_model=models.has_draft))
+    chosen = _method(method, models)
+    recorded = _recorded(record, has_record=trace is not None or json)
+    request = _check(prompt, chosen, parse_pairs(settings or []), sampling, chat, system, recorded)
+    if trace is not None:
+        check_writable(trace)
+    err = theme.console(stderr=True, no_color=no_color)
+    parallel = chosen.schedule == "parallel" if method or settings else profiles.likely_parallel(models, profile)
+    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
+        kept = None if settings else profiles.find(pair, sampling, profile, err, quiet=quiet)
+        choice = profiles.choose(kept, pair, method, request.settings)
+        request = replace(request, method=choice.method, settings=choice.settings)
+        return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy, choice.tuned))
+
+
+def _method(name: str | None, models: ModelOptions) -> methods.Method:
+    """The one that is asked for, or the usual one. Refused where the models lack what it needs."""
+    chosen = methods.find(name or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
     if chosen.needs_exit_layer and models.has_no_exit:
         raise methods.no_exit_layer(chosen, models.target)
-    recorded = options.recorded(record)
-    if recorded and trace is None and not json:
+    return chosen
+
+
+def _recorded(record: list[str] | None, *, has_record: bool) -> bool:
+    wanted = options.recorded(record)
+    if wanted and not has_record:
         raise SpecgenError("--record distributions stands without a record", "Name one: --trace FILE.jsonl, or --json")
-    given = parse_pairs(settings or [])
-    request = _check(prompt, chosen, given, sampling, chat, system, recorded)
-    if trace is not None:
-        check_writable(trace)
-    err = theme.console(stderr=True, no_color=no_color)
-    parallel = chosen.schedule == "parallel" if method or given else profiles.likely_parallel(models, profile)
-    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
-        kept = None if given else profiles.find(pair, sampling, profile, err, quiet=quiet)
-        choice = profiles.choose(kept, pair, method, given)
-        request = replace(request, method=choice.method, settings=choice.settings)
-        return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy, choice.tuned))
+    return wanted
 
 
 def _check(

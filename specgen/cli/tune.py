@@ -140,6 +140,7 @@ def tune(
 ) -> int | None:
     """Find the fastest method and its settings for a pair, on this machine. With --train: train EESD's exit, or the draft."""
     begun = time.perf_counter()
+    from specgen.cli import training, tuning
     from specgen.cli.models import ModelOptions
     from specgen.ui import theme
 
@@ -147,24 +148,22 @@ def tune(
     models = ModelOptions(
         target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
     )
+    _check(train, export, (minutes, steps, corpus, layer))
     if train:
-        from specgen.cli import training
-
-        _alone(export is None, "--export")
         asked = training.request(
-            method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, out=out, layer=layer,
-            exit_layers=exit_layers, self_text=self_text, batch=batch_size, window=window, learning_rate=learning_rate,
-            seed=seed or 0,
+            method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, layer=layer, seed=seed or 0,
+            exit_layers=exit_layers, self_text=self_text, batch=batch_size, window=window, learning_rate=learning_rate, out=out,
         )  # fmt: skip
         return training.train(models, asked, err, quiet=quiet, as_json=json)
-    from specgen.cli.tuning import Request, tune_pair
-
-    _alone((minutes, steps, corpus, layer) == (None,) * 4, "--minutes, --steps, --corpus or --layer", "without --train")
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)
-    asked_for = Request(begun, budget, method_names, prompts, category, limit, chat, sampling, export, out)
-    return tune_pair(models, asked_for, err, quiet=quiet, as_json=json)
+    asked_for = tuning.Request(begun, budget, method_names, prompts, category, limit, chat, sampling, export, out)
+    return tuning.tune_pair(models, asked_for, err, quiet=quiet, as_json=json)
 
 
-def _alone(is_right: bool, what: str, beside: str = "beside --train") -> None:
-    if not is_right:
-        raise SpecgenError(f"{what} stands {beside}", "Tune and train in turn: specgen tune --train, then specgen tune")
+def _check(train: bool, export: object, trains: tuple[object, ...]) -> None:
+    """Refuse an option of tuning beside those of training, and the other way round."""
+    cure = "Tune and train in turn: specgen tune --train, then specgen tune"
+    if train and export is not None:
+        raise SpecgenError("--export stands beside --train", cure)
+    if not train and any(option is not None for option in trains):
+        raise SpecgenError("--minutes, --steps, --corpus or --layer stands without --train", cure)

@@ -94,6 +94,11 @@ class _Found:
     drafting: Samples = field(default_factory=Samples)  # by levels, and whether they were looked at
     judging: Samples = field(default_factory=Samples)  # by the tokens of the pass
     lengths: list[int] = field(default_factory=list)  # of the context
+    rounds: list[tuple[int, int, float]] = field(default_factory=list)  # PEARL's: tokens drafted and judged, seconds
+
+    @property
+    def length(self) -> int:
+        return round(median(self.lengths))
 
     def add(self, round_: Round, looked: bool, context_length: int) -> None:
         self.drafting.add((round_.draft.levels, looked), round_.seconds["draft"])
@@ -158,7 +163,7 @@ class RoundProbe:
         drafting, judging = {}, {}
         looking: list[float] = []
         for _, found in self._behind:
-            length = round(median(found.lengths))
+            length = found.length
             drafted = found.drafting.medians()
             drafting[length] = Curve({0: 0.0} | {levels: taken for (levels, looked), taken in drafted.items() if not looked})
             judging[length] = Curve(found.judging.medians())
@@ -225,21 +230,19 @@ class ParallelProbe:
     def __init__(self, pair: Pair, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self._pair, self._sampling = pair, _endless(sampling)
         self._behind = [(prompt, _Found()) for prompt in prompts]
-        self._rounds: list[tuple[int, int, int, float]] = []  # behind which prompt; tokens drafted and judged; seconds
         self._prefills: list[tuple[float, float]] = []
         self._turns = _Turns(WINDOWS[::-1])
 
     def run(self, seconds: float) -> None:
         """At least a few rounds behind each prompt."""
-        for place in range(len(self._behind)):
+        for prompt, found in self._behind:
             deadline = time.perf_counter() + seconds / len(self._behind)
             while True:
-                self._time(place)
+                self._time(prompt, found)
                 if time.perf_counter() > deadline:
                     break
 
-    def _time(self, behind: int) -> None:
-        prompt, found = self._behind[behind]
+    def _time(self, prompt: list[int], found: _Found) -> None:
         alone = self._pair.plan(prompt, "ar", self._sampling)
         self._pair.forget()
         first = next(alone.run.rounds())
@@ -259,14 +262,14 @@ class ParallelProbe:
                     found.drafting.add((seen.drafted, False), seen.seconds)
                     found.judging.add(seen.width, round_.seconds["verify"])
                     found.lengths.append(len(plan.run.context))
-                    self._rounds.append((behind, seen.drafted, seen.width, taken))
+                    found.rounds.append((seen.drafted, seen.width, taken))
                 seen.drafted = 0
 
     @property
     def costs(self) -> RoundCosts:
         drafting, judging = {}, {}
         for _, found in self._behind:
-            length = round(median(found.lengths))
+            length = found.length
             drafting[length] = Curve({0: 0.0} | {drafted: taken for (drafted, _), taken in found.drafting.medians().items()})
             judging[length] = Curve(found.judging.medians())
         costs = RoundCosts(Surface(drafting), Surface(judging), 0.0)
@@ -275,9 +278,10 @@ class ParallelProbe:
     def _beyond(self, costs: RoundCosts) -> Iterator[float]:
         """Seconds that rounds took beyond the longer of what their draft and their pass usually take: handing over, and waiting
         for whichever came late. A late one is rare and long, so what counts is the mean."""
-        for behind, drafted, judged, taken in self._rounds:
-            length = round(median(self._behind[behind][1].lengths))
-            yield taken - max(costs.drafting.at(drafted, length), costs.judging.at(judged, length))
+        for _, found in self._behind:
+            length = found.length
+            for drafted, judged, taken in found.rounds:
+                yield taken - max(costs.drafting.at(drafted, length), costs.judging.at(judged, length))
 
     @property
     def slower(self) -> float:
