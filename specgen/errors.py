@@ -10,13 +10,13 @@ class SpecgenError(Exception):
 
     exit_code = 2
 
-    def __init__(self, message: str, cure: str = "") -> None:
+    def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.message, self.cure = message, cure
+        self.message, self.hint = message, hint
 
     def __str__(self) -> str:
         stop = "" if self.message.endswith(("?", "!", ".")) else "."
-        return f"{self.message}{stop} {self.cure}" if self.cure else self.message
+        return f"{self.message}{stop} {self.hint}" if self.hint else self.message
 
 
 class RunError(SpecgenError):

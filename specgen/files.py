@@ -50,11 +50,11 @@ def load_yaml(text: str) -> Any:
     depth = 0
     for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        place: Any = event.start_mark
+        position: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read: write out what they say", problem_mark=place)
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read: write out what they say", problem_mark=position)
         if depth > _DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels", problem_mark=place)
+            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels", problem_mark=position)
     try:
         return yaml.load(text, Loader=loader)  # noqa: S506  a safe one, chosen above
     except (KeyError, IndexError, AttributeError, TypeError) as error:  # what its constructors say to `!!bool maybe`, `!!int ''`

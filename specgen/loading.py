@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from specgen import demo
+from specgen.engine.devices import pick_device, pick_dtype
+from specgen.engine.exit_files import FoundExit, load_exit
+from specgen.engine.model_loading import ModelSource, load_model, prepare
+from specgen.engine.tokenizer import check_same
 from specgen.errors import SpecgenError
-from specgen.models.devices import pick_device, pick_dtype
-from specgen.models.exit_files import FoundExit, load_exit
-from specgen.models.load import Source, load_model, prepare
-from specgen.models.tokenizer import check_same
 from specgen.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
-from specgen.workers.remote import ProcessWorker
+from specgen.workers.process_worker import ProcessWorker
 
 
 def load(
@@ -46,11 +46,11 @@ def load(
     on = pick_device(device)
     draft_on = pick_device(draft_device) if draft_device is not None else on
     if target is None:
-        sources = [Source(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
+        sources = [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
     else:
-        sources = [Source(target, None, revision, trust_remote_code, offline)]
+        sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
         if draft is not None:
-            sources.append(Source(draft, None, draft_revision, trust_remote_code, offline))
+            sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
     try:
         pair = _load(sources, (on, draft_on), dtype, announce, process)
     except BaseException:
@@ -69,7 +69,7 @@ def load(
 
 
 def _load(
-    sources: Sequence[Source],
+    sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
     dtype: str,
     announce: Callable[[str], None],
@@ -79,8 +79,8 @@ def _load(
     if len(prepared) == 2:
         check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
     wanted = [
-        (found, place, pick_dtype(dtype, found.config.get_text_config(), found.folder, place))
-        for found, place in zip(prepared, devices, strict=False)
+        (found, position, pick_dtype(dtype, found.config.get_text_config(), found.folder, position))
+        for found, position in zip(prepared, devices, strict=False)
     ]
     worker = None
     if len(wanted) == 2 and _work_apart(*devices):

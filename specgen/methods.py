@@ -26,12 +26,12 @@ class Policy:
     maker: Callable[..., LengthPolicy]
     settings: Mapping[str, Setting]
     paper: str
-    needs: policies.Feeds = frozenset()
+    signals: policies.Signals = frozenset()
     random: bool = False
-    needs_where: Mapping[str, policies.Feeds] = field(default_factory=dict)  # settings that are true ask for these too
+    needs_where: Mapping[str, policies.Signals] = field(default_factory=dict)  # settings that are true ask for these too
 
-    def needs_with(self, values: Mapping[str, Value]) -> policies.Feeds:
-        return self.needs.union(*(feeds for name, feeds in self.needs_where.items() if values.get(name)))
+    def needs_with(self, values: Mapping[str, Value]) -> policies.Signals:
+        return self.signals.union(*(feeds for name, feeds in self.needs_where.items() if values.get(name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Method:
         return self.drafter in ("exit", "skip")
 
 
-FEEDS: Mapping[str, policies.Feeds] = {
+FEEDS: Mapping[str, policies.Signals] = {
     "none": frozenset(),
     "model": frozenset({"entropy", "prob"}),
     "lookup": frozenset(),
@@ -101,7 +101,7 @@ POLICIES: Mapping[str, Policy] = {
             "max_draft": Setting(20, "longest draft", 1, 1000),
         },
         "transformers' dynamic length",
-        needs=policies.Confidence.needs,
+        signals=policies.Confidence.signals,
     ),
     "svip": Policy(
         policies.SVIP,
@@ -111,7 +111,7 @@ POLICIES: Mapping[str, Policy] = {
             "max_draft": _MAX_DRAFT,
         },
         "SVIP, section 3.2",
-        needs=policies.SVIP.needs,
+        signals=policies.SVIP.signals,
     ),
     "beta-ts": Policy(
         policies.BetaTS,
@@ -138,7 +138,7 @@ POLICIES: Mapping[str, Policy] = {
         needs_where={"model_prediction": frozenset({"agreement"})},
     ),
     "selfsd": Policy(
-        policies.SelfSD, {"k": Setting(12, "longest draft", 1, 1000)}, "Self-SD, section 3.4", needs=policies.SelfSD.needs
+        policies.SelfSD, {"k": Setting(12, "longest draft", 1, 1000)}, "Self-SD, section 3.4", signals=policies.SelfSD.signals
     ),
 }
 
@@ -361,7 +361,7 @@ def _check_fed(method: Method, policy: str | None, values: Mapping[str, Value]) 
     if policy is None or not (missing := POLICIES[policy].needs_with(values) - feeds):
         return
     switches = [f"{name}=false" for name, needed in POLICIES[policy].needs_where.items() if needed & missing]
-    fitting = [*switches, *(name for name, row in POLICIES.items() if row.needs <= feeds and name != policy)]
+    fitting = [*switches, *(name for name, row in POLICIES.items() if row.signals <= feeds and name != policy)]
     raise SpecgenError(
         f"{method.name} cannot take the policy {policy!r}: its drafter has no {min(missing)} to feed it",
         f"Take one of {', '.join(fitting)}",

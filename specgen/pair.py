@@ -12,28 +12,27 @@ from typing import Any
 
 import torch
 
-from specgen import assembly, methods
-from specgen.bench.summary import Summary
-from specgen.bench.trace import versions
+from specgen import cost_model as timing
+from specgen import factory, measurement_cache, methods
 from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.engine.devices import device_name, pick_threads, synchronizer
+from specgen.engine.early_exit import EarlyExit
+from specgen.engine.exit_files import Description, Exit, FoundExit
+from specgen.engine.exit_layer import check_split
+from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
+from specgen.engine.likelihood import log_likelihood
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.reference_logits import reference_logits
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
-from specgen.models.devices import device_name, pick_threads, synchronizer
-from specgen.models.early_exit import EarlyExit
-from specgen.models.exit_files import Description, Exit, FoundExit
-from specgen.models.exit_layer import check_split
-from specgen.models.likelihood import log_likelihood
-from specgen.models.load import LoadedModel
-from specgen.models.penalties import Penalties
-from specgen.models.session import Session
-from specgen.models.skipping import SkippingSession, Skips
-from specgen.models.uncached import uncached_row
-from specgen.tuning import costs as timing
-from specgen.tuning import store
+from specgen.traces.summary import Summary
+from specgen.traces.trace_writer import versions
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers import DraftWorker
-from specgen.workers.remote import ProcessWorker
-from specgen.workers.thread import ThreadWorker
+from specgen.workers.process_worker import ProcessWorker
+from specgen.workers.thread_worker import ThreadWorker
 
 RESERVED = 4096  # new tokens that caches are made for at once: a limit far above what is generated costs no memory
 
@@ -49,7 +48,7 @@ class Plan:
     seed: int
     prompt_ids: list[int]
     context_ends: bool  # the context is full before `max_new_tokens` are there
-    costs: timing.Costs | None = None  # what PEARL's window was measured by
+    costs: timing.ParallelCosts | None = None  # what PEARL's window was measured by
     record: bool = False
 
 
@@ -80,22 +79,22 @@ class Pair:
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
-        width = target.session().vocab_size
-        self._target_session = target.session(target.penalties_on(target.device, width))
-        self._draft_session: Session | None = None
+        width = target.runner().vocab_size
+        self._target_runner = target.runner(target.penalties_on(target.device, width))
+        self._draft_runner: ModelRunner | None = None
         if draft is not None:  # reshaped by the target's penalties too: it is to guess what the target will say
-            self._draft_session = draft.session(target.penalties_on(draft.device, width))
+            self._draft_runner = draft.runner(target.penalties_on(draft.device, width))
         self._early_exit: EarlyExit | None = None
-        self._skipping: dict[str, SkippingSession] = {}
+        self._skipping: dict[str, LayerSkippingRunner] = {}
 
     @property
     def default_method(self) -> str:
         return methods.default_name(has_draft_model=self.draft is not None)
 
     @property
-    def sessions(self) -> tuple[Session, Session | None]:
+    def runners(self) -> tuple[ModelRunner, ModelRunner | None]:
         """The target's and the draft's, for whoever times passes."""
-        return self._target_session, self._draft_session
+        return self._target_runner, self._draft_runner
 
     @cached_property
     def exit_layer(self) -> Exit | None:
@@ -152,8 +151,8 @@ class Pair:
 
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
         """Of `token_ids` behind the prompt, under the target at temperature 1 (nats): one pass, but for what is cached."""
-        session = self.target.session() if self.target.has_penalties else self._target_session
-        return log_likelihood(session, prompt_ids, token_ids)
+        runner = self.target.runner() if self.target.has_penalties else self._target_runner
+        return log_likelihood(runner, prompt_ids, token_ids)
 
     def devices(self, method: Method) -> list[torch.device]:
         """Where the method's models run."""
@@ -193,20 +192,20 @@ class Pair:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset() if sampling.ignore_eos else self.target.eos_ids
         capacity = len(prompt_ids) + min(limit, RESERVED)
-        for session in (self._target_session, self._draft_session):
-            if session is not None:
-                session.reserve(capacity)
+        for runner in (self._target_runner, self._draft_runner):
+            if runner is not None:
+                runner.reserve(capacity)
         worker = self._worker(chosen)
-        width = self._target_session.vocab_size
-        parts = assembly.Parts(
-            self._target_session, self._draft_session, sampling, eos_ids, width, seed, capacity, worker, None, record
+        width = self._target_runner.vocab_size
+        parts = factory.Components(
+            self._target_runner, self._draft_runner, sampling, eos_ids, width, seed, capacity, worker, None, record
         )
         if chosen.needs_exit_layer:
             parts = self._with_early_exit(chosen, parts)
         elif chosen.drafter == "skip":
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", str(self.skips()))
-            parts = replace(parts, draft=self.skipping_session(str(settings.values["skip"])))
+            parts = replace(parts, draft=self.skipping_runner(str(settings.values["skip"])))
         costs = None
         if settings.values.get("window") == "auto" and worker is not None:
             costs = self._costs(worker, parts, len(prompt_ids) + min(limit, RESERVED) // 2, context_limit)
@@ -214,10 +213,10 @@ class Pair:
             settings = settings.with_value("window", costs.window.size)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
-        run = assembly.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
+        run = factory.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
         return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
 
-    def _with_early_exit(self, method: Method, parts: assembly.Parts) -> assembly.Parts:
+    def _with_early_exit(self, method: Method, parts: factory.Components) -> factory.Components:
         """The target split at the exit layer in place of both models."""
         both = self.early_exit(method)
         both.reserve(parts.capacity)
@@ -240,64 +239,64 @@ class Pair:
             )
         return self._early_exit
 
-    def skipping_session(self, skip: str) -> SkippingSession:
+    def skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """The target with these layers left out."""
-        skips = Skips.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
+        skips = SkippedLayers.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
         found = self._skipping.get(str(skips))
         if found is None:
             self._skipping.clear()  # a search tries many
-            found = SkippingSession(self._target_session, self.target.model, skips, self._penalties())
+            found = LayerSkippingRunner(self._target_runner, self.target.model, skips, self._penalties())
             self._skipping[str(skips)] = found
         return found
 
-    def _penalties(self) -> Penalties | None:
-        return self.target.penalties_on(self.target.device, self._target_session.vocab_size)
+    def _penalties(self) -> PenaltyProcessor | None:
+        return self.target.penalties_on(self.target.device, self._target_runner.vocab_size)
 
-    def skips(self) -> Skips:
+    def skips(self) -> SkippedLayers:
         """The layers that layer skipping is fastest without: as kept from an earlier search here, else searched for now."""
         key = {
-            "model": store.fingerprint(self.target.folder),
+            "model": measurement_cache.fingerprint(self.target.folder),
             "device": str(self.target.device),
             "dtype": self.target.dtype_name,
             "versions": versions(),
-            "machine": store.machine(),
+            "machine": measurement_cache.machine(),
         }
-        kept = store.SkipStore(store.cache_folder())
+        kept = measurement_cache.SkipStore(measurement_cache.cache_folder())
         layers = self.target.model.config.get_text_config().num_hidden_layers
         found = kept.find(key)
         if found is None:
-            from specgen.tuning.skips import search_skips  # it runs methods of this pair
+            from specgen.tuning.skip_search import search_skips  # it runs methods of this pair
 
             check_split(self.target.model, "layer skipping")
             found = search_skips(self, layers).skips
             kept.keep(key, found)
-        return Skips.parse(found, layers)
+        return SkippedLayers.parse(found, layers)
 
     def _worker(self, method: Method) -> DraftWorker | None:
         """What drafts beside the target, ready to; None for a method that has no need of it."""
-        if method.schedule != "parallel" or self._draft_session is None:
+        if method.schedule != "parallel" or self._draft_runner is None:
             return None
         worker: DraftWorker | None = self._process_worker or self._thread_worker
         if worker is None:
-            worker = self._thread_worker = ThreadWorker(self._draft_session)
+            worker = self._thread_worker = ThreadWorker(self._draft_runner)
         worker.ready()
         return worker
 
-    def _costs(self, worker: DraftWorker, parts: assembly.Parts, length: int, context_limit: int) -> timing.Costs:
+    def _costs(self, worker: DraftWorker, parts: factory.Components, length: int, context_limit: int) -> timing.ParallelCosts:
         """How long passes take behind a context of about that length: as kept from an earlier run here, else measured now."""
         assert self.draft is not None
         sampling = parts.sampling
         key = {
-            "models": [store.fingerprint(model.folder) for model in (self.target, self.draft)],
+            "models": [measurement_cache.fingerprint(model.folder) for model in (self.target, self.draft)],
             "devices": [device_name(model.device) for model in (self.target, self.draft)],
             "dtypes": [model.dtype_name for model in (self.target, self.draft)],
             "worker": [worker.kind, worker.threads, torch.get_num_threads()],
             "context": 1 << (length - 1).bit_length(),  # contexts up to twice as long share their figures
             "warped": [not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self.target.has_penalties],
             "versions": versions(),
-            "machine": store.machine(),
+            "machine": measurement_cache.machine(),
         }
-        kept = store.CostStore(store.cache_folder())
+        kept = measurement_cache.CostStore(measurement_cache.cache_folder())
         found = kept.find(key)
         if found is None:
             endless = replace(parts, eos_ids=frozenset())
@@ -305,7 +304,7 @@ class Pair:
             shortest = min(context_limit, self.draft.context_limit)
             length = max(1, min(length, max(shortest - timing.LONGEST_WINDOW, shortest // 2)))
             context, widest = Context([1] * length), max(1, min(timing.LONGEST_WINDOW, shortest - length))
-            found = timing.measure(self._target_session, drafter, context, synchronizer(self.target.device), widest)
+            found = timing.measure(self._target_runner, drafter, context, synchronizer(self.target.device), widest)
             kept.keep(key, found)
         return found
 
@@ -313,13 +312,13 @@ class Pair:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids or prompt == "":
             raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-        size = self._target_session.known_ids
-        for place, token in enumerate(ids):
+        size = self._target_runner.known_ids
+        for position, token in enumerate(ids):
             try:
-                ids[place] = index(token)
+                ids[position] = index(token)
             except TypeError:
-                ids[place] = -1
-            if not 0 <= ids[place] < size:
+                ids[position] = -1
+            if not 0 <= ids[position] < size:
                 raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {size - 1}")
         return ids
 
@@ -343,10 +342,10 @@ class Pair:
 
         def a_round() -> None:
             context = Context([0, 1])
-            if self._draft_session is not None:
+            if self._draft_runner is not None:
                 for length in range(4):
-                    self._draft_session.logits(context, [1] * length, start=length)
-            self._target_session.logits(context, [1] * 4)
+                    self._draft_runner.logits(context, [1] * length, start=length)
+            self._target_runner.logits(context, [1] * 4)
 
         if self.target.device.type == "cpu":
             pick_threads(a_round)
@@ -356,17 +355,17 @@ class Pair:
 
     def forget(self) -> None:
         """Drop the caches' contents, so that the next run pays for its whole prompt: for measurements."""
-        for session in (self._target_session, self._draft_session):
-            if session is not None:
-                session.forget()
+        for runner in (self._target_runner, self._draft_runner):
+            if runner is not None:
+                runner.forget()
         if self._early_exit is not None:
             self._early_exit.forget()
         if self._process_worker is not None:
             self._process_worker.forget()
 
-    def uncached_row(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
+    def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
         """The target's logits [vocabulary] after these tokens, by one pass without a cache: for judging what sessions said."""
-        return uncached_row(self.target, prompt_ids, token_ids)
+        return reference_logits(self.target, prompt_ids, token_ids)
 
     def close(self) -> None:
         """End what the pair started: the process or the thread that drafts beside the target."""

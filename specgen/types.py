@@ -91,7 +91,7 @@ class Context:
         self.largest_id = max((self.largest_id, *tokens))
 
 
-class Fate(Enum):
+class TokenStatus(Enum):
     """What became of a drafted token: REJECTED was judged and refused, DISCARDED stood behind it or was never judged."""
 
     ACCEPTED = "accepted"
@@ -140,7 +140,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class DistributionOverlap:
     """How far draft and target agree at each drafted node, both unwarped: `overlap` is the sum of min(p, q), the chance of
     acceptance at temperature 1, and `kl` is KL(q||p) in nats."""
 
@@ -159,7 +159,7 @@ class Verdict:
     path: tuple[int, ...] = ()
     token: int | None = None
     source: Source | None = None
-    agreement: Agreement | None = None
+    agreement: DistributionOverlap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +183,16 @@ class Round:
         return self.accepted_ids if self.verdict.token is None else [*self.accepted_ids, self.verdict.token]
 
     @property
-    def fates(self) -> tuple[Fate, ...]:
+    def statuses(self) -> tuple[TokenStatus, ...]:
         """One fate a drafted node. The children of the last accepted node were refused, unless the output ended there."""
         accepted = set(self.verdict.path)
         last = self.verdict.path[-1] if self.verdict.path else -1
         refused = self.verdict.source == "correction"
         return tuple(
-            Fate.ACCEPTED if node in accepted else Fate.REJECTED if refused and parent == last else Fate.DISCARDED
+            TokenStatus.ACCEPTED
+            if node in accepted
+            else TokenStatus.REJECTED
+            if refused and parent == last
+            else TokenStatus.DISCARDED
             for node, parent in enumerate(self.draft.parents)
         )

@@ -78,7 +78,7 @@ class ForwardClock:
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
-        for session in (pair._target_session, pair._draft_session):
+        for session in (pair._target_runner, pair._draft_runner):
             if session is not None:
                 session._body._model = self._timed(session._body._model)
 
@@ -137,7 +137,7 @@ def measure(
     """Per method and prompt: seconds, seconds relative to plain, share of the time outside the models."""
     inside = ForwardClock(pair)
     figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for place, text in enumerate([texts[0], *texts]):
+    for position, text in enumerate([texts[0], *texts]):
         ids = pair.tokenizer.encode(text)
         answers = {}
         for name, run in runners.items():
@@ -146,8 +146,8 @@ def measure(
             answers[name] = (tokens, seconds, 1 - inside.seconds / seconds)
         different = [name for name, answer in answers.items() if answer[0] != answers[PLAIN][0]]
         if different:
-            print(f"NOT the same output: {', '.join(different)} on prompt {place}")
-        if place:  # the first round warms up
+            print(f"NOT the same output: {', '.join(different)} on prompt {position}")
+        if position:  # the first round warms up
             for name, (_, seconds, outside) in answers.items():
                 figures[name].append((seconds, answers[PLAIN][1] / seconds, outside))
     return figures

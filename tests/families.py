@@ -22,8 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from specgen.models.exit_files import Description, Exit
-from specgen.models.exit_layer import ExitLayer, Predictor
+from specgen.engine.exit_files import Description, Exit
+from specgen.engine.exit_layer import ExitLayer, Predictor
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2
@@ -111,7 +111,7 @@ def near_copy(model: Any, noise: float = 0.02, seed: int = 1) -> Any:
 
 def make_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
     """A tokenizer of single characters."""
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="."))
+    backend = Tokenizer(models.WordLevel({word: position for position, word in enumerate(words)}, unk_token="."))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 
 from specgen import demo
-from specgen.bench.prompts import load_prompts
-from specgen.models.exit_files import Exit, load_exit
-from specgen.models.first_layers import FirstLayers
-from specgen.models.load import LoadedModel, Source, load_model, prepare
-from specgen.tuning.selftext import continuations
-from specgen.tuning.training import exit_rows
+from specgen.compare.prompts import load_prompts
+from specgen.engine.exit_files import Exit, load_exit
+from specgen.engine.first_layers import FirstLayers
+from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.training.generated_text import continuations
+from specgen.training.training_loop import exit_rows
 
 
 def load_target() -> LoadedModel:
-    prepared = prepare(Source(str(demo.folder("target")), "demo/target"), lambda _: None)
+    prepared = prepare(ModelSource(str(demo.folder("target")), "demo/target"), lambda _: None)
     return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
 
 

@@ -18,8 +18,8 @@ import torch
 from benchmark import examples
 
 import specgen
-from specgen.bench.energy import meter_for
-from specgen.bench.summary import Summary
+from specgen.energy import energy_meter_for
+from specgen.traces.summary import Summary
 from specgen.types import Context, SamplingParams
 
 PAPER = SamplingParams(temperature=1.0, top_k=20, top_p=0.9)
@@ -83,7 +83,7 @@ class Figures:
                 summary.add(round_)
         for summary in (self.whole, self.by_seed[seed]):
             summary.add_log_likelihood(nats)
-        grams = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
+        grams = [tuple(tokens[position : position + 4]) for position in range(len(tokens) - 3)]
         self.grams += len(grams)
         self.distinct += len(set(grams))
 
@@ -119,16 +119,16 @@ def measure(pair: specgen.Pair, rows: Sequence[Row], texts: Sequence[str], seeds
 
 def verification_energy(pair: specgen.Pair) -> None:
     """Joules of a target pass by the number of tokens verified at once (the idea of MTAD's Table 2)."""
-    meter = meter_for([pair.target.device])
-    session, context = pair.target.session(), Context(range(3, 67))
+    meter = energy_meter_for([pair.target.device])
+    runner, context = pair.target.runner(), Context(range(3, 67))
     print("\n| tokens verified at once | J/pass | J/token | ms/pass |\n|---|---|---|---|")
     for width in (1, 2, 4, 8, 16):
         draft = list(range(3, 2 + width))
-        session.logits(context, draft)
+        runner.logits(context, draft)
         meter.start()
         passes, begin = 0, time.perf_counter()
         while time.perf_counter() - begin < 3:
-            session.logits(context, draft)
+            runner.logits(context, draft)
             passes += 1
         energy = meter.stop()
         taken = (time.perf_counter() - begin) / passes

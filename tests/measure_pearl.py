@@ -15,20 +15,20 @@ import torch
 from benchmark import examples, held_out
 
 import specgen
+from specgen.cost_model import ParallelCosts
 from specgen.decoding.parallel import Window
-from specgen.tuning.costs import Costs
 from specgen.types import Round, SamplingParams
 
 ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false", "pearl:policy=svip")
 
 
-def pass_seconds(costs: Costs, width: int) -> float:
+def pass_seconds(costs: ParallelCosts, width: int) -> float:
     """A target pass over `width` tokens, between the two that were measured."""
     slope = (costs.target_pass - costs.single_pass) / max(costs.width - 1, 1)
     return costs.single_pass + slope * (width - 1)
 
 
-def allowed_seconds(rounds: list[Round], costs: Costs, window: Window, tokens: int) -> float:
+def allowed_seconds(rounds: list[Round], costs: ParallelCosts, window: Window, tokens: int) -> float:
     """The least that the rounds behind the prefill can have taken."""
     total, pending, made = 0.0, 0, 1
     for round_ in rounds[1:]:
@@ -67,7 +67,7 @@ def compare(pair: specgen.Pair, names: list[str], texts: list[str], sampling: Sa
     reached: list[float] = []
     busy: list[float] = []
     summaries = []
-    for place, text in enumerate([texts[0], *texts]):
+    for position, text in enumerate([texts[0], *texts]):
         taken, outputs = {}, {}
         for name in names:
             method, *settings = name.split(":")
@@ -76,7 +76,7 @@ def compare(pair: specgen.Pair, names: list[str], texts: list[str], sampling: Sa
             rounds = list(plan.run.rounds())
             taken[name] = sum(sum(round_.seconds.values()) for round_ in rounds)
             outputs[name] = [token for round_ in rounds for token in round_.token_ids]
-            if name == "pearl" and place and plan.costs is not None:
+            if name == "pearl" and position and plan.costs is not None:
                 behind = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
                 reached.append(allowed_seconds(rounds, plan.costs, plan.costs.window, sampling.max_new_tokens) / behind)
                 busy.append(sum(round_.seconds["verify"] for round_ in rounds[1:]) / behind)
@@ -85,8 +85,8 @@ def compare(pair: specgen.Pair, names: list[str], texts: list[str], sampling: Sa
                 summaries.append((accepted, refused, len(rounds), len(outputs[name])))
         different = [name for name in names if outputs[name] != outputs["ar"]]
         if different:
-            print(f"NOT the same output: {', '.join(different)} on prompt {place}")
-        if place:  # the first warms up
+            print(f"NOT the same output: {', '.join(different)} on prompt {position}")
+        if position:  # the first warms up
             for name in names:
                 speedups[name].append(taken["ar"] / taken[name])
                 seconds[name] += taken[name]

@@ -24,10 +24,10 @@ ROWS, WINDOW = 16, 256
 def exit_layer(batches: int) -> dict[str, float]:
     from measure_exit import load_target
 
-    from specgen.models.exit_layer import ExitLayer
-    from specgen.models.first_layers import FirstLayers
-    from specgen.tuning.texts import demo_texts
-    from specgen.tuning.training import Data, ExitTraining, Recipe
+    from specgen.engine.exit_layer import ExitLayer
+    from specgen.engine.first_layers import FirstLayers
+    from specgen.training.corpus import demo_texts
+    from specgen.training.training_loop import Data, ExitTraining, Recipe
 
     target = load_target()
     recipe = Recipe(steps=1000, batch=ROWS, window=WINDOW)

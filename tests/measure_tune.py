@@ -19,16 +19,16 @@ from families import near_copy
 
 import specgen
 from specgen import demo
-from specgen.bench.figures import Results, Row, rows
-from specgen.bench.prompts import Prompt, load_prompts
-from specgen.bench.runner import Contest, Runner
-from specgen.bench.specs import parse_specs
+from specgen.compare.method_specs import parse_specs
+from specgen.compare.prompts import Prompt, load_prompts
+from specgen.compare.results import Results, Row, rows
+from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.pair import Pair
 from specgen.tuning.candidates import REPLAYED, RERUN, grid, trees, written
-from specgen.tuning.outcome import Outcome
-from specgen.tuning.replay import replay
-from specgen.tuning.reruns import Reruns
-from specgen.tuning.tuner import Tuner, Wanted
+from specgen.tuning.outcome import TuningOutcome
+from specgen.tuning.simulated_runs import SimulatedRuns
+from specgen.tuning.simulation import simulate
+from specgen.tuning.tuner import Tuner, TuningRequest
 from specgen.types import SamplingParams
 
 HELD_OUT = ("news", "chat")
@@ -69,7 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, opened(options.draft, Path(folder)) as pair:
         pair.settle()
         start = time.perf_counter()
-        tuner = Opened(pair, Wanted(seen, sampling, start + options.budget), Told())
+        tuner = Opened(pair, TuningRequest(seen, sampling, start + options.budget), Told())
         outcome = tuner.run()
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in tuner.names or name in tuner.rerun]
@@ -78,13 +78,13 @@ def main() -> None:
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         expected = {}
-        reruns = Reruns(pair, tuner.known.answers, sampling, tuner.known.costs["echo"])
+        reruns = SimulatedRuns(pair, tuner.known.answers, sampling, tuner.known.costs["echo"])
         for row in found:
             spec = row.spec
             if spec.name in RERUN or "width" in spec.settings:
                 summary = reruns.run(spec.name, spec.settings).summary
             else:
-                summary = replay(tuner.known, spec.name, spec.settings, has_predictor=True)
+                summary = simulate(tuner.known, spec.name, spec.settings, has_predictor=True)
             expected[spec.written] = summary.tokens_per_second or 0.0
         report(found, expected, outcome, held_out=options.held_out)
 
@@ -112,7 +112,7 @@ def measure(pair: Pair, specs: Sequence[str], prompts: Sequence[Prompt], repeats
     parsed = parse_specs(list(specs))
     results = Results(parsed, prompts, sampling.greedy)
     start = time.perf_counter()
-    for step in Runner(pair, Contest(parsed, prompts, repeats, sampling), results).steps():
+    for step in Runner(pair, BenchmarkConfig(parsed, prompts, repeats, sampling), results).steps():
         if step.done and step.done % 200 == 0:
             print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
     broken = [difference for difference in results.differences.values() if not difference.is_tie]
@@ -120,7 +120,7 @@ def measure(pair: Pair, specs: Sequence[str], prompts: Sequence[Prompt], repeats
     return [row for row in rows(results) if row.overall is not None]
 
 
-def report(found: Sequence[Row], expected: dict[str, float], outcome: Outcome, *, held_out: bool) -> None:
+def report(found: Sequence[Row], expected: dict[str, float], outcome: TuningOutcome, *, held_out: bool) -> None:
     from scipy.stats import spearmanr
 
     speeds = {row.spec.written: row.overall.summary.tokens_per_second or 0.0 for row in found if row.overall is not None}

@@ -12,15 +12,16 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 import specgen
-from specgen.bench.anatomy import Anatomy
-from specgen.bench.summary import Summary
-from specgen.bench.trace import TraceFile, round_line, start_line, summary_line
-from specgen.bench.trace_reader import read_trace
-from specgen.ui import inspect_text, theme
-from specgen.ui.footer import footer
-from specgen.ui.inspect_page import Shown
-from specgen.ui.rounds import RoundsView
-from specgen.ui.stream import AnswerText, AnswerView
+from specgen.traces.statistics import TraceStatistics
+from specgen.traces.summary import Summary
+from specgen.traces.trace_reader import read_trace
+from specgen.traces.trace_writer import TraceWriter, round_line, start_line, summary_line
+from specgen.ui import theme
+from specgen.ui.html.trace_page import Shown
+from specgen.ui.terminal import trace_report
+from specgen.ui.terminal.answer_stream import AnswerText, AnswerView
+from specgen.ui.terminal.footer import footer
+from specgen.ui.terminal.rounds import RoundsView
 
 FOLDER = Path(__file__).parent.parent / ".github"
 QUESTION = (
@@ -78,7 +79,7 @@ def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
         for round_ in rounds:
             summary.add(round_)
         paths.append(folder / f"{method}.jsonl")
-        with closing(TraceFile(paths[-1])) as trace:
+        with closing(TraceWriter(paths[-1])) as trace:
             trace.write(start_line(pair, plan))
             for round_ in rounds:
                 trace.write(round_line(round_, pair.tokenizer.text_of))
@@ -86,11 +87,11 @@ def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
     shown = []
     for path in paths:
         run = next(read_trace(path))
-        shown.append(Shown(run.method, path.name, Anatomy(run.method), run))
+        shown.append(Shown(run.method, path.name, TraceStatistics(run.method), run))
         shown[-1].anatomy.add(run)
     console = recorder(flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
-    inspect_text.show(console, shown, None)
+    trace_report.show(console, shown, None)
     return console.export_svg(title="specgen", theme=GROUNDS[flavour], unique_id=f"specgen-inspect-{flavour}")
 
 

@@ -13,9 +13,9 @@ import pytest
 import traces
 from scipy import stats
 
-from specgen.bench import anatomy
-from specgen.bench.anatomy import Anatomy, beliefs, beta_quantile
-from specgen.bench.trace_reader import TracedRun, read_trace
+from specgen.traces import statistics
+from specgen.traces.statistics import TraceStatistics, beta_quantile, posteriors
+from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.types import Draft, Round, Verdict
 
 
@@ -24,8 +24,8 @@ def recorded(tmp_path: Path) -> TracedRun:
     return next(read_trace(traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(300))))
 
 
-def folded(run: TracedRun) -> Anatomy:
-    found = Anatomy(run.method)
+def folded(run: TracedRun) -> TraceStatistics:
+    found = TraceStatistics(run.method)
     found.add(run)
     return found
 
@@ -36,7 +36,7 @@ def test_acceptance_by_entropy_counts_the_judged_tokens_only(recorded: TracedRun
         accepted = len(traced.round.verdict.path)
         refused = traced.round.verdict.source == "correction"
         judged += [
-            (entropy, place < accepted) for place, entropy in enumerate(traced.round.draft.entropies[: accepted + refused])
+            (entropy, position < accepted) for position, entropy in enumerate(traced.round.draft.entropies[: accepted + refused])
         ]
     bins = folded(recorded).acceptance_by_entropy()
     assert sum(found.judged for found in bins) == len(judged)
@@ -56,7 +56,7 @@ def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
     bounds = folded(recorded).bounds()
     assert bounds is not None
     assert bounds.count == len(tokens) == sum(found.count for found in bounds.by_entropy)
-    assert bounds.c == anatomy.AUTHORS_C
+    assert bounds.c == statistics.AUTHORS_C
     below = [overlap < max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, overlap, _ in tokens]
     assert bounds.below_estimate == pytest.approx(np.mean(below))
     ratio = median((entropy + kl) / entropy for entropy, _, kl in tokens if entropy > 0.01)
@@ -76,9 +76,9 @@ def test_pinsker_and_bretagnolle_huber_bound_the_true_acceptance_probability() -
     for _ in range(500):
         q, p = (generator.dirichlet(np.full(12, sharpness)) for sharpness in generator.choice([0.1, 0.5, 2.0], 2))
         overlap, divergence, entropy = np.minimum(p, q).sum(), stats.entropy(q, p), stats.entropy(q)
-        assert anatomy.pinsker(divergence) <= overlap + 1e-9
-        assert anatomy.bretagnolle_huber(divergence) <= overlap + 1e-9
-        broken += anatomy.estimate(entropy, 0.15) > overlap
+        assert statistics.pinsker(divergence) <= overlap + 1e-9
+        assert statistics.bretagnolle_huber(divergence) <= overlap + 1e-9
+        broken += statistics.estimate(entropy, 0.15) > overlap
     assert broken > 100  # it is no bound, and is not called one
 
 
@@ -92,7 +92,7 @@ def test_a_run_uses_its_own_constant(tmp_path: Path) -> None:
 def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
     paths = [traces.write(tmp_path / f"{seed}.jsonl", *traces.a_recorded_run(50, seed)) for seed in (1, 2)]
     runs = [next(read_trace(path)) for path in paths]
-    both, (first, second) = Anatomy("beta-ts"), [folded(run) for run in runs]
+    both, (first, second) = TraceStatistics("beta-ts"), [folded(run) for run in runs]
     for run in runs:
         both.add(run)
     assert both.runs == 2
@@ -122,7 +122,7 @@ def test_beta_quantiles_are_scipys() -> None:
 
 def test_beliefs_are_the_last_rounds_and_evenly_spread(recorded: TracedRun) -> None:
     rounds = [traced.round for traced in recorded.rounds]
-    found = beliefs(rounds, most=30)
+    found = posteriors(rounds, most=30)
     assert 25 <= len(found) <= 30
     assert found[-1].index == 299
     steps = {later.index - earlier.index for earlier, later in pairwise(found)}
@@ -130,13 +130,13 @@ def test_beliefs_are_the_last_rounds_and_evenly_spread(recorded: TracedRun) -> N
     state = rounds[-1].policy_state
     assert state is not None
     assert found[-1].mean == state["alpha"] / (state["alpha"] + state["beta"])
-    assert beliefs([]) == []
+    assert posteriors([]) == []
 
 
 def test_a_normal_posterior_is_a_belief_too() -> None:
     states = ({"theta_hat": 0.7, "rounds": 0}, {"mean": 0.6, "deviation": 0.1}, {"mean": 0.95, "deviation": 0.2})
     rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
-    first, second = beliefs(rounds)
+    first, second = posteriors(rounds)
     assert (first.index, first.mean) == (1, 0.6)
     assert (first.low, first.high) == pytest.approx(stats.norm.ppf((0.05, 0.95), 0.6, 0.1), abs=1e-5)
     assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)

@@ -84,12 +84,12 @@ def check_record(lines: Lines) -> None:
     assert set(first) == set(START.split())
     assert set(last) == set(SUMMARY.split())
     assert set(last["phase_seconds"]) == PHASES
-    for place, line in enumerate(rounds):
+    for position, line in enumerate(rounds):
         assert line["type"] == "round"
         assert set(line) == set(ROUND.split())
         assert set(line["seconds"]) == PHASES
-        assert line["index"] == place
-        assert line["mode"] == ("sequential" if place else "prefill")
+        assert line["index"] == position
+        assert line["mode"] == ("sequential" if position else "prefill")
         assert len(line["draft_ids"]) == len(line["draft_texts"]) == len(line["parents"])
     own = ([line["token_id"]] if line["token_id"] is not None else [] for line in rounds)
     joined = [token for line, token_id in zip(rounds, own, strict=True) for token in (*line["accepted_ids"], *token_id)]
@@ -249,15 +249,15 @@ def test_without_a_command_there_is_help_and_no_complaint() -> None:
 
 def test_the_answer_ends_before_a_stop_text(generate: Generate) -> None:
     whole, _ = generate("-n", "60", "--ignore-eos", PROMPT)
-    place = next(n for n in range(20, 50) if whole[n : n + 3] not in whole[: n + 2])
-    stop = whole[place : place + 3]
+    position = next(n for n in range(20, 50) if whole[n : n + 3] not in whole[: n + 2])
+    stop = whole[position : position + 3]
     out, _ = generate("-n", "60", "--ignore-eos", "--stop", "☃", "--stop", stop, PROMPT)
-    assert out == whole[:place] + "\n"
+    assert out == whole[:position] + "\n"
     out, _ = generate("-n", "60", "--ignore-eos", "--stop", stop, "--json", PROMPT)
     lines = parsed(out)
     check_record(lines)
     assert lines[-1]["finish_reason"] == "stop"
-    assert lines[-1]["text"] == whole[:place]
+    assert lines[-1]["text"] == whole[:position]
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])

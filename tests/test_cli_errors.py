@@ -129,9 +129,9 @@ def no_prompts() -> Mapping[str, tuple[str, str]]:
     return dict(zip(PROMPTS, found, strict=True))
 
 
-@pytest.mark.parametrize("place", range(len(OPTIONS)), ids=lambda place: " ".join(OPTIONS[place][0]))
-def test_a_wrong_option_is_named_with_its_value(wrong_options: list[tuple[str, str]], place: int) -> None:
-    check_line(*wrong_options[place], OPTIONS[place][1])
+@pytest.mark.parametrize("position", range(len(OPTIONS)), ids=lambda position: " ".join(OPTIONS[position][0]))
+def test_a_wrong_option_is_named_with_its_value(wrong_options: list[tuple[str, str]], position: int) -> None:
+    check_line(*wrong_options[position], OPTIONS[position][1])
 
 
 def test_an_unknown_command_is_named_and_inspect_says_what_it_can_show() -> None:
@@ -284,10 +284,10 @@ def test_a_folder_without_a_tokenizer(folders: Folders, fails: Fails) -> None:
 
 
 @pytest.mark.parametrize("role", ["-t", "-d"])
-@pytest.mark.parametrize(("kind", "cure"), [("encoder-decoder", "decoder-only"), ("recurrent", "attention in every layer")])
-def test_a_model_that_cannot_be_rolled_back(folders: Folders, fails: Fails, kind: str, cure: str, role: str) -> None:
+@pytest.mark.parametrize(("kind", "hint"), [("encoder-decoder", "decoder-only"), ("recurrent", "attention in every layer")])
+def test_a_model_that_cannot_be_rolled_back(folders: Folders, fails: Fails, kind: str, hint: str, role: str) -> None:
     target = () if role == "-t" else ("-t", folders["good"])
-    fails("abc", *target, role, folders[kind], named=(folders[kind], cure))
+    fails("abc", *target, role, folders[kind], named=(folders[kind], hint))
 
 
 def test_nan_logits_are_a_failure_of_the_run(folders: Folders, fails: Fails) -> None:

@@ -19,8 +19,8 @@ from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from test_cli import SUMMARY
 
-from specgen import assembly, methods
-from specgen.decoding.verifiers import Greedy
+from specgen import factory, methods
+from specgen.decoding.verifiers import GreedyVerifier
 from specgen.errors import RunError
 from specgen.types import Draft, Verdict
 
@@ -157,7 +157,7 @@ def test_perplexity_is_told_on_where_the_trace_has_it(compare: Compare, tmp_path
     whole = [line["perplexity"] for line in parsed(compare(*options, "--perplexity", "--trace", str(trace))[1])]
     assert all(whole)
     lines = trace.read_bytes().splitlines(keepends=True)
-    ends = [place for place, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
+    ends = [position for position, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
     trace.write_bytes(b"".join(lines[: ends[3] + 1]))
     told = [line["perplexity"] for line in parsed(compare(*options, "--resume", str(trace))[1])]
     assert told == pytest.approx(whole)
@@ -168,7 +168,7 @@ def test_no_perplexity_of_some_runs_alone(compare: Compare, tmp_path: Path) -> N
     options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
     compare(*options, "--trace", str(trace))
     lines = trace.read_bytes().splitlines(keepends=True)
-    ends = [place for place, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
+    ends = [position for position, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
     trace.write_bytes(b"".join(lines[: ends[3] + 1]))
     out = parsed(compare(*options, "--perplexity", "--resume", str(trace))[1])
     assert [line["perplexity"] for line in out] == [None, None]
@@ -207,7 +207,7 @@ class Wrong:
     lossless = True
 
     def __init__(self) -> None:
-        self._inner = Greedy()
+        self._inner = GreedyVerifier()
 
     def verify(self, draft: Draft, rows: Any) -> Verdict:
         verdict = self._inner.verify(draft, rows)
@@ -223,7 +223,7 @@ class Contrary:
     lossless = True
 
     def verify(self, draft: Draft, rows: Any) -> Verdict:
-        verdict = Greedy().verify(draft, rows)
+        verdict = GreedyVerifier().verify(draft, rows)
         if not draft.tokens:
             return verdict
         values, tokens = rows.logits[0].float().topk(2)
@@ -232,7 +232,7 @@ class Contrary:
 
 
 def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd:k=3,lookup", "-n", "30", "--ignore-eos", "--repeats", "1")
     code, out, err = compare(*options, "--trace", str(trace), "--json")
@@ -241,14 +241,14 @@ def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatc
     difference = line["differences"][0]
     runs = runs_of(trace)
     ids = [runs[method][difference["prompt_index"]][0]["token_ids"] for method in ("ar", "sd:k=3")]
-    place = next(place for place in range(30) if ids[0][place] != ids[1][place])
-    assert difference["place"] == place
-    assert (difference["reference_id"], difference["token_id"]) == (ids[0][place], ids[1][place])
+    position = next(position for position in range(30) if ids[0][position] != ids[1][position])
+    assert difference["place"] == position
+    assert (difference["reference_id"], difference["token_id"]) == (ids[0][position], ids[1][position])
     assert difference["gap"] > difference["threshold"] == 1e-3
     assert not difference["tie"]
     assert line["diverged"] >= 1
     assert line["identical"] + line["tied"] + line["diverged"] == 4
-    assert f"sd:k=3 differs from plain decoding at {place} of prompt {difference['prompt_index']}" in err
+    assert f"sd:k=3 differs from plain decoding at {position} of prompt {difference['prompt_index']}" in err
     code, table, err = compare(*options, "--resume", str(trace))
     assert code == 3
     assert re.search(r"^sd:k=3 +(differs at \d+|\d differ) ", table, flags=re.MULTILINE)
@@ -258,7 +258,7 @@ def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatc
 def test_the_gap_is_what_an_uncached_pass_says(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
     code, out, _ = compare("-m", "sd:k=3", "-n", "30", "--ignore-eos", "--repeats", "1", "--limit", "2", "--json")
     assert code == 3
     difference = parsed(out)[1]["differences"][0]
@@ -277,7 +277,7 @@ def test_a_near_tie_in_bfloat16_is_a_tie_with_its_gap(compare: Compare, monkeypa
         head = model.lm_head.weight
         head[1::2] = head[::2] * (1 + 2**-7)
     target, draft = save(model, tmp_path / "target"), save(near_copy(model), tmp_path / "draft")
-    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Contrary())
+    monkeypatch.setattr(factory, "make_verifier", lambda *_: Contrary())
     models = ("-t", target, "-d", draft, "--dtype", "bfloat16")
     options = ("-m", "sd:k=2", "-n", "12", "--ignore-eos", "--repeats", "1")
     code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=models)
@@ -308,11 +308,11 @@ def test_a_lossy_method_is_never_judged(compare: Compare, monkeypatch: pytest.Mo
     """One that comes to the table later, and whose runs tell more than others': nothing here knows its name."""
     from dataclasses import replace
 
-    from specgen.bench import runner
+    from specgen.compare import runner
 
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
-    monkeypatch.setattr(assembly, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
     as_it_is = runner.Summary.as_dict
     monkeypatch.setattr(runner.Summary, "as_dict", lambda *told: as_it_is(*told) | {"perplexity": 2.0, "joules_per_token": 0.5})
     code, out, err = compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1")
@@ -364,7 +364,7 @@ def test_a_method_that_breaks_down_ends_in_1_and_the_others_run(compare: Compare
     def broken(*_: object) -> None:
         raise RunError("the worker died", "Try again")
 
-    monkeypatch.setattr("specgen.decoding.drafters.PromptLookup.propose", broken)
+    monkeypatch.setattr("specgen.decoding.drafters.PromptLookupDrafter.propose", broken)
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
     assert code == 1
     assert err == "error: lookup: the worker died. Try again\n"

@@ -34,7 +34,7 @@ def page(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Pat
         "-q",
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specgen.decoding.drafters.PromptLookup.propose", _broken)
+        patch.setattr("specgen.decoding.drafters.PromptLookupDrafter.propose", _broken)
         patch.setattr(sys, "argv", ["specgen", "compare", *pair, "--device", "cpu", *arguments, "--html", str(written)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -59,7 +59,7 @@ def test_it_asks_for_nothing_and_shows_table_intervals_and_answers(browser: test
     assert len(browser.find(".methods line.ci")) == 4
     assert browser.texts("article h3")[0] == "ar"
     assert set(browser.texts("article h3")) == {"ar", "svip", "sd:k=3"}
-    answers = {"".join(browser.texts(f"article:nth-of-type({place}) .tok:not(.gone)")) for place in (1, 2, 3)}
+    answers = {"".join(browser.texts(f"article:nth-of-type({position}) .tok:not(.gone)")) for position in (1, 2, 3)}
     assert len(answers) == 1
     token = browser.find(".tok.acc")[0]
     browser.point_at(token)

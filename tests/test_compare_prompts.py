@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specgen.bench.prompts import LARGEST_JSONL, LARGEST_YAML, load_prompts
-from specgen.bench.specs import parse_specs
+from specgen.compare.method_specs import parse_specs
+from specgen.compare.prompts import LARGEST_JSONL, LARGEST_YAML, load_prompts
 from specgen.errors import SpecgenError
 
 

@@ -107,10 +107,10 @@ def test_recorded_distributions_are_what_both_models_say(compare: Compare, pair:
         drafted = line["draft_ids"]
         with torch.no_grad():
             logits = [model(input_ids=torch.tensor([ids + drafted])).logits[0].double() for model in models]
-        for place in range(len(drafted)):
-            p, q = (rows[len(ids) - 1 + place].softmax(dim=-1) for rows in logits)
-            assert line["overlap"][place] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
-            assert line["kl"][place] == pytest.approx(float((q * (q / p).log()).sum()), abs=1e-3)
+        for position in range(len(drafted)):
+            p, q = (rows[len(ids) - 1 + position].softmax(dim=-1) for rows in logits)
+            assert line["overlap"][position] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+            assert line["kl"][position] == pytest.approx(float((q * (q / p).log()).sum()), abs=1e-3)
             seen += 1
         ids += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
     assert seen > 5
@@ -160,7 +160,7 @@ def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(
 
 
 def test_the_command_imports_nothing_heavy_before_it_runs() -> None:
-    script = "import sys, specgen.cli.app, specgen.cli.compare, specgen.bench.runner; sys.exit('torch' in sys.modules)"
+    script = "import sys, specgen.cli.app, specgen.cli.compare, specgen.compare.runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

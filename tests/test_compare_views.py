@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.bench.figures import Results, Row, Run, rows
-from specgen.bench.predictions import Prediction
-from specgen.bench.prompts import Prompt
-from specgen.bench.runner import Step
-from specgen.bench.specs import Spec, parse_spec
-from specgen.bench.trace_reader import TracedRound, TracedRun
-from specgen.bench.verdict import Difference, first_difference, tie_below
+from specgen.compare.method_specs import MethodSpec, parse_spec
+from specgen.compare.predictions import Prediction
+from specgen.compare.prompts import Prompt
+from specgen.compare.results import Results, Row, Run, rows
+from specgen.compare.runner import BenchmarkStep
+from specgen.compare.verdict import Difference, first_difference, tie_below
 from specgen.errors import SpecgenError
+from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Draft, Round, SamplingParams, Verdict
-from specgen.ui import compare_page, theme
-from specgen.ui.comparison import Setting, View, page
-from specgen.ui.live import LiveTable, duration, progress_line
-from specgen.ui.tables import phases_table, speed_table
+from specgen.ui import theme
+from specgen.ui.html import compare_page
+from specgen.ui.terminal.comparison import Setting, View, page
+from specgen.ui.terminal.comparison_table import phases_table, speed_table
+from specgen.ui.terminal.live_table import LiveTable, duration, progress_line
 
 PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
 SETTING = Setting("demo pair", "cpu float32", 1, SamplingParams(max_new_tokens=100))
-WILD = Spec("wild", "wild", {}, lossless=False)
+WILD = MethodSpec("wild", "wild", {}, lossless=False)
 
 
 def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
@@ -196,13 +197,13 @@ def test_what_rounding_explains() -> None:
 
 
 def test_the_progress_fits_and_its_end_stays() -> None:
-    step = Step(parse_spec("sd:k=8"), Prompt(3, "x", "code", "a-long-name-of-a-prompt"), False, 5, 48, 83.0)
+    step = BenchmarkStep(parse_spec("sd:k=8"), Prompt(3, "x", "code", "a-long-name-of-a-prompt"), False, 5, 48, 83.0)
     for width in (100, 80, 60, 40, 30):
         line = progress_line(step, width).plain
         assert len(line) <= width
         assert line.endswith("5 of 48 runs  ~83 s left")
     assert progress_line(step, 100).plain.startswith("▸ sd:k=8, prompt 3")
-    assert progress_line(Step(step.spec, None, True, 0, 48, None), 100).plain.endswith("0 of 48 runs")
+    assert progress_line(BenchmarkStep(step.spec, None, True, 0, 48, None), 100).plain.endswith("0 of 48 runs")
     assert [duration(seconds) for seconds in (9.2, 200, 7500)] == ["9 s", "3 min", "2 h 5 min"]
 
 
@@ -210,7 +211,7 @@ def test_the_live_table_is_drawn_when_told_and_leaves_nothing() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
     results = usual()
     view = View(is_live=True)
-    step = Step(None, None, False, 3, 9, 4.0)
+    step = BenchmarkStep(None, None, False, 3, 9, 4.0)
     with LiveTable(console, lambda width: page(results, rows(results), SETTING, view, width), quiet=False) as live:
         before = len(console.file.getvalue())  # type: ignore[attr-defined]
         live.show(step)

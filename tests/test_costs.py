@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import specgen
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, measure
 from specgen.decoding.policies import Always
-from specgen.models.session import Rows
-from specgen.tuning.costs import LONGEST_WINDOW, Costs, measure
-from specgen.tuning.store import CostStore, cache_folder, fingerprint
+from specgen.engine.model_runner import ModelOutput
+from specgen.measurement_cache import CostStore, cache_folder, fingerprint
 from specgen.types import Context, Draft, SamplingParams
 
 
@@ -26,10 +26,10 @@ class SlowTarget:
         self.base, self.token = base, token
         self.passes = 0
 
-    def logits(self, context: Context, draft: Sequence[int] = ()) -> Rows:
+    def logits(self, context: Context, draft: Sequence[int] = ()) -> ModelOutput:
         self.passes += 1
         time.sleep(self.base + self.token * (len(draft) + 1))
-        return Rows(torch.zeros(len(draft) + 1, 4))
+        return ModelOutput(torch.zeros(len(draft) + 1, 4))
 
 
 class SlowDrafter:
@@ -75,10 +75,10 @@ def test_measuring_ends_in_time_on_slow_models() -> None:
 
 @pytest.mark.parametrize(("ratio", "size"), [(0.2, 1), (1.4, 1), (1.6, 2), (10.7, 11), (1e9, LONGEST_WINDOW)])
 def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
-    assert Costs(1.0, ratio, ratio, 8, 10).window.size == size
+    assert ParallelCosts(1.0, ratio, ratio, 8, 10).window.size == size
 
 
-COSTS, KEY = Costs(0.002, 0.017, 0.012, 8, 64), {"models": ["a", "b"], "context": 64}
+COSTS, KEY = ParallelCosts(0.002, 0.017, 0.012, 8, 64), {"models": ["a", "b"], "context": 64}
 
 
 def test_costs_are_kept_by_what_they_hold_for(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
     assert plan.costs is not None
     assert plan.settings.values["window"] == plan.costs.window.size == max(1, round(plan.costs.ratio))
     assert taken < 30, "a loose bound: a worker may have to start on a busy machine"
-    monkeypatch.setattr("specgen.tuning.costs.measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("specgen.cost_model.measure", lambda *_: pytest.fail("measured again"))
     again = demo_pair.plan("def f(x):", "pearl", sampling)
     assert again.costs == plan.costs
     assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).costs is None

@@ -37,9 +37,9 @@ class TestStream:
         assert (windows != tokenizer.pad_token_id).all()
         cut = 0
         for row in windows.tolist():
-            begins = [place for place, token in enumerate(row) if token == tokenizer.bos_token_id]
+            begins = [position for position, token in enumerate(row) if token == tokenizer.bos_token_id]
             # Every document but the last one ends where the next begins.
-            assert all(row[place - 1] == tokenizer.eos_token_id for place in begins[1:])
+            assert all(row[position - 1] == tokenizer.eos_token_id for position in begins[1:])
             cut += len(row) - begins[-1] if row[-1] != tokenizer.eos_token_id else 0
         assert cut < 0.02 * windows.numel()
 

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import specgen
 from specgen.cli.app import app
-from specgen.models.fingerprint import weights_fingerprint
-from specgen.tuning.distilling import DESCRIPTION, DraftTraining, Lessons, distil, divergence
-from specgen.tuning.packing import NOTHING
-from specgen.tuning.selftext import LIKELY, SelfTexts, Stopped, read_batch, weighed, write_batch
-from specgen.tuning.training import agreement
-from specgen.tuning.writing import Task, Writing
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.training.distillation import DESCRIPTION, DistillationData, DraftTraining, distill, divergence
+from specgen.training.generated_text import LIKELY, GeneratedTexts, TrainingStopped, read_batch, weighed, write_batch
+from specgen.training.packing import NOTHING
+from specgen.training.text_generation import TextGeneration, TrainingTask
+from specgen.training.training_loop import greedy_agreement
 
 OWN_TEXT = replace(TINY, self_text=1.0)
 
@@ -61,8 +61,8 @@ def test_what_is_kept_is_the_target_s_word(folders: tuple[Path, Path], tmp_path:
     texts = write_batch(
         target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, held_out=[False, False], keep_rows=False, keep_likely=True
     )
-    SelfTexts(tmp_path).keep(0, texts)
-    for text in SelfTexts(tmp_path).read():
+    GeneratedTexts(tmp_path).keep(0, texts)
+    for text in GeneratedTexts(tmp_path).read():
         assert text.likely is not None
         assert text.logs is not None
         logs = target.model(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
@@ -75,7 +75,9 @@ def test_what_is_kept_is_the_target_s_word(folders: tuple[Path, Path], tmp_path:
 def test_open_text_is_read_in_turn_with_what_is_written(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     target = opened(folders[0])
     texts = open_text(corpus, target)
-    writing = Writing(target, Task(tmp_path, OWN_TEXT, open_text=texts), {}, tmp_path / "training", Silent(), keep_likely=True)
+    writing = TextGeneration(
+        target, TrainingTask(tmp_path, OWN_TEXT, open_text=texts), {}, tmp_path / "training", Silent(), keep_likely=True
+    )
     writing.run()
     found = writing.kept.read()
     assert [text.greedy for text in found[:128]] == [True] * 64 + [False] * 64
@@ -87,28 +89,32 @@ def test_open_text_is_read_in_turn_with_what_is_written(folders: tuple[Path, Pat
         assert text.likely is not None
         assert torch.equal(text.likely, weighed(target.model, text.ids)[0])
     # Nobody wrote them: they have no say in how often the draft is right.
-    assert agreement(lambda ids: torch.zeros(len(ids), 96), read) == {"greedy": None, "sampled": None}
+    assert greedy_agreement(lambda ids: torch.zeros(len(ids), 96), read) == {"greedy": None, "sampled": None}
 
 
 def test_a_lesson_stands_beside_its_token(folders: tuple[Path, Path], corpus: Path) -> None:
     target = opened(folders[0])
-    prompts = [[5, 9, place] for place in range(3, 11)]
+    prompts = [[5, 9, position] for position in range(3, 11)]
     texts = write_batch(
         target, prompts, 20, greedy=False, seed=1, held_out=[True] + [False] * 7, keep_rows=False, keep_likely=True
     )
-    lessons = Lessons(open_text(corpus, target), texts, replace(TINY, batch=6))
+    lessons = DistillationData(open_text(corpus, target), texts, replace(TINY, batch=6))
     rows = lessons.batch(3)
     taught = rows.best != NOTHING
     assert 0.4 < taught.float().mean() < 0.6
-    for row, places in zip(rows.ids, rows.best, strict=True):
-        starts = [i for i, place in enumerate(places.tolist()) if place != NOTHING and (i == 0 or places[i - 1] != place - 1)]
+    for row, positions in zip(rows.ids, rows.best, strict=True):
+        starts = [
+            i
+            for i, position in enumerate(positions.tolist())
+            if position != NOTHING and (i == 0 or positions[i - 1] != position - 1)
+        ]
         for start in starts:
             end = start + 1
-            while end < len(row) and places[end] == places[end - 1] + 1:
+            while end < len(row) and positions[end] == positions[end - 1] + 1:
                 end += 1
             likely, logs = weighed(target.model, row[start:end])
-            assert torch.equal(lessons.likely[places[start:end]], likely)
-            torch.testing.assert_close(lessons.logs[places[start:end]], logs, atol=1e-4, rtol=1e-4)
+            assert torch.equal(lessons.likely[positions[start:end]], likely)
+            torch.testing.assert_close(lessons.logs[positions[start:end]], logs, atol=1e-4, rtol=1e-4)
 
 
 def test_judged_in_pieces_it_is_the_same(folders: tuple[Path, Path], corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +125,9 @@ def test_judged_in_pieces_it_is_the_same(folders: tuple[Path, Path], corpus: Pat
     recipe = replace(TINY, batch=4)
     found = []
     for numbers in (5 * 96, 1 << 18):
-        monkeypatch.setattr("specgen.tuning.distilling._CACHED", numbers)
-        monkeypatch.setattr("specgen.tuning.distilling._FEWEST", 1)
-        training = DraftTraining(opened(folders[1]), Lessons(texts, own, recipe), recipe)
+        monkeypatch.setattr("specgen.training.distillation._CACHED", numbers)
+        monkeypatch.setattr("specgen.training.distillation._FEWEST", 1)
+        training = DraftTraining(opened(folders[1]), DistillationData(texts, own, recipe), recipe)
         rows = training._data.batch(0)
         sums = training._backward(rows, int((rows.labels != NOTHING).sum()))
         assert 0 < sums[2] < (rows.labels != NOTHING).sum()
@@ -135,8 +141,8 @@ def test_distilling_brings_agreement(folders: tuple[Path, Path], corpus: Path, t
     before = weights_fingerprint(folders[1])
     watcher = Silent()
     recipe = replace(OWN_TEXT, steps=150, learning_rate=3e-3, batch=8)
-    task = Task(tmp_path / "out", recipe, open_text=open_text(corpus, target))
-    found = distil(target, draft, task, watcher, torch.bfloat16)
+    task = TrainingTask(tmp_path / "out", recipe, open_text=open_text(corpus, target))
+    found = distill(target, draft, task, watcher, torch.bfloat16)
     assert watcher.seen[-1].loss < watcher.seen[0].loss - 0.5
     assert found.before["greedy"] is not None
     assert found.after["greedy"] is not None
@@ -153,11 +159,11 @@ def test_distilling_brings_agreement(folders: tuple[Path, Path], corpus: Path, t
 def test_interrupted_and_resumed_is_the_same(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     def run(name: str, watcher: Silent) -> Path:
         target, draft = (opened(folder) for folder in folders)
-        return distil(target, draft, Task(tmp_path / name, OWN_TEXT, open_text=open_text(corpus, target)), watcher).path
+        return distill(target, draft, TrainingTask(tmp_path / name, OWN_TEXT, open_text=open_text(corpus, target)), watcher).path
 
     straight = run("straight", Silent())
     for watcher in (Silent(stop_at_batch=1), Silent(stop_at_batch=2), Silent(stop_at_step=3)):
-        with pytest.raises(Stopped):
+        with pytest.raises(TrainingStopped):
             run("resumed", watcher)
     last = Silent()
     resumed = run("resumed", last)
@@ -223,13 +229,13 @@ def test_a_target_alone_has_no_draft_to_train(folders: tuple[Path, Path], corpus
     assert "there is no draft model to train" in result.stderr
 
 
-@pytest.mark.parametrize(("place", "role"), [(0, "target"), (1, "draft")])
-def test_no_model_is_written_over(folders: tuple[Path, Path], corpus: Path, place: int, role: str) -> None:
-    before = sorted(folders[place].iterdir())
-    result = CliRunner().invoke(app, options(folders, corpus, folders[place], "--steps", "1"))
+@pytest.mark.parametrize(("position", "role"), [(0, "target"), (1, "draft")])
+def test_no_model_is_written_over(folders: tuple[Path, Path], corpus: Path, position: int, role: str) -> None:
+    before = sorted(folders[position].iterdir())
+    result = CliRunner().invoke(app, options(folders, corpus, folders[position], "--steps", "1"))
     assert result.exit_code == 2
     assert f"the {role}'s own folder" in result.stderr
-    assert sorted(folders[place].iterdir()) == before
+    assert sorted(folders[position].iterdir()) == before
 
 
 def test_a_corpus_that_would_not_be_read_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:

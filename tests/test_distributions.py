@@ -12,13 +12,12 @@ from families import make_model
 from scipy.stats import chi2
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specgen import assembly, methods
-from specgen.decoding import sampling as distributions
-from specgen.decoding import verifiers
+from specgen import factory, methods
+from specgen.decoding import logits_ops, verifiers
 from specgen.decoding.run import Clock
-from specgen.models.session import Rows, Session
+from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.types import Context, Draft, SamplingParams, Verdict
-from specgen.workers.thread import ThreadWorker
+from specgen.workers.thread_worker import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
 RUNS = 1500
@@ -27,7 +26,7 @@ RUNS = 1500
 SIGNIFICANCE = 1e-4
 
 
-class TableSession:
+class TableRunner:
     """A session whose logits are a function of the last two tokens: a scripted model of the whole interface."""
 
     vocab_size = known_ids = VOCAB
@@ -42,12 +41,12 @@ class TableSession:
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> Rows:
+    ) -> ModelOutput:
         paths = [context.ids[-2:]]
         for node, token in enumerate(draft):
             paths.append([*paths[node if parents is None else parents[node] + 1], token])
         rows = torch.stack([self.row(path) for path in paths[start:]])
-        return Rows(rows, rows)
+        return ModelOutput(rows, rows)
 
 
 class Guesses:
@@ -56,11 +55,11 @@ class Guesses:
     def begin(self, context: Context) -> None:
         pass
 
-    def score(self, draft_row: torch.Tensor, place: int) -> torch.Tensor:
+    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
         return draft_row.softmax(dim=-1).max()
 
 
-TARGET, DRAFT = TableSession(1), TableSession(2)
+TARGET, DRAFT = TableRunner(1), TableRunner(2)
 WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
 PROMPT = [0, 3, 1, 2, 3, 1]  # prompt lookup finds something in it
 
@@ -118,8 +117,8 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    parts = assembly.Parts(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
-    run = assembly.make_run(
+    parts = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
+    run = factory.make_run(
         method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
     return tuple(token for round_ in run.rounds() for token in round_.token_ids)
@@ -134,7 +133,7 @@ def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dic
             if tokens and tokens[-1] in eos:
                 longer[tokens] = mass
                 continue
-            probs = distributions.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist()
+            probs = logits_ops.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist()
             longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
         found = longer
     return found
@@ -189,7 +188,7 @@ def test_joint_distribution_with_an_end_of_sequence(name: str) -> None:
 def test_the_test_would_notice_a_draft_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check has to be able to fail: accept all drafts, and the distribution is the draft's."""
 
-    def believe(_: object, draft: Draft, rows: Rows) -> Verdict:
+    def believe(_: object, draft: Draft, rows: ModelOutput) -> Verdict:
         return Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax()))
 
     monkeypatch.setattr(verifiers.RejectionSampling, "verify", believe)
@@ -201,13 +200,13 @@ def test_the_test_would_notice_a_residual_the_wrong_way_round(monkeypatch: pytes
     """SVIP's printed max(q - p, 0)."""
 
     class Swapped(verifiers.RejectionSampling):
-        def verify(self, draft: Draft, rows: Rows) -> Verdict:
+        def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
             verdict = super().verify(draft, rows)
             if verdict.source != "correction":
                 return verdict
-            place = len(verdict.path)
-            wrong = (draft.probs[place] - distributions.warp(rows.logits[place], self._sampling)).clamp_min(0)
-            return Verdict(verdict.path, int(distributions.draw(wrong, self._generator)), "correction")
+            position = len(verdict.path)
+            wrong = (draft.probs[position] - logits_ops.warp(rows.logits[position], self._sampling)).clamp_min(0)
+            return Verdict(verdict.path, int(logits_ops.draw(wrong, self._generator)), "correction")
 
     monkeypatch.setattr(verifiers, "RejectionSampling", Swapped)
     counts = Counter(decode("sd", {"k": 2}, WARPS["plain"], seed) for seed in range(RUNS))
@@ -231,12 +230,12 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
     method = methods.find(name.partition(":")[0])
-    sessions = Session(target, 64), Session(draft, 64)
-    worker = ThreadWorker(sessions[1])
+    runners = ModelRunner(target, 64), ModelRunner(draft, 64)
+    worker = ThreadWorker(runners[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = assembly.Parts(*sessions, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
-        made = assembly.make_run(
+        parts = factory.Components(*runners, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
+        made = factory.make_run(
             method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
         )
         return tuple(token for round_ in made.rounds() for token in round_.token_ids)
@@ -247,7 +246,7 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
         for tokens, mass in found.items():
             with torch.no_grad():
                 logits = target(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-            probs = distributions.warp(logits, sampling).tolist()
+            probs = logits_ops.warp(logits, sampling).tolist()
             longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
         found = longer
     counts = Counter(run(seed) for seed in range(4000))
@@ -264,13 +263,13 @@ def test_warping_is_transformers(top_k: int, top_p: float, vocabulary: int) -> N
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    ours = distributions.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
+    ours = logits_ops.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
     assert torch.allclose(ours, scores.softmax(-1), atol=1e-6)
     assert torch.equal(ours > 0, scores.softmax(-1) > 0)
 
 
 def test_a_flat_distribution_has_a_nucleus_beyond_the_head() -> None:
-    ours = distributions.warp(torch.zeros(2, 1000), SamplingParams(temperature=1.0, top_p=0.9))
+    ours = logits_ops.warp(torch.zeros(2, 1000), SamplingParams(temperature=1.0, top_p=0.9))
     assert ((ours > 0).sum(-1) - 900).abs().max() <= 1
     assert torch.allclose(ours.sum(-1), torch.ones(2))
 
@@ -278,18 +277,18 @@ def test_a_flat_distribution_has_a_nucleus_beyond_the_head() -> None:
 def test_draws_follow_the_weights_and_never_take_what_has_none() -> None:
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
     generator = torch.Generator().manual_seed(0)
-    counts = Counter(int(distributions.draw(weights, generator)) for _ in range(8000))
+    counts = Counter(int(logits_ops.draw(weights, generator)) for _ in range(8000))
     assert set(counts) == {1, 3, 4}
     assert abs(counts[1] / 8000 - 0.5) < 0.03
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [float("nan"), 1.0], [1.0, float("nan")]])
 def test_a_draw_from_nothing_is_flagged(weights: list[float]) -> None:
-    assert int(distributions.draw(torch.tensor(weights), torch.Generator())) == -1
+    assert int(logits_ops.draw(torch.tensor(weights), torch.Generator())) == -1
 
 
 def test_entropy_and_top_probability() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [10.0, -torch.inf, -torch.inf, -torch.inf]])
-    negative, top = distributions.figures(logits)
+    negative, top = logits_ops.figures(logits)
     assert torch.allclose(negative, torch.tensor([-torch.log(torch.tensor(4.0)), 0.0]))
     assert torch.allclose(top.exp(), torch.tensor([0.25, 1.0]))

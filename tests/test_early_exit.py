@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from families import CONTEXT, make_model
-from test_session import InterruptAt, check, random_path, random_tree
+from test_model_runner import InterruptAt, check, random_path, random_tree
 
+from specgen.engine.early_exit import EarlyExit
+from specgen.engine.exit_layer import ExitLayer, Predictor
 from specgen.errors import SpecgenError
-from specgen.models.early_exit import EarlyExit
-from specgen.models.exit_layer import ExitLayer, Predictor
 from specgen.types import Context
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2")
@@ -22,7 +22,7 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2")
 def four_kinds(family: str) -> dict[str, Any]:
     """Four layers' kinds of attention, where a family's config lists them."""
     kinds = getattr(make_model(family).config, "layer_types", None)
-    return {"layer_types": [kinds[place % len(kinds)] for place in range(4)]} if kinds else {}
+    return {"layer_types": [kinds[position % len(kinds)] for position in range(4)]} if kinds else {}
 
 
 def early_exit(model: Any, after: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
@@ -37,8 +37,8 @@ def exit_model(model: Any, after: int) -> Any:
     changes = {"layer_types": [*kinds[:after], kinds[-1]]} if kinds else {}
     short = make_model(model.config.model_type, num_hidden_layers=after + 1, **changes)
     state = {name: weight for name, weight in model.state_dict().items() if "layers." not in name}
-    for place, layer in enumerate([*layers[:after], layers[-1]]):
-        state |= {f"model.layers.{place}.{name}": weight for name, weight in layer.state_dict().items()}
+    for position, layer in enumerate([*layers[:after], layers[-1]]):
+        state |= {f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()}
     short.load_state_dict(state)
     return short
 
@@ -180,7 +180,7 @@ def test_an_interruption_at_any_line_leaves_both_usable() -> None:
 
 
 def test_long_prompts_are_run_in_chunks_by_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.models.slots.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     model = make_model("gemma2")
     layer = ExitLayer.of(model)
     both = EarlyExit(model, layer, 1, context_limits=(CONTEXT, None))
@@ -238,7 +238,7 @@ def test_the_predictors_score_is_the_papers_formula() -> None:
     both.agreement.begin(context)
     drafted = both.draft.logits(context, [8]).hidden
     assert drafted is not None
-    for place in (1, 2, 10, 13):
-        weights = predictor.target_weights[min(place, 10) - 1], predictor.bias[min(place, 10) - 1]
+    for position in (1, 2, 10, 13):
+        weights = predictor.target_weights[min(position, 10) - 1], predictor.bias[min(position, 10) - 1]
         expected = torch.sigmoid(weights[0] @ produced + predictor.draft_weights @ drafted[1] + weights[1])
-        assert torch.allclose(both.agreement.score(drafted[1], place), expected, atol=1e-5)
+        assert torch.allclose(both.agreement.score(drafted[1], position), expected, atol=1e-5)

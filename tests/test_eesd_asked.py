@@ -11,35 +11,35 @@ from pathlib import Path
 import pytest
 import torch
 from families import exit_of, make_model, save
-from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableSession, p_value
+from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableRunner, p_value
 from test_early_exit import CountedLayers
 
 import specgen
-from specgen import assembly, methods
-from specgen.decoding import sampling as distributions
-from specgen.decoding.branching import BranchingDraft
-from specgen.decoding.drafters import DraftModel
-from specgen.decoding.policies import Feeds, Step
+from specgen import factory, methods
+from specgen.decoding import logits_ops
+from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.policies import DraftedToken, Signals
 from specgen.decoding.run import Clock
-from specgen.models.early_exit import EarlyExit
-from specgen.models.session import Rows
+from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.engine.early_exit import EarlyExit
+from specgen.engine.model_runner import ModelOutput
 from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
 
 DEPTH = 4
 
 
-class TracedSession(TableSession):
+class TracedSession(TableRunner):
     """Its hidden rows spell the drafted tokens that they stand behind."""
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> Rows:
+    ) -> ModelOutput:
         paths: list[list[int]] = [[]]
         for node, token in enumerate(draft):
             paths.append([*paths[node if parents is None else parents[node] + 1], token])
         hidden = torch.tensor([spelled(path) for path in paths[start:]])
-        return Rows(super().logits(context, draft, parents, start=start).logits, hidden)
+        return ModelOutput(super().logits(context, draft, parents, start=start).logits, hidden)
 
 
 def spelled(path: Sequence[int]) -> list[float]:
@@ -54,21 +54,21 @@ class RecordingAgreement:
     def begin(self, context: Context) -> None:
         self.contexts.append(list(context.ids))
 
-    def score(self, draft_row: torch.Tensor, place: int) -> torch.Tensor:
-        self.asked.append((draft_row.tolist(), place))
-        return torch.tensor(0.1 * place)
+    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
+        self.asked.append((draft_row.tolist(), position))
+        return torch.tensor(0.1 * position)
 
 
 class RecordingPolicy:
     reason = "deep enough"
 
-    def __init__(self, needs: Feeds) -> None:
-        self.needs = needs
-        self.steps: list[Step] = []
+    def __init__(self, signals: Signals) -> None:
+        self.signals = signals
+        self.steps: list[DraftedToken] = []
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         self.steps.append(step)
-        return step.place < DEPTH
+        return step.position < DEPTH
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
@@ -81,44 +81,44 @@ def entropy(row: torch.Tensor) -> float:
     return float(torch.distributions.Categorical(logits=row).entropy())
 
 
-def log_prob(session: TableSession, path: Sequence[int]) -> float:
+def log_prob(runner: TableRunner, path: Sequence[int]) -> float:
     """Of the path's last token, behind the prompt and the tokens before."""
-    return float(session.row([*PROMPT, *path[:-1]]).log_softmax(dim=-1)[path[-1]])
+    return float(runner.row([*PROMPT, *path[:-1]]).log_softmax(dim=-1)[path[-1]])
 
 
-def told(steps: Sequence[Step]) -> list[tuple[int, float, float, float]]:
-    return [(step.place, step.entropy, step.prob, step.agreement) for step in steps]
+def told(steps: Sequence[DraftedToken]) -> list[tuple[int, float, float, float]]:
+    return [(step.position, step.entropy, step.prob, step.agreement) for step in steps]
 
 
-@pytest.mark.parametrize("needs", [{"agreement"}, {"agreement", "entropy"}, {"agreement", "entropy", "prob"}])
+@pytest.mark.parametrize("signals", [{"agreement"}, {"agreement", "entropy"}, {"agreement", "entropy", "prob"}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chain_asks_about_each_token_by_the_row_it_came_from(needs: set[str], temperature: float) -> None:
-    session, agreement, policy = TracedSession(3), RecordingAgreement(), RecordingPolicy(frozenset(needs))
+def test_a_chain_asks_about_each_token_by_the_row_it_came_from(signals: set[str], temperature: float) -> None:
+    runner, agreement, policy = TracedSession(3), RecordingAgreement(), RecordingPolicy(frozenset(signals))
     sampling = SamplingParams(temperature=temperature)
-    drafter = DraftModel(session, sampling, frozenset(), VOCAB, 5, agreement=agreement)
+    drafter = ModelDrafter(runner, sampling, frozenset(), VOCAB, 5, agreement=agreement)
     draft = drafter.propose(Context(PROMPT), policy, 9)
     tokens = draft.tokens
     assert len(tokens) == DEPTH
     assert agreement.contexts == [PROMPT]
-    assert agreement.asked == [(spelled(tokens[:place]), place + 1) for place in range(DEPTH)]
-    entropies = [entropy(session.row([*PROMPT, *tokens[:place]])) for place in range(DEPTH)]
+    assert agreement.asked == [(spelled(tokens[:position]), position + 1) for position in range(DEPTH)]
+    entropies = [entropy(runner.row([*PROMPT, *tokens[:position]])) for position in range(DEPTH)]
     assert draft.entropies == pytest.approx(entropies, abs=1e-5)
-    assert [step.place for step in policy.steps] == [1, 2, 3, 4]
+    assert [step.position for step in policy.steps] == [1, 2, 3, 4]
     assert [step.agreement for step in policy.steps] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    if "entropy" in needs:
+    if "entropy" in signals:
         assert [step.entropy for step in policy.steps] == pytest.approx(entropies, abs=1e-5)
-    if "prob" in needs:
-        probs = [math.exp(log_prob(session, tokens[: place + 1])) for place in range(DEPTH)]
+    if "prob" in signals:
+        probs = [math.exp(log_prob(runner, tokens[: position + 1])) for position in range(DEPTH)]
         assert [step.prob for step in policy.steps] == pytest.approx(probs, abs=1e-5)
 
 
-def likeliest_tree(session: TableSession, width: int) -> tuple[list[list[int]], list[list[int]]]:
+def likeliest_tree(runner: TableRunner, width: int) -> tuple[list[list[int]], list[list[int]]]:
     """By brute force: the paths of all nodes, and of each level's likeliest."""
     frontier: list[tuple[float, list[int]]] = [(0.0, [])]
     nodes, best = [], []
     for _ in range(DEPTH):
         longer = [
-            (value + log_prob(session, [*path, token]), [*path, token]) for value, path in frontier for token in range(VOCAB)
+            (value + log_prob(runner, [*path, token]), [*path, token]) for value, path in frontier for token in range(VOCAB)
         ]
         frontier = sorted(longer, reverse=True)[:width]
         nodes += [path for _, path in frontier]
@@ -136,17 +136,17 @@ def paths_of(draft: Draft) -> list[list[int]]:
 def test_a_tree_asks_about_each_levels_likeliest_node_by_the_row_it_came_from() -> None:
     from_the_second = 0
     for seed in range(12):
-        session, agreement = TracedSession(seed, scale=1.0), RecordingAgreement()
+        runner, agreement = TracedSession(seed, scale=1.0), RecordingAgreement()
         policy = RecordingPolicy(frozenset({"agreement", "entropy"}))
-        drafter = BranchingDraft(session, frozenset(), VOCAB, width=2, agreement=agreement)
+        drafter = TopKTreeDrafter(runner, frozenset(), VOCAB, width=2, agreement=agreement)
         draft = drafter.propose(Context(PROMPT), policy, 9)
-        nodes, best = likeliest_tree(session, 2)
+        nodes, best = likeliest_tree(runner, 2)
         assert paths_of(draft) == nodes
         assert agreement.contexts == [PROMPT]
-        assert agreement.asked == [(spelled(path[:-1]), place) for place, path in enumerate(best, 1)]
+        assert agreement.asked == [(spelled(path[:-1]), position) for position, path in enumerate(best, 1)]
         expected = [
-            (place, entropy(session.row([*PROMPT, *path[:-1]])), math.exp(log_prob(session, path)), 0.1 * place)
-            for place, path in enumerate(best, 1)
+            (position, entropy(runner.row([*PROMPT, *path[:-1]])), math.exp(log_prob(runner, path)), 0.1 * position)
+            for position, path in enumerate(best, 1)
         ]
         for found, wanted in zip(told(policy.steps), expected, strict=True):
             assert found == pytest.approx(wanted, abs=1e-5)
@@ -192,9 +192,9 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = assembly.Parts(both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.agreement)
+        parts = factory.Components(both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.agreement)
         chosen = methods.resolve(method, settings, has_predictor=True)
-        decoding = assembly.make_run(method, chosen, parts, Context(PROMPT), TOKENS, None, Clock(None))
+        decoding = factory.make_run(method, chosen, parts, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
 
     found: dict[tuple[int, ...], float] = {(): 1.0}
@@ -203,7 +203,7 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
         for tokens, mass in found.items():
             with torch.no_grad():
                 logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-            probs = distributions.warp(logits, sampling).tolist()
+            probs = logits_ops.warp(logits, sampling).tolist()
             longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
         found = longer
     return p_value(Counter(run(seed) for seed in range(runs)), found)

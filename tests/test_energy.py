@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.bench import energy
-from specgen.bench.energy import Energy, GpuCounter, Meter, NoMeter, RaplZone, meter_for
+from specgen import energy
+from specgen.energy import Energy, EnergyMeter, GpuCounter, NoEnergyMeter, RaplZone, energy_meter_for
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine
@@ -46,8 +46,8 @@ class TestRapl:
         for number, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
             zone(tmp_path, number, name)
         zone(tmp_path / "intel-rapl-mmio", "0", "package-0")
-        meter = meter_for([CPU], root=tmp_path)
-        assert isinstance(meter, Meter)
+        meter = energy_meter_for([CPU], root=tmp_path)
+        assert isinstance(meter, EnergyMeter)
         assert [counter.name for counter in meter._counters] == ["RAPL package-0", "RAPL dram", "RAPL package-1"]
 
     @pytest.mark.parametrize("what", ["nothing", "no package", "no number", "forbidden"])
@@ -59,8 +59,8 @@ class TestRapl:
         elif what == "forbidden":  # as since 2020 on most machines; the tests may run as root, whom nothing is forbidden
             zone(tmp_path, "0", "package-0")
             monkeypatch.setattr(RaplZone, "__init__", lambda *_: (_ for _ in ()).throw(PermissionError))
-        meter = meter_for([CPU], root=tmp_path)
-        assert isinstance(meter, NoMeter)
+        meter = energy_meter_for([CPU], root=tmp_path)
+        assert isinstance(meter, NoEnergyMeter)
         meter.start()
         found = meter.stop()
         assert found.joules is None
@@ -96,7 +96,7 @@ class Clockwork:
 class TestMeter:
     def test_idle_power_is_measured_first_and_taken_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clockwork(monkeypatch, tick=0.001)
-        meter = Meter([clock], clock.synchronize)
+        meter = EnergyMeter([clock], clock.synchronize)
         meter.start()
         assert clock.waits == 3, "devices have finished before each reading"
         clock.watts = 150
@@ -113,7 +113,7 @@ class TestMeter:
     def test_a_coarse_counter_is_read_where_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A run of a third of a tick more than two: as it stands, the counter would be wrong by a fifth."""
         clock = Clockwork(monkeypatch, tick=0.1)
-        meter = Meter([clock], clock.synchronize)
+        meter = EnergyMeter([clock], clock.synchronize)
         meter.start()
         begun = clock.now
         clock.advance(0.233)
@@ -125,7 +125,7 @@ class TestMeter:
     def test_a_counter_that_stands_still_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clockwork(monkeypatch)
         clock.watts = 0
-        meter = Meter([clock], clock.synchronize)
+        meter = EnergyMeter([clock], clock.synchronize)
         meter.start()
         clock.advance(3)
         found = meter.stop()
@@ -153,7 +153,7 @@ class TestMeter:
                 if running.wait(0.002):
                     return
 
-        meter = Meter([RaplZone(folder)], lambda: None, idle_seconds=0.01)
+        meter = EnergyMeter([RaplZone(folder)], lambda: None, idle_seconds=0.01)
         writer = threading.Thread(target=run)
         writer.start()
         try:
@@ -219,8 +219,8 @@ class TestGpu:
         ("devices", "names"), [(["cuda:0"], ["aa"]), (["cuda:1", "cuda:1"], ["bb"]), (["cuda:0", "cuda:1"], ["aa", "bb"])]
     )
     def test_devices_are_found_by_their_uuid(self, nvml: FakeNvml, devices: list[str], names: list[str]) -> None:
-        meter = meter_for([torch.device(device) for device in devices])
-        assert isinstance(meter, Meter)
+        meter = energy_meter_for([torch.device(device) for device in devices])
+        assert isinstance(meter, EnergyMeter)
         assert [counter.name for counter in meter._counters] == [f"NVML NVIDIA GPU-{name}" for name in names]
 
     def test_millijoules(self, nvml: FakeNvml) -> None:
@@ -231,7 +231,7 @@ class TestGpu:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda index: order.append(index))
         read: Callable[[Any], float] = GpuCounter.joules
         monkeypatch.setattr(GpuCounter, "joules", lambda self: order.append("read") or read(self))
-        meter = meter_for([torch.device("cuda:1")])
+        meter = energy_meter_for([torch.device("cuda:1")])
         order.clear()
         meter._idle_seconds = 0  # type: ignore[union-attr]
         meter.start()
@@ -241,18 +241,18 @@ class TestGpu:
 
     def test_no_energy_counter(self, nvml: FakeNvml) -> None:
         nvml.supported = False
-        assert meter_for([torch.device("cuda:0")]).stop().reason == "NVML says: Not Supported"
-        assert meter_for([torch.device("cuda:2")]).stop().reason == "NVML says: Not Found"
+        assert energy_meter_for([torch.device("cuda:0")]).stop().reason == "NVML says: Not Supported"
+        assert energy_meter_for([torch.device("cuda:2")]).stop().reason == "NVML says: Not Found"
 
     def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert "specgen[energy]" in str(meter_for([torch.device("cuda:0")]).stop().reason)
+        assert "specgen[energy]" in str(energy_meter_for([torch.device("cuda:0")]).stop().reason)
 
     def test_a_pair_over_two_kinds_needs_both_counters(self, nvml: FakeNvml, tmp_path: Path) -> None:
         devices = [torch.device("cuda:0"), CPU]
-        assert meter_for(devices, root=tmp_path).stop().reason == "no RAPL counters"
+        assert energy_meter_for(devices, root=tmp_path).stop().reason == "no RAPL counters"
         zone(tmp_path, "0", "package-0")
-        assert isinstance(meter_for(devices, root=tmp_path), Meter)
+        assert isinstance(energy_meter_for(devices, root=tmp_path), EnergyMeter)
 
     def test_other_devices_have_none(self) -> None:
-        assert meter_for([torch.device("mps")]).stop().reason == "mps has no energy counter"
+        assert energy_meter_for([torch.device("mps")]).stop().reason == "mps has no energy counter"

@@ -10,13 +10,13 @@ import torch
 import yaml
 from families import FAMILIES, LETTERS, make_model, make_tokenizer, save
 
+from specgen.engine.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
+from specgen.engine.exit_layer import ExitLayer, Predictor, decoder_of
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.first_layers import FirstLayers
+from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.errors import SpecgenError
-from specgen.models.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
-from specgen.models.exit_layer import ExitLayer, Predictor, decoder_of
-from specgen.models.fingerprint import weights_fingerprint
-from specgen.models.first_layers import FirstLayers
-from specgen.models.load import LoadedModel, Source, load_model, prepare
-from specgen.tuning.training import exit_rows
+from specgen.training.training_loop import exit_rows
 
 SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt", "gpt_neox")]
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path | str) -> LoadedModel:
-    return load_model(prepare(Source(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
+    return load_model(prepare(ModelSource(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
 
 
 def test_an_untrained_exit_behind_all_layers_but_the_last_says_what_the_target_says(models_folder: Path) -> None:
@@ -160,14 +160,14 @@ def test_a_fingerprint_follows_the_weights_and_not_their_files(folder: Path, tmp
 
 def test_the_predictor_is_the_papers_formula() -> None:
     torch.manual_seed(0)
-    width, places = 8, Predictor.PLACES
-    maps, weights = torch.randn(places, width, width), torch.randn(2 * width)  # W_i and w
+    width, positions = 8, Predictor.PLACES
+    maps, weights = torch.randn(positions, width, width), torch.randn(2 * width)  # W_i and w
     predictor = Predictor(width).requires_grad_(False)
     predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
     predictor.draft_weights.copy_(weights[width:])
     target, draft = torch.randn(width), torch.randn(width)
-    for place in (1, 4, 10, 13):
-        expected = torch.sigmoid(weights @ torch.cat((maps[min(place, places) - 1] @ target, draft)))
-        torch.testing.assert_close(predictor.score(predictor.offsets(target), draft, place), expected)
-        logit = predictor.logits(predictor.offsets(target), draft[None], torch.tensor([place]))
+    for position in (1, 4, 10, 13):
+        expected = torch.sigmoid(weights @ torch.cat((maps[min(position, positions) - 1] @ target, draft)))
+        torch.testing.assert_close(predictor.score(predictor.offsets(target), draft, position), expected)
+        logit = predictor.logits(predictor.offsets(target), draft[None], torch.tensor([position]))
         torch.testing.assert_close(logit.sigmoid()[0], expected)

@@ -251,10 +251,10 @@ def test_what_does_not_go_together_is_refused(inspect: Inspect, arguments: tuple
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("place", ["a folder", "nowhere/page.html"])
-def test_pages_that_cannot_be_written_are_refused_at_once(inspect: Inspect, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("position", ["a folder", "nowhere/page.html"])
+def test_pages_that_cannot_be_written_are_refused_at_once(inspect: Inspect, tmp_path: Path, position: str) -> None:
     (tmp_path / "a folder").mkdir()
-    _, err = inspect(tmp_path / "no-trace.jsonl", "--html", tmp_path / place, code=2)
+    _, err = inspect(tmp_path / "no-trace.jsonl", "--html", tmp_path / position, code=2)
     assert "cannot write the page" in err
 
 

@@ -8,8 +8,8 @@ import signal
 import pytest
 import typer
 
+from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.interrupts import Interrupts, noticed
-from specgen.cli.reporting import INTERRUPTED, reported
 from specgen.errors import SpecgenError
 
 

@@ -10,17 +10,17 @@ from statistics import mean
 import pytest
 import torch
 from families import make_model
-from test_distributions import VOCAB, TableSession
+from test_distributions import VOCAB, TableRunner
 
-from specgen import assembly, methods
-from specgen.decoding import sampling as distributions
-from specgen.decoding.beams import BeamSearch
-from specgen.decoding.bild import Fallback, Rollback
-from specgen.decoding.joint import JointLikelihood
+from specgen import factory, methods
+from specgen.decoding import logits_ops
+from specgen.decoding.bild import BildDrafter, BildVerifier
+from specgen.decoding.mtad_drafter import BeamSearchDrafter
+from specgen.decoding.mtad_verifier import JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Clock
+from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.errors import RunError
-from specgen.models.session import Rows, Session
 from specgen.types import Context, Draft, Round, SamplingParams, Verdict
 
 CPU = torch.device("cpu")
@@ -28,18 +28,18 @@ SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
 PROMPT = [0, 3, 1, 2, 3, 1]
 
 
-def rows(*probs: Sequence[float]) -> Rows:
-    return Rows(torch.tensor(probs).log())
+def rows(*probs: Sequence[float]) -> ModelOutput:
+    return ModelOutput(torch.tensor(probs).log())
 
 
 def draft(tokens: Sequence[int], probs: Sequence[float]) -> Draft:
     """A chain and the draft's own probability of each token, given those before."""
-    joint = [sum(map(math.log, probs[: place + 1])) for place in range(len(probs))]
+    joint = [sum(map(math.log, probs[: position + 1])) for position in range(len(probs))]
     return Draft(tokens, range(-1, len(tokens) - 1), log_likelihoods=joint)
 
 
-def accepted(tau: float, proposed: Draft, given: Rows, sampling: SamplingParams = SAMPLING) -> int:
-    return len(JointLikelihood(sampling, CPU, 0, tau).verify(proposed, given).path)
+def accepted(tau: float, proposed: Draft, given: ModelOutput, sampling: SamplingParams = SAMPLING) -> int:
+    return len(JointLikelihoodVerifier(sampling, CPU, 0, tau).verify(proposed, given).path)
 
 
 class TestJointAcceptance:
@@ -72,11 +72,11 @@ class TestJointAcceptance:
     def test_joint_likelihoods_do_not_underflow(self) -> None:
         """Forty tokens of 1e-9 each: a product in float32 would be zero after the fifth."""
         row = torch.tensor([1e-9, 1 - 1e-9])
-        assert accepted(0.5, draft([0] * 40, [1e-9] * 40), Rows(row.log().expand(41, 2))) == 40
+        assert accepted(0.5, draft([0] * 40, [1e-9] * 40), ModelOutput(row.log().expand(41, 2))) == 40
 
     @pytest.mark.parametrize("sampling", [SAMPLING, GREEDY])
     def test_the_token_behind_is_the_targets_own_not_a_residuals(self, sampling: SamplingParams) -> None:
-        verifier = JointLikelihood(sampling, CPU, 0, 0.5)
+        verifier = JointLikelihoodVerifier(sampling, CPU, 0, 0.5)
         verdicts = [verifier.verify(draft((0,), (0.99,)), rows((0.3, 0.5, 0.2), (0.2, 0.2, 0.6))) for _ in range(300)]
         assert all(verdict.path == () and verdict.source == "correction" for verdict in verdicts)
         share = mean(verdict.token == 0 for verdict in verdicts)
@@ -88,26 +88,28 @@ class TestJointAcceptance:
     def test_nan_logits_are_an_error(self) -> None:
         for sampling in (SAMPLING, GREEDY):
             with pytest.raises(RunError, match="target model's logits hold NaN"):
-                JointLikelihood(sampling, CPU, 0, 0.1).verify(draft((0,), (0.5,)), Rows(torch.full((2, 3), torch.nan)))
+                JointLikelihoodVerifier(sampling, CPU, 0, 0.1).verify(
+                    draft((0,), (0.5,)), ModelOutput(torch.full((2, 3), torch.nan))
+                )
 
 
 def beam_search(
-    session: object, sampling: SamplingParams, *, width: int, stochastic: bool = False, eos: tuple[int, ...] = ()
-) -> BeamSearch:
-    return BeamSearch(session, sampling, eos, VOCAB, 3, width=width, stochastic=stochastic)  # type: ignore[arg-type]
+    runner: object, sampling: SamplingParams, *, width: int, stochastic: bool = False, eos: tuple[int, ...] = ()
+) -> BeamSearchDrafter:
+    return BeamSearchDrafter(runner, sampling, eos, VOCAB, 3, width=width, stochastic=stochastic)  # type: ignore[arg-type]
 
 
 def joint_argmax(
-    session: TableSession, ids: Sequence[int], length: int, sampling: SamplingParams = SAMPLING, eos: tuple[int, ...] = ()
+    runner: TableRunner, ids: Sequence[int], length: int, sampling: SamplingParams = SAMPLING, eos: tuple[int, ...] = ()
 ) -> tuple[list[int], float]:
     """Exact multi-token joint decoding (MTAD, section 3.1) of one block: every continuation is tried."""
     best: tuple[list[int], float] = ([], -math.inf)
     for tokens in product(range(VOCAB), repeat=length):
-        ends = [place for place, token in enumerate(tokens) if token in eos]
+        ends = [position for position, token in enumerate(tokens) if token in eos]
         kept = list(tokens[: ends[0] + 1]) if ends else list(tokens)
         likelihood = sum(
-            float(distributions.warp(session.row([*ids, *kept[:place]]), sampling).log()[token])
-            for place, token in enumerate(kept)
+            float(logits_ops.warp(runner.row([*ids, *kept[:position]]), sampling).log()[token])
+            for position, token in enumerate(kept)
         )
         if likelihood > best[1]:
             best = (kept, likelihood)
@@ -118,58 +120,58 @@ class TestBeams:
     @pytest.mark.parametrize("seed", range(6))
     @pytest.mark.parametrize("length", [1, 2, 3])
     def test_beams_that_are_wide_enough_find_the_joint_argmax(self, seed: int, length: int) -> None:
-        session = TableSession(seed)
-        found = beam_search(session, SAMPLING, width=VOCAB ** (length - 1)).propose(Context(PROMPT), Fixed(length), 10)
-        tokens, likelihood = joint_argmax(session, PROMPT, length)
+        runner = TableRunner(seed)
+        found = beam_search(runner, SAMPLING, width=VOCAB ** (length - 1)).propose(Context(PROMPT), Fixed(length), 10)
+        tokens, likelihood = joint_argmax(runner, PROMPT, length)
         assert found.tokens == tokens
         assert found.log_likelihoods[-1] == pytest.approx(likelihood, abs=1e-5)
 
     @pytest.mark.parametrize("seed", range(6))
     def test_beams_end_at_their_own_end_of_sequence_and_go_on_competing(self, seed: int) -> None:
-        session, eos = TableSession(seed), (1, 4)
-        found = beam_search(session, SAMPLING, width=64, eos=eos).propose(Context(PROMPT), Fixed(3), 10)
-        tokens, likelihood = joint_argmax(session, PROMPT, 3, eos=eos)
+        runner, eos = TableRunner(seed), (1, 4)
+        found = beam_search(runner, SAMPLING, width=64, eos=eos).propose(Context(PROMPT), Fixed(3), 10)
+        tokens, likelihood = joint_argmax(runner, PROMPT, 3, eos=eos)
         assert found.tokens == tokens
         assert found.log_likelihoods[-1] == pytest.approx(likelihood, abs=1e-5)
         assert not set(found.tokens[:-1]) & set(eos)
 
     def test_likelihoods_are_those_of_the_prefixes_after_warping(self) -> None:
         sampling = SamplingParams(temperature=0.7, top_k=3, top_p=0.9)
-        session = TableSession(4)
-        found = beam_search(session, sampling, width=5).propose(Context(PROMPT), Fixed(4), 10)
+        runner = TableRunner(4)
+        found = beam_search(runner, sampling, width=5).propose(Context(PROMPT), Fixed(4), 10)
         expected, total = [], 0.0
-        for place, token in enumerate(found.tokens):
-            row = session.row([*PROMPT, *found.tokens[:place]])
-            total += float(distributions.warp(row, sampling).log()[token])
+        for position, token in enumerate(found.tokens):
+            row = runner.row([*PROMPT, *found.tokens[:position]])
+            total += float(logits_ops.warp(row, sampling).log()[token])
             expected.append(total)
             entropy = torch.distributions.Categorical(logits=row).entropy()
-            assert found.entropies[place] == pytest.approx(float(entropy), abs=1e-5)
-            assert found.top_probs[place] == pytest.approx(float(row.softmax(-1).max()), abs=1e-5)
+            assert found.entropies[position] == pytest.approx(float(entropy), abs=1e-5)
+            assert found.top_probs[position] == pytest.approx(float(row.softmax(-1).max()), abs=1e-5)
         assert found.log_likelihoods == pytest.approx(expected, abs=1e-5)
 
     def test_at_temperature_zero_likelihoods_are_those_at_temperature_one(self) -> None:
-        session = TableSession(4)
-        greedy = beam_search(session, GREEDY, width=36, stochastic=True).propose(Context(PROMPT), Fixed(3), 10)
-        assert greedy.tokens == joint_argmax(session, PROMPT, 3)[0]
+        runner = TableRunner(4)
+        greedy = beam_search(runner, GREEDY, width=36, stochastic=True).propose(Context(PROMPT), Fixed(3), 10)
+        assert greedy.tokens == joint_argmax(runner, PROMPT, 3)[0]
 
     def test_one_beam_is_greedy_drafting(self) -> None:
-        session = TableSession(4)
+        runner = TableRunner(4)
         ids = list(PROMPT)
         for _ in range(4):
-            ids.append(int(session.row(ids).argmax()))
-        found = beam_search(session, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 10)
+            ids.append(int(runner.row(ids).argmax()))
+        found = beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 10)
         assert found.tokens == ids[len(PROMPT) :]
-        assert len(beam_search(session, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 1).tokens) == 1
-        assert not beam_search(session, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 0).tokens
+        assert len(beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 1).tokens) == 1
+        assert not beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 0).tokens
 
     def test_stochastic_beams_are_drawn_by_their_joint_likelihoods(self) -> None:
         """One beam a step is sampling from the draft; two are the first two of a sequence drawn without replacement."""
-        session = TableSession(4)
-        probs = session.row(PROMPT).softmax(-1)
-        single = beam_search(session, SAMPLING, width=1, stochastic=True)
+        runner = TableRunner(4)
+        probs = runner.row(PROMPT).softmax(-1)
+        single = beam_search(runner, SAMPLING, width=1, stochastic=True)
         drawn = torch.tensor([single.propose(Context(PROMPT), Fixed(1), 1).tokens[0] for _ in range(4000)])
         assert torch.allclose(drawn.bincount(minlength=VOCAB) / 4000, probs, atol=0.03)
-        double = beam_search(session, SAMPLING, width=2, stochastic=True)
+        double = beam_search(runner, SAMPLING, width=2, stochastic=True)
         best = torch.tensor([double.propose(Context(PROMPT), Fixed(1), 1).tokens[0] for _ in range(4000)])
         expected = torch.zeros(VOCAB)
         for first, second in product(range(VOCAB), repeat=2):
@@ -181,7 +183,7 @@ class TestBeams:
     def test_more_beams_than_continuations(self) -> None:
         sampling = SamplingParams(temperature=1.0, top_k=1)
         for stochastic in (False, True):
-            found = beam_search(TableSession(4), sampling, width=8, stochastic=stochastic).propose(Context(PROMPT), Fixed(3), 10)
+            found = beam_search(TableRunner(4), sampling, width=8, stochastic=stochastic).propose(Context(PROMPT), Fixed(3), 10)
             assert len(found.tokens) == 3
             assert found.log_likelihoods == pytest.approx([0, 0, 0])
 
@@ -189,7 +191,7 @@ class TestBeams:
         model = make_model("llama")
         passes: list[int] = []
         model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-        search = BeamSearch(Session(model, 128), SAMPLING, (), 96, 0, width=6, stochastic=False)
+        search = BeamSearchDrafter(ModelRunner(model, 128), SAMPLING, (), 96, 0, width=6, stochastic=False)
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]
@@ -200,7 +202,7 @@ class TestBeams:
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
     def test_beams_in_a_session_are_those_of_the_model_without_a_cache(self, family: str) -> None:
         model = make_model(family)
-        search = BeamSearch(Session(model, 128), SAMPLING, (), 96, 0, width=4, stochastic=False)
+        search = BeamSearchDrafter(ModelRunner(model, 128), SAMPLING, (), 96, 0, width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
         for _ in range(3):
             found = search.propose(context, Fixed(4), 10)
@@ -217,25 +219,25 @@ class TestBeams:
             context.extend([*found.tokens[:2], 11])
 
     def test_nan_logits_are_an_error(self) -> None:
-        session = TableSession(1)
-        session.table.fill_(math.nan)
+        runner = TableRunner(1)
+        runner.table.fill_(math.nan)
         for stochastic in (False, True):
             with pytest.raises(RunError, match="draft model's logits hold NaN"):
-                beam_search(session, SAMPLING, width=3, stochastic=stochastic).propose(Context(PROMPT), Fixed(2), 5)
+                beam_search(runner, SAMPLING, width=3, stochastic=stochastic).propose(Context(PROMPT), Fixed(2), 5)
 
 
 def run(
     name: str,
     settings: dict[str, object],
-    target: TableSession,
-    draft_: TableSession,
+    target: TableRunner,
+    draft_: TableRunner,
     sampling: SamplingParams,
     eos: frozenset[int] = frozenset(),
 ) -> list[Round]:
     method = methods.find(name)
-    parts = assembly.Parts(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
+    parts = factory.Components(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
     limit = sampling.max_new_tokens
-    made = assembly.make_run(method, methods.resolve(method, settings), parts, Context(PROMPT), limit, None, Clock(None))
+    made = factory.make_run(method, methods.resolve(method, settings), parts, Context(PROMPT), limit, None, Clock(None))
     return list(made.rounds())
 
 
@@ -243,14 +245,14 @@ def ids_of(rounds: Sequence[Round]) -> list[int]:
     return [token for round_ in rounds for token in round_.token_ids]
 
 
-def log_likelihood(session: TableSession, tokens: Sequence[int]) -> float:
-    return sum(float(session.row([*PROMPT, *tokens[:place]]).log_softmax(-1)[token]) for place, token in enumerate(tokens))
+def log_likelihood(runner: TableRunner, tokens: Sequence[int]) -> float:
+    return sum(float(runner.row([*PROMPT, *tokens[:position]]).log_softmax(-1)[token]) for position, token in enumerate(tokens))
 
 
-def greedy(session: TableSession, count: int) -> list[int]:
+def greedy(runner: TableRunner, count: int) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens.append(int(session.row([*PROMPT, *tokens]).argmax()))
+        tokens.append(int(runner.row([*PROMPT, *tokens]).argmax()))
     return tokens
 
 
@@ -258,33 +260,33 @@ class TestMtad:
     @pytest.mark.parametrize("seed", range(8))
     def test_exact_joint_decoding_is_at_most_as_perplexing_as_greedy_decoding(self, seed: int) -> None:
         """MTAD, Corollary 3.3, block by block: no continuation of the same context is likelier."""
-        session = TableSession(seed)
+        runner = TableRunner(seed)
         for length in (1, 2, 3, 4):
-            block, likelihood = joint_argmax(session, PROMPT, length)
-            assert likelihood >= log_likelihood(session, greedy(session, length)) - 1e-6
-            assert length > 1 or block == greedy(session, 1)
+            block, likelihood = joint_argmax(runner, PROMPT, length)
+            assert likelihood >= log_likelihood(runner, greedy(runner, length)) - 1e-6
+            assert length > 1 or block == greedy(runner, 1)
 
     def test_joint_decoding_over_many_blocks_is_less_perplexing_on_the_whole(self) -> None:
         joint, single = [], []
         for seed in range(12):
-            session = TableSession(seed)
+            runner = TableRunner(seed)
             tokens: list[int] = []
             while len(tokens) < 9:
-                tokens += joint_argmax(session, [*PROMPT, *tokens], 3)[0]
-            joint.append(log_likelihood(session, tokens))
-            single.append(log_likelihood(session, greedy(session, 9)))
+                tokens += joint_argmax(runner, [*PROMPT, *tokens], 3)[0]
+            joint.append(log_likelihood(runner, tokens))
+            single.append(log_likelihood(runner, greedy(runner, 9)))
         assert mean(joint) > mean(single)
 
     @pytest.mark.parametrize("seed", range(4))
     def test_with_the_target_as_its_own_draft_and_wide_beams_it_is_exact_joint_decoding(self, seed: int) -> None:
-        session = TableSession(seed)
-        rounds = run("mtad", {"k": 3, "beams": 36, "tau": 0.5}, session, session, SamplingParams(max_new_tokens=13))
+        runner = TableRunner(seed)
+        rounds = run("mtad", {"k": 3, "beams": 36, "tau": 0.5}, runner, runner, SamplingParams(max_new_tokens=13))
         ids = [*PROMPT, *rounds[0].token_ids]
         for round_ in rounds[1:]:
-            assert round_.accepted_ids == joint_argmax(session, ids, 3)[0]
+            assert round_.accepted_ids == joint_argmax(runner, ids, 3)[0]
             assert round_.verdict.source == "bonus"
             ids += round_.accepted_ids
-            assert round_.verdict.token == int(session.row(ids).argmax())
+            assert round_.verdict.token == int(runner.row(ids).argmax())
             ids.append(round_.verdict.token)
 
     @pytest.mark.parametrize("beam", ["greedy", "sample"])
@@ -292,14 +294,14 @@ class TestMtad:
         """MTAD, section 5.2.2: as if the draft model generated alone, with one token of the target's own in between."""
         settings = {"k": 3, "beams": 4, "tau": 0, "beam": beam}
         sampling = SamplingParams(max_new_tokens=17, temperature=1.0, seed=1)
-        rounds = run("mtad", settings, TableSession(1), TableSession(2), sampling)
+        rounds = run("mtad", settings, TableRunner(1), TableRunner(2), sampling)
         assert [len(round_.verdict.path) for round_ in rounds] == [0, 3, 3, 3, 3]
         assert all(round_.verdict.source == "bonus" for round_ in rounds[1:])
 
     @pytest.mark.parametrize("beam", ["greedy", "sample"])
     def test_a_threshold_of_one_is_plain_decoding(self, beam: str) -> None:
-        rounds = run("mtad", {"tau": 1, "beam": beam}, TableSession(1), TableSession(2), SamplingParams(max_new_tokens=12))
-        assert ids_of(rounds) == greedy(TableSession(1), 12)
+        rounds = run("mtad", {"tau": 1, "beam": beam}, TableRunner(1), TableRunner(2), SamplingParams(max_new_tokens=12))
+        assert ids_of(rounds) == greedy(TableRunner(1), 12)
         assert not any(round_.verdict.path for round_ in rounds)
 
     @pytest.mark.parametrize("settings", [{"beams": 1}, {"k": 1}, {"beams": 1, "k": 1}, {"beams": 256, "k": 2}])
@@ -307,14 +309,14 @@ class TestMtad:
     def test_narrow_short_and_wide(self, settings: dict[str, object], temperature: float) -> None:
         for beam, seed in product(("greedy", "sample"), range(3)):
             sampling = SamplingParams(max_new_tokens=10, temperature=temperature, seed=seed)
-            rounds = run("mtad", {**settings, "beam": beam}, TableSession(1), TableSession(2), sampling)
+            rounds = run("mtad", {**settings, "beam": beam}, TableRunner(1), TableRunner(2), sampling)
             assert len(ids_of(rounds)) == 10
 
     @pytest.mark.parametrize("name", ["mtad", "bild"])
     def test_an_end_of_sequence_ends_the_output(self, name: str) -> None:
         for seed in range(20):
             sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed)
-            tokens = ids_of(run(name, {}, TableSession(1), TableSession(2), sampling, frozenset({1})))
+            tokens = ids_of(run(name, {}, TableRunner(1), TableRunner(2), sampling, frozenset({1})))
             assert 1 not in tokens[:-1]
             assert tokens[-1] == 1 or len(tokens) == 12
 
@@ -326,44 +328,44 @@ class TestBild:
         given = rows((0.2, 0.5, 0.3), (0.05, 0.9, 0.05), (0.6, 0.2, 0.2), (0.1, 0.1, 0.8))
         proposed = Draft((0, 0, 0), (-1, 0, 1))
         for rollback, count in ((0.1, 0), (2.0, 1), (3.1, 3)):  # -ln 0.2 is 1.6, -ln 0.05 is 3.0
-            verdict = Rollback(GREEDY, CPU, 0, rollback).verify(proposed, given)
+            verdict = BildVerifier(GREEDY, CPU, 0, rollback).verify(proposed, given)
             assert len(verdict.path) == count
             assert verdict.token == (1, 1, None, 2)[count]
             assert verdict.source == ("bonus" if count == 3 else "correction")
 
     def test_the_targets_likeliest_token_always_stands(self) -> None:
         flat = rows(*[[0.26, 0.25, 0.25, 0.24]] * 2)
-        assert Rollback(GREEDY, CPU, 0, 0.0).verify(Draft((0,), (-1,)), flat).path == (0,)
-        assert Rollback(GREEDY, CPU, 0, 0.0).verify(Draft((1,), (-1,)), flat).path == ()
+        assert BildVerifier(GREEDY, CPU, 0, 0.0).verify(Draft((0,), (-1,)), flat).path == (0,)
+        assert BildVerifier(GREEDY, CPU, 0, 0.0).verify(Draft((1,), (-1,)), flat).path == ()
 
     def test_likelihoods_are_unwarped_but_the_own_token_is_warped(self) -> None:
         sampling = SamplingParams(temperature=5.0, top_k=1)
         given = rows((0.2, 0.7, 0.1), (0.3, 0.1, 0.6))
-        assert Rollback(sampling, CPU, 0, 1.7).verify(Draft((0,), (-1,)), given) == Verdict((0,), 2, "bonus")
-        assert Rollback(sampling, CPU, 0, 1.5).verify(Draft((0,), (-1,)), given) == Verdict((), 1, "correction")
-        assert Rollback(sampling, CPU, 0, 1.5).verify(Draft(), rows((0.2, 0.7, 0.1))) == Verdict((), 1, None)
+        assert BildVerifier(sampling, CPU, 0, 1.7).verify(Draft((0,), (-1,)), given) == Verdict((0,), 2, "bonus")
+        assert BildVerifier(sampling, CPU, 0, 1.5).verify(Draft((0,), (-1,)), given) == Verdict((), 1, "correction")
+        assert BildVerifier(sampling, CPU, 0, 1.5).verify(Draft(), rows((0.2, 0.7, 0.1))) == Verdict((), 1, None)
 
     def test_nan_logits_are_an_error(self) -> None:
         for sampling in (SAMPLING, GREEDY):
             with pytest.raises(RunError, match="target model's logits hold NaN"):
-                Rollback(sampling, CPU, 0, 2.0).verify(Draft((0,), (-1,)), Rows(torch.full((2, 3), torch.nan)))
-        session = TableSession(1)
-        session.table.fill_(math.nan)
+                BildVerifier(sampling, CPU, 0, 2.0).verify(Draft((0,), (-1,)), ModelOutput(torch.full((2, 3), torch.nan)))
+        runner = TableRunner(1)
+        runner.table.fill_(math.nan)
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
-            Fallback(session, SAMPLING, (), VOCAB, 0, fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
+            BildDrafter(runner, SAMPLING, (), VOCAB, 0, fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.5, top_k=2)])
     def test_the_draft_hands_over_before_a_token_that_it_is_unsure_of(self, sampling: SamplingParams) -> None:
-        session = TableSession(5, scale=3)
-        drafter = Fallback(session, sampling, (), VOCAB, 0, fallback=0.8)  # type: ignore[arg-type]
+        runner = TableRunner(5, scale=3)
+        drafter = BildDrafter(runner, sampling, (), VOCAB, 0, fallback=0.8)  # type: ignore[arg-type]
         lengths = set()
         for last in range(VOCAB):
             context = Context([*PROMPT, last])
             found = drafter.propose(context, Fixed(4), 10)
             lengths.add(len(found.tokens))
             tops = [
-                float(session.row([*context.ids, *found.tokens[:place]]).softmax(-1).max())
-                for place in range(len(found.tokens) + 1)
+                float(runner.row([*context.ids, *found.tokens[:position]]).softmax(-1).max())
+                for position in range(len(found.tokens) + 1)
             ]
             assert all(top >= 0.8 for top in tops[:-1])
             assert found.top_probs == pytest.approx(tops[:-1], abs=1e-5)
@@ -373,10 +375,10 @@ class TestBild:
 
     def test_a_target_that_refuses_nothing_and_one_that_refuses_all_but_its_own(self) -> None:
         sampling = SamplingParams(max_new_tokens=16)
-        strict = run("bild", {"fallback": 0, "rollback": 0, "k": 3}, TableSession(1), TableSession(2), sampling)
-        assert ids_of(strict) == greedy(TableSession(1), 16), "rollback 0 leaves only the target's argmax"
-        lax = run("bild", {"fallback": 0, "rollback": 1000, "k": 3}, TableSession(1), TableSession(2), sampling)
+        strict = run("bild", {"fallback": 0, "rollback": 0, "k": 3}, TableRunner(1), TableRunner(2), sampling)
+        assert ids_of(strict) == greedy(TableRunner(1), 16), "rollback 0 leaves only the target's argmax"
+        lax = run("bild", {"fallback": 0, "rollback": 1000, "k": 3}, TableRunner(1), TableRunner(2), sampling)
         assert all(len(round_.verdict.path) == len(round_.draft.tokens) for round_ in lax)
-        never = run("bild", {"fallback": 1, "k": 3}, TableSession(1), TableSession(2), sampling)
+        never = run("bild", {"fallback": 1, "k": 3}, TableRunner(1), TableRunner(2), sampling)
         assert not any(round_.draft.tokens for round_ in never)
-        assert ids_of(never) == greedy(TableSession(1), 16)
+        assert ids_of(never) == greedy(TableRunner(1), 16)

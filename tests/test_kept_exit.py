@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 import specgen
 from specgen.cli.app import app
+from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
+from specgen.engine.exit_layer import ExitLayer
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.hub import model_folder
 from specgen.errors import SpecgenError
-from specgen.models.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
-from specgen.models.exit_layer import ExitLayer
-from specgen.models.fingerprint import weights_fingerprint
-from specgen.models.hub import model_folder
-from specgen.tuning.places import exit_folder, kept_exit
+from specgen.paths import exit_folder, kept_exit
 
 ON_CPU = ["--device", "cpu", "--dtype", "float32"]
 

@@ -12,11 +12,11 @@ import torch
 from families import CONTEXT, FAMILIES, make_model, near_copy, save
 
 import specgen
-from specgen.bench.summary import Summary
-from specgen.models import likelihood
-from specgen.models.likelihood import log_likelihood
-from specgen.models.session import Session
+from specgen.engine import likelihood
+from specgen.engine.likelihood import log_likelihood
+from specgen.engine.model_runner import ModelRunner
 from specgen.pair import Pair, Result
+from specgen.traces.summary import Summary
 from specgen.types import SamplingParams
 
 PROMPT = [1, 5, 6, 7]
@@ -62,10 +62,10 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: p
     monkeypatch.setattr(likelihood, "_CHUNK", chunk)
     model = make_model("llama")
     run: list[int] = []
-    tokens = [3 + place % 30 for place in range(16)]
+    tokens = [3 + position % 30 for position in range(16)]
     expected = uncached(model, tokens)
     model.register_forward_pre_hook(lambda _, args, kwargs: run.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    assert log_likelihood(Session(model, CONTEXT), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
+    assert log_likelihood(ModelRunner(model, CONTEXT), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
     assert sum(run) == len(PROMPT) + len(tokens) - 1
 
 

@@ -13,11 +13,11 @@ from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_cop
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
+from specgen.engine.devices import pick_device, pick_dtype, pick_threads
+from specgen.engine.model_loading import _context_limits
+from specgen.engine.tokenizer import Detokenizer
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
-from specgen.models.devices import pick_device, pick_dtype, pick_threads
-from specgen.models.load import _context_limits
-from specgen.models.tokenizer import Detokenizer
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
@@ -88,7 +88,7 @@ def test_tokenizers_are_compared_not_their_sizes(tmp_path: Path) -> None:
         draft = save(model, tmp_path / name, make_tokenizer(words))
         with pytest.raises(SpecgenError, match=f"the tokenizers differ: .* has {len(WORDS)} tokens, .* has {len(words)}"):
             specgen.load(target, draft, device="cpu")
-    many = [*WORDS, *(f"<extra_{place}>" for place in range(300))]
+    many = [*WORDS, *(f"<extra_{position}>" for position in range(300))]
     more = [*many, "<one_more>"]
     big = make_model("llama", vocab_size=400)
     pair = specgen.load(save(big, tmp_path / "many", make_tokenizer(many)), save(big, tmp_path / "more", make_tokenizer(more)))
@@ -134,7 +134,7 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatc
     short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
     assert short.context_ends
     assert short.run.limit == 13, "the token behind the boundary is never run"
-    monkeypatch.setattr("specgen.models.slots.PREFILL_CHUNK", 10)
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (36, 15, 60, 32, 33, 31, 20):  # beginnings of one another: nothing is shared across the change
         limit = min(40, pair.target.limit_for(length) - length)
@@ -250,10 +250,10 @@ def test_invalid_bytes_do_not_hold_the_text_back_for_ever(demo_pair: Pair) -> No
 def test_tokens_that_straddle_characters_lose_none() -> None:
     data = "日本語テキスト、日本".encode()
     for sizes in ([1], [2], [4], [1, 3], [2, 2, 1], [5, 1]):
-        parts, place, turn = [], 0, 0
-        while place < len(data):
-            parts.append(data[place : place + sizes[turn % len(sizes)]])
-            place, turn = place + len(parts[-1]), turn + 1
+        parts, position, turn = [], 0, 0
+        while position < len(data):
+            parts.append(data[position : position + sizes[turn % len(sizes)]])
+            position, turn = position + len(parts[-1]), turn + 1
 
         def decode(ids: Any, parts: list[bytes] = parts) -> str:
             return b"".join(parts[token] for token in ids).decode(errors="replace")

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributions import TableSession
+from test_distributions import TableRunner
 
-from specgen import assembly, methods
-from specgen.decoding import multi_draft
-from specgen.decoding import sampling as distributions
-from specgen.decoding.multi_draft import Odds, SampledChains, TreeSampling, k_sequential, multi_round
+from specgen import factory, methods
+from specgen.decoding import logits_ops, multi_draft
+from specgen.decoding.multi_draft import MultiDraftDrafter, Odds, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Clock
+from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError
-from specgen.models.session import Rows
 from specgen.types import Context, Draft, SamplingParams
 
 SIZE = 3
@@ -28,7 +27,7 @@ JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
 Distribution = dict[tuple[int, ...], float]
 
 
-class Small(TableSession):
+class Small(TableRunner):
     """A table of three tokens; `zero` cuts one of them out of each row, as top-k would."""
 
     vocab_size = known_ids = SIZE
@@ -50,7 +49,7 @@ class Paths:
         ] = []  # per choice on the present path: the outcomes not tried yet, this one last
         self._place = 0
         self.weight = 1.0
-        monkeypatch.setattr(distributions, "draw", self._draw)
+        monkeypatch.setattr(logits_ops, "draw", self._draw)
         monkeypatch.setattr(multi_draft, "flips", self._flips)
 
     def all(self, run: Callable[[], tuple[int, ...]]) -> Distribution:
@@ -99,16 +98,16 @@ class Paths:
         return self._choose(outcomes)
 
 
-def exact(session: TableSession, sampling: SamplingParams, length: int, eos: frozenset[int], begun: Distribution) -> Distribution:
+def exact(runner: TableRunner, sampling: SamplingParams, length: int, eos: frozenset[int], begun: Distribution) -> Distribution:
     """What `begun` becomes when the target goes on to `length` tokens by itself."""
     found: Distribution = defaultdict(float)
     for tokens, mass in begun.items():
         if len(tokens) >= length or (tokens and tokens[-1] in eos):
             found[tokens] += mass
             continue
-        row = distributions.warp(session.row([*PROMPT, *tokens]), sampling).tolist()
+        row = logits_ops.warp(runner.row([*PROMPT, *tokens]), sampling).tolist()
         longer = {(*tokens, token): mass * prob for token, prob in enumerate(row) if prob}
-        for ended, weight in exact(session, sampling, length, eos, longer).items():
+        for ended, weight in exact(runner, sampling, length, eos, longer).items():
             found[ended] += weight
     return dict(found)
 
@@ -127,7 +126,7 @@ def distance(
     target, draft = Small(seed, zero=zero), Small(seed + 100)
     sampling = SamplingParams(temperature=1.0, top_p=0.9 if seed % 2 else 1.0)
     ends = frozenset({eos})
-    drafter = SampledChains(draft, sampling, ends, SIZE, 0, drafts=drafts)  # type: ignore[arg-type]
+    drafter = MultiDraftDrafter(draft, sampling, ends, SIZE, 0, drafts=drafts)  # type: ignore[arg-type]
     verifier = TreeSampling(judge, sampling, torch.device("cpu"), 0)
 
     def round_() -> tuple[int, ...]:
@@ -235,7 +234,7 @@ def test_more_drafts_are_accepted_more_often(judge: multi_draft.Judge) -> None:
 
 
 def chains(sampling: SamplingParams, drafts: int, k: int, eos: frozenset[int] = frozenset(), seed: int = 0) -> Draft:
-    drafter = SampledChains(TableSession(2), sampling, eos, 6, seed, drafts=drafts)  # type: ignore[arg-type]
+    drafter = MultiDraftDrafter(TableRunner(2), sampling, eos, 6, seed, drafts=drafts)  # type: ignore[arg-type]
     return drafter.propose(Context([0, 3, 1]), Fixed(k), k)
 
 
@@ -248,8 +247,8 @@ def test_chains_share_their_beginnings_and_keep_their_number(seed: int) -> None:
     assert all(parent < node for node, parent in enumerate(draft.parents))
     assert draft.probs.shape == (len(draft.tokens), 6)
     assert torch.allclose(draft.probs.sum(-1), torch.ones(len(draft.tokens)))
-    session = TableSession(2)
-    rows = session.logits(Context([0, 3, 1]), draft.tokens, draft.parents).logits.softmax(-1)
+    runner = TableRunner(2)
+    rows = runner.logits(Context([0, 3, 1]), draft.tokens, draft.parents).logits.softmax(-1)
     assert torch.allclose(draft.probs, rows[torch.tensor(draft.parents) + 1], atol=1e-6), "each node's own distribution"
     entropies = -(draft.probs * draft.probs.log()).sum(-1)
     assert torch.allclose(torch.tensor(draft.entropies), entropies, atol=1e-5)
@@ -257,7 +256,7 @@ def test_chains_share_their_beginnings_and_keep_their_number(seed: int) -> None:
 
 def test_greedy_chains_begin_with_the_likeliest_distinct_tokens() -> None:
     draft = chains(SamplingParams(), drafts=3, k=2)
-    table = TableSession(2)
+    table = TableRunner(2)
     assert list(draft.tokens[:3]) == table.row([3, 1]).topk(3).indices.tolist()
     assert list(draft.parents) == [-1, -1, -1, 0, 1, 2]
     assert list(draft.tokens[3:]) == [int(table.row([1, token]).argmax()) for token in draft.tokens[:3]]
@@ -278,9 +277,9 @@ def test_nan_logits_are_an_error(judge: multi_draft.Judge) -> None:
     verifier = TreeSampling(judge, SamplingParams(temperature=1.0), torch.device("cpu"), 0)
     draft = Draft((1, 2), (-1, -1), probs=torch.full((2, 4), 0.25), draws=(0, 1))
     with pytest.raises(RunError, match="target model's logits hold NaN"):
-        verifier.verify(draft, Rows(torch.full((3, 4), torch.nan)))
+        verifier.verify(draft, ModelOutput(torch.full((3, 4), torch.nan)))
     with pytest.raises(RunError, match="target model's logits hold NaN"):
-        verifier.verify(Draft(), Rows(torch.full((1, 4), torch.nan)))
+        verifier.verify(Draft(), ModelOutput(torch.full((1, 4), torch.nan)))
 
 
 def test_one_draft_is_speculative_sampling() -> None:
@@ -292,8 +291,8 @@ def test_one_draft_is_speculative_sampling() -> None:
         for seed in range(60):
             method = methods.find(name)
             settings = methods.resolve(method, {"k": 2} | ({"drafts": 1} if name in JUDGES else {}))
-            parts = assembly.Parts(TableSession(1), TableSession(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
-            run = assembly.make_run(method, settings, parts, Context([0, 3, 1]), 40, None, Clock(None))
+            parts = factory.Components(TableRunner(1), TableRunner(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
+            run = factory.make_run(method, settings, parts, Context([0, 3, 1]), 40, None, Clock(None))
             for round_ in run.rounds():
                 accepted += len(round_.verdict.path)
                 drafted += len(round_.draft.tokens)
@@ -305,12 +304,12 @@ def test_one_draft_is_speculative_sampling() -> None:
 @pytest.mark.parametrize("name", ["mtad", "bild", "spectr", "specinfer"])
 def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None:
     def length(context_limit: int, known_ids: int, limit: int) -> int:
-        session = TableSession(2)
-        session.context_limit, session.known_ids = context_limit, known_ids
+        runner = TableRunner(2)
+        runner.context_limit, runner.known_ids = context_limit, known_ids
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
-        parts = assembly.Parts(session, session, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
-        draft = assembly.make_drafter(method, settings, parts).propose(Context([0, 3, 1]), Fixed(4), limit)
+        parts = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
+        draft = factory.make_drafter(method, settings, parts).propose(Context([0, 3, 1]), Fixed(4), limit)
         return max((len(path_to(draft, node)) for node in range(len(draft.tokens))), default=0)
 
     assert length(1000, 6, 10) == 4

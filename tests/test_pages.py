@@ -81,7 +81,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: list[traces.Line]) -> Path:
     """The page of these runs, each from a trace of its own."""
-    paths = [traces.write(folder / f"run-{place}.jsonl", *run) for place, run in enumerate(runs)]
+    paths = [traces.write(folder / f"run-{position}.jsonl", *run) for position, run in enumerate(runs)]
     page = folder / "page.html"
     monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "-q", *map(str, paths), "--html", str(page)])
     with pytest.raises(SystemExit) as ended:
@@ -157,16 +157,16 @@ def test_entropy_against_acceptance_and_the_posterior(browser: Browser, monkeypa
     page = made(monkeypatch, tmp_path, run)
     browser.open(page)
     check_silent(browser, page)
-    drafted = [(line, place) for line in run[1:-1] for place in range(len(line["draft_ids"]))]
+    drafted = [(line, position) for line in run[1:-1] for position in range(len(line["draft_ids"]))]
     points = browser.find("svg.scatter.gutter circle, svg.scatter.gutter svg.x")
     assert len(points) == len(drafted)
     plot = browser.find("svg.scatter.gutter")[0].rect
-    right = max(line["entropies"][place] for line, place in drafted) * 1.02
-    for element, (line, place) in list(zip(points, drafted, strict=True))[::7]:
+    right = max(line["entropies"][position] for line, position in drafted) * 1.02
+    for element, (line, position) in list(zip(points, drafted, strict=True))[::7]:
         at = element.rect
         x, y = at["x"] + at["width"] / 2 - plot["x"], at["y"] + at["height"] / 2 - plot["y"]
-        assert x == pytest.approx(plot["width"] * line["entropies"][place] / right, abs=1.5)
-        assert y == pytest.approx(8 + 288 * (1 - line["overlap"][place]), abs=1.5)
+        assert x == pytest.approx(plot["width"] * line["entropies"][position] / right, abs=1.5)
+        assert y == pytest.approx(8 + 288 * (1 - line["overlap"][position]), abs=1.5)
     assert [len(browser.find(f"svg.scatter.gutter polyline.{kind}")) for kind in ("est", "pinsker", "bh")] == [1, 1, 1]
     stop = browser.find("svg.scatter line.stop")[0]
     assert stop.get_attribute("x1") == f"{100 * (0.4**2 / 0.15) / right:.2f}%"

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen import assembly, methods
+from specgen import factory, methods
 from specgen.decoding.parallel import Window
 from specgen.decoding.run import Clock
-from specgen.models.session import Rows
-from specgen.types import Context, Fate, Round, SamplingParams
-from specgen.workers.thread import ThreadWorker
+from specgen.engine.model_runner import ModelOutput
+from specgen.types import Context, Round, SamplingParams, TokenStatus
+from specgen.workers.thread_worker import ThreadWorker
 
 
 class RandomSession:
@@ -33,16 +33,16 @@ class RandomSession:
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> Rows:
+    ) -> ModelOutput:
         ids = [context.ids[-1], *draft]
-        return Rows(self.table[ids[start:]])
+        return ModelOutput(self.table[ids[start:]])
 
 
 def decode(name: str, target: RandomSession, draft: RandomSession, limit: int, eos: set[int], **given_: object) -> list[Round]:
     method = methods.find(name)
     worker = ThreadWorker(draft)  # type: ignore[arg-type]
-    parts = assembly.Parts(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
-    run = assembly.make_run(method, methods.resolve(method, given_), parts, Context([0, 1]), limit, None, Clock(None))
+    parts = factory.Components(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
+    run = factory.make_run(method, methods.resolve(method, given_), parts, Context([0, 1]), limit, None, Clock(None))
     rounds = list(run.rounds())
     worker.close()
     assert run.finish_reason in ("length", "eos")
@@ -74,24 +74,24 @@ def test_random_cases_give_plain_decodings_tokens(
     assert tokens_of(rounds) == tokens_of(decode("ar", target, draft, limit, eos))
     for round_ in rounds[1:]:
         assert round_.token_ids, "every pass of the target commits something"
-        assert len(round_.draft.tokens) == len(round_.draft.entropies) == len(round_.fates)
+        assert len(round_.draft.tokens) == len(round_.draft.entropies) == len(round_.statuses)
         assert round_.verdict.source != "bonus" or not post, "never a bonus where the next tokens are there already"
         assert len(round_.draft.tokens) <= 2 * window
 
 
 def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """And none is lost: what the drafter made is what the rounds hold, judged or thrown away."""
-    from specgen.workers import thread
+    from specgen.workers import thread_worker
 
     made: list[int] = []
-    finish = thread.ThreadDrafter.finish
+    finish = thread_worker.ThreadDrafter.finish
 
-    def noted(self: thread.ThreadDrafter) -> object:
+    def noted(self: thread_worker.ThreadDrafter) -> object:
         draft = finish(self)
         made.extend(draft.tokens)
         return draft
 
-    monkeypatch.setattr(thread.ThreadDrafter, "finish", noted)
+    monkeypatch.setattr(thread_worker.ThreadDrafter, "finish", noted)
     for seed in range(20):
         made.clear()
         rounds = decode("pearl", RandomSession(8, seed), RandomSession(8, seed, 0.3), 30, {5}, window=4)
@@ -124,15 +124,15 @@ def test_rounds_as_in_the_papers_figure_3() -> None:
         "window 3, 2 ahead",
         "window 3",
     ]
-    assert rounds[4].fates == (Fate.ACCEPTED, Fate.REJECTED, *[Fate.DISCARDED] * 3)
+    assert rounds[4].statuses == (TokenStatus.ACCEPTED, TokenStatus.REJECTED, *[TokenStatus.DISCARDED] * 3)
 
 
 def test_the_ablations_change_the_schedule() -> None:
-    session = RandomSession(12, 4)
-    without_pre = decode("pearl", session, session, 20, set(), window=4, pre_verify=False)
+    runner = RandomSession(12, 4)
+    without_pre = decode("pearl", runner, runner, 20, set(), window=4, pre_verify=False)
     assert {round_.mode for round_ in without_pre[1:]} == {"post-verify"}
     assert len(without_pre[1].draft.tokens) == 5, "a whole window, and the first token of the next"
-    without_post = decode("pearl", session, session, 20, set(), window=4, post_verify=False)
+    without_post = decode("pearl", runner, runner, 20, set(), window=4, post_verify=False)
     assert [round_.mode for round_ in without_post[1:5]] == ["pre-verify", "post-verify"] * 2
     assert without_post[2].verdict.source == "bonus"
 
@@ -146,6 +146,6 @@ def test_a_narrow_pass_gets_a_short_draft() -> None:
 
 def test_the_policy_is_told_what_was_judged() -> None:
     """Tokens ahead are none of its business yet: three successes, whatever stands behind them."""
-    session = RandomSession(12, 4)
-    rounds = decode("pearl", session, session, 8, set(), window=3, policy="beta-ts", alpha=1e6, beta=1)
+    runner = RandomSession(12, 4)
+    rounds = decode("pearl", runner, runner, 8, set(), window=3, policy="beta-ts", alpha=1e6, beta=1)
     assert [round_.policy_state["alpha"] - 1e6 for round_ in rounds] == [0, 1, 4, 7]  # type: ignore[index]

@@ -8,23 +8,23 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from specgen.decoding.drafters import DraftModel, PromptLookup
-from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, Fixed, Heuristic, LengthPolicy, SelfSD, Step
+from specgen.decoding.drafters import ModelDrafter, PromptLookupDrafter
+from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, DraftedToken, Fixed, Heuristic, LengthPolicy, SelfSD
+from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError, SpecgenError
-from specgen.models.session import Rows
 from specgen.types import Context, SamplingParams
 
 GREEDY = SamplingParams()
 NO_EOS: frozenset[int] = frozenset()
 
 
-def drafted(policy: LengthPolicy, steps: Sequence[Step]) -> int:
+def drafted(policy: LengthPolicy, steps: Sequence[DraftedToken]) -> int:
     """How many tokens are kept before the policy says stop."""
-    return next((step.place for step in steps if not policy.keep_drafting(step)), len(steps))
+    return next((step.position for step in steps if not policy.keep_drafting(step)), len(steps))
 
 
-def steps(count: int = 100, entropy: float = 0.0, prob: float = 1.0) -> list[Step]:
-    return [Step(place, entropy, prob) for place in range(1, count + 1)]
+def steps(count: int = 100, entropy: float = 0.0, prob: float = 1.0) -> list[DraftedToken]:
+    return [DraftedToken(position, entropy, prob) for position in range(1, count + 1)]
 
 
 def test_fixed_stops_at_k() -> None:
@@ -50,7 +50,7 @@ def test_heuristic_follows_transformers_schedule() -> None:
 
 def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
     policy = Confidence(threshold=0.4, max_draft=20)
-    assert drafted(policy, [Step(1, prob=0.9), Step(2, prob=0.39), Step(3, prob=0.9)]) == 2
+    assert drafted(policy, [DraftedToken(1, prob=0.9), DraftedToken(2, prob=0.39), DraftedToken(3, prob=0.9)]) == 2
     assert policy.reason == "prob 0.39 < 0.40"
     assert drafted(policy, steps()) == 20
 
@@ -58,7 +58,7 @@ def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
 def test_svip_compares_the_root_of_c_times_entropy() -> None:
     policy = SVIP(threshold=0.4, c=0.15, max_draft=40)
     edge = 0.4**2 / 0.15
-    assert drafted(policy, [Step(1, edge - 0.01), Step(2, edge + 0.01), Step(3, 0.0)]) == 2
+    assert drafted(policy, [DraftedToken(1, edge - 0.01), DraftedToken(2, edge + 0.01), DraftedToken(3, 0.0)]) == 2
     assert policy.reason.startswith("√cH 0.40 > 0.40")
     assert drafted(policy, steps(entropy=3.0)) == 1, "the token whose entropy is too high is kept: a draft is never empty"
     assert drafted(policy, steps()) == 40
@@ -109,13 +109,13 @@ def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
 
 def test_cali_ts_tells_its_posterior_at_the_last_drafts_mean_score() -> None:
     policy = cali(max_draft=2, sigma_model=1e-3, sampling_prediction=False, seed=3)
-    assert drafted(policy, [Step(1, agreement=1.0), Step(2, agreement=0.5)]) == 2
+    assert drafted(policy, [DraftedToken(1, agreement=1.0), DraftedToken(2, agreement=0.5)]) == 2
     policy.observe(drafted=2, accepted=2)
     assert (policy.state()["mean"], policy.state()["deviation"]) == pytest.approx((0.75, 1e-3))
     policy.observe(drafted=0, accepted=0)  # nothing was drafted: nothing new is believed
     assert policy.state()["mean"] == pytest.approx(0.75)
     both = cali(max_draft=1)
-    assert drafted(both, [Step(1, agreement=0.9)]) == 1
+    assert drafted(both, [DraftedToken(1, agreement=0.9)]) == 1
     both.observe(drafted=1, accepted=1)
     state, (mean, variance) = both.state(), both.posterior(0.9)
     assert (state["mean"], state["deviation"]) == pytest.approx((mean, math.sqrt(variance)))
@@ -126,14 +126,14 @@ def test_cali_ts_ends_at_the_acceptance_rate() -> None:
     for _ in range(3000):
         policy.observe(drafted=4, accepted=3)
     assert policy.posterior(0.1)[0] == pytest.approx(0.75, abs=0.01), "the printed update ends at 1 whatever is accepted"
-    lengths = [drafted(policy, [Step(place, agreement=0.1) for place in range(1, 41)]) for _ in range(3000)]
+    lengths = [drafted(policy, [DraftedToken(position, agreement=0.1) for position in range(1, 41)]) for _ in range(3000)]
     assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1)
     assert policy.reason.startswith("bandit θ 0.7")
 
 
 def test_cali_ts_with_one_part_switched_off() -> None:
     sampling, model = cali(model_prediction=False), cali(sampling_prediction=False)
-    assert (sampling.needs, model.needs) == (frozenset(), frozenset({"agreement"}))
+    assert (sampling.signals, model.signals) == (frozenset(), frozenset({"agreement"}))
     for policy in (sampling, model):
         for _ in range(4):
             policy.observe(drafted=2, accepted=0)
@@ -145,14 +145,14 @@ def test_cali_ts_with_one_part_switched_off() -> None:
 
 def test_cali_ts_has_a_cap_and_clips() -> None:
     policy = cali(sampling_prediction=False, sigma_model=1e-3, max_draft=6)
-    assert drafted(policy, [Step(place, agreement=1.5) for place in range(1, 41)]) == 6
+    assert drafted(policy, [DraftedToken(position, agreement=1.5) for position in range(1, 41)]) == 6
     assert policy.reason == "limit 6"
-    assert drafted(policy, [Step(place, agreement=-0.5) for place in range(1, 41)]) == 1
+    assert drafted(policy, [DraftedToken(position, agreement=-0.5) for position in range(1, 41)]) == 1
 
 
 def test_selfsd_adapts_its_threshold_to_the_acceptance_rate() -> None:
     policy = SelfSD(k=12)
-    assert drafted(policy, [Step(1, prob=0.9), Step(2, prob=0.59), Step(3, prob=0.9)]) == 2
+    assert drafted(policy, [DraftedToken(1, prob=0.9), DraftedToken(2, prob=0.59), DraftedToken(3, prob=0.9)]) == 2
     assert policy.reason == "prob 0.59 < 0.60"
     assert drafted(policy, steps()) == 12
     policy.observe(drafted=12, accepted=12)
@@ -177,31 +177,31 @@ class ScriptedSession:
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> Rows:
+    ) -> ModelOutput:
         last = [*context.ids, *draft][-1]
         row = torch.zeros(self.vocab_size)
         row[(last + 1) % self.vocab_size] = self.certainty
-        return Rows(row[None])
+        return ModelOutput(row[None])
 
 
-def model_draft(session: ScriptedSession, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
-    settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": session.vocab_size, "seed": 0} | options
-    return DraftModel(session, **settings).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
+def model_draft(runner: ScriptedSession, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
+    settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": runner.vocab_size, "seed": 0} | options
+    return ModelDrafter(runner, **settings).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
 
 
 def test_a_draft_says_why_it_ended() -> None:
-    session = ScriptedSession()
-    assert model_draft(session, Fixed(3), [1], 9).tokens == [2, 3, 4]
-    assert model_draft(session, Fixed(3), [1], 9).stop_reason == "limit 3"
-    assert model_draft(session, Fixed(9), [1], 2).stop_reason == "length"
-    ended = model_draft(session, Fixed(9), [1], 9, eos_ids=frozenset({4}))
+    runner = ScriptedSession()
+    assert model_draft(runner, Fixed(3), [1], 9).tokens == [2, 3, 4]
+    assert model_draft(runner, Fixed(3), [1], 9).stop_reason == "limit 3"
+    assert model_draft(runner, Fixed(9), [1], 2).stop_reason == "length"
+    ended = model_draft(runner, Fixed(9), [1], 9, eos_ids=frozenset({4}))
     assert (ended.tokens, ended.stop_reason) == ([2, 3, 4], "eos")
 
 
 def test_a_draft_tells_its_entropies_whoever_asked_for_them() -> None:
-    session = ScriptedSession()
-    asked = model_draft(session, SVIP(10, 0.15, 3), [1], 9)
-    unasked = model_draft(session, Fixed(3), [1], 9)
+    runner = ScriptedSession()
+    asked = model_draft(runner, SVIP(10, 0.15, 3), [1], 9)
+    unasked = model_draft(runner, Fixed(3), [1], 9)
     assert asked.entropies == pytest.approx(unasked.entropies)
     assert asked.top_probs == pytest.approx(unasked.top_probs)
     prob = math.exp(8) / (math.exp(8) + 9)
@@ -242,7 +242,7 @@ def test_nan_in_a_draft_is_an_error(policy: LengthPolicy, temperature: float) ->
 
 
 def lookup(ids: list[int], k: int = 5, ngram: int = 3, limit: int = 100, eos: frozenset[int] = NO_EOS) -> list[int]:
-    return list(PromptLookup(ngram, eos).propose(Context(ids), Fixed(k), limit).tokens)
+    return list(PromptLookupDrafter(ngram, eos).propose(Context(ids), Fixed(k), limit).tokens)
 
 
 def test_lookup_continues_the_longest_match() -> None:
@@ -263,7 +263,7 @@ def test_lookup_ends_at_its_limit_and_at_an_end_of_sequence() -> None:
 
 
 def test_lookup_keeps_up_with_a_growing_context_without_reading_it_again() -> None:
-    drafter, context = PromptLookup(3, NO_EOS), Context([1, 2, 3])
+    drafter, context = PromptLookupDrafter(3, NO_EOS), Context([1, 2, 3])
     assert drafter.propose(context, Fixed(2), 9).tokens == ()
     context.extend([7, 2, 3])
     assert drafter.propose(context, Fixed(2), 9).tokens == [7, 2]

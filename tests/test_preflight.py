@@ -13,14 +13,14 @@ import torch
 from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
 
 import specgen
-from specgen import assembly, demo, methods
+from specgen import demo, factory, methods
 from specgen.cli.app import main
-from specgen.models import preflight
-from specgen.models.exit_layer import check_split
-from specgen.models.load import Source
+from specgen.engine.exit_layer import check_split
+from specgen.engine.model_loading import ModelSource
+from specgen.engine.timing import target_pass_seconds
 from specgen.settings import Setting
-from specgen.tuning.passes import target_pass_seconds
-from specgen.tuning.payoff import WIDTHS, Payoff
+from specgen.speedup_model import WIDTHS, SpeedupModel
+from specgen.tuning import pair_inspection
 from specgen.types import Context
 
 Inspect = Callable[..., tuple[str, str]]
@@ -63,10 +63,10 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
         assert line[role]["parameters"] == parameters
         assert line[role]["weight_bytes"] == 4 * parameters
         assert line[role]["context_limit"] == model.context_limit
-        session = model.session()
-        session.reserve(64)
-        session.logits(Context([1] * 64))
-        layers = session._cache.layers
+        runner = model.runner()
+        runner.reserve(64)
+        runner.logits(Context([1] * 64))
+        layers = runner._cache.layers
         held = sum(buffer[:, :, :64].numel() * buffer.element_size() for layer in layers for buffer in (layer.keys, layer.values))
         assert line[role]["cache_bytes"] == held / 64
         caches += held // 64 * model.context_limit
@@ -83,22 +83,22 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt_neox", "qwen3"])
 def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
     folder = save(make_model(family), tmp_path / family)
-    report = preflight.look(Source(folder), None, (CPU, CPU), "auto", lambda _: None)
+    report = pair_inspection.look(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
     pair = specgen.load(folder, device="cpu", dtype="float32")
     assert report.target.parameters == sum(weight.numel() for weight in pair.target.model.parameters())
     assert report.target.context_limit == CONTEXT
-    session = pair.target.session()
-    session.logits(Context([1] * 10))
+    runner = pair.target.runner()
+    runner.logits(Context([1] * 10))
     held = sum(
         buffer[:, :, :10].numel() * buffer.element_size()
-        for layer in session._cache.layers
+        for layer in runner._cache.layers
         for buffer in (layer.keys, layer.values)
     )
     assert report.target.cache_bytes == held / 10
     needing = {name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer}
     try:
         check_split(pair.target.model)
-        assert report.methods["eesd"].cure == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
+        assert report.methods["eesd"].hint == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
     except specgen.SpecgenError:
         needing.add("selfsd")
         for name in ("eesd", "eesd-tree", "selfsd"):
@@ -107,8 +107,8 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
 
 
 def test_bfloat16_takes_half_the_memory() -> None:
-    source = Source(str(demo.folder("target")))
-    wide, narrow = (preflight.look(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16"))
+    source = ModelSource(str(demo.folder("target")))
+    wide, narrow = (pair_inspection.look(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16"))
     assert wide.weight_bytes == 2 * narrow.weight_bytes
     assert wide.cache_bytes is not None
     assert wide.cache_bytes == 2 * (narrow.cache_bytes or 0)
@@ -180,7 +180,7 @@ def test_every_line_fits_its_width(inspect: Inspect, width: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 100])
 def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "measure", lambda *_: payoff(draft=0.2, a_token_more=0.03))
+    monkeypatch.setattr(pair_inspection, "measure", lambda *_: payoff(draft=0.2, a_token_more=0.03))
     out = inspect("--measure", "-t", str(demo.folder("draft")), "-d", str(demo.folder("draft")), width=width)[0]
     # a path is not cut: whoever copies the command needs all of it
     assert all(len(line) <= width or str(demo.folder("draft"))[:10] in line for line in out.splitlines())
@@ -216,14 +216,14 @@ def test_methods_that_cannot_be_planned_say_why(
     """What a later method lacks is told by planning a run with it: nothing here knows of it."""
     picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
-    planned = assembly.make_run
+    planned = factory.make_run
 
     def refusing(method: methods.Method, *rest: Any) -> Any:
         if method.name == "picky":
             raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
         return planned(method, *rest)
 
-    monkeypatch.setattr(assembly, "make_run", refusing)
+    monkeypatch.setattr(factory, "make_run", refusing)
     line = told(inspect, "-t", strangers[0], "--measure")
     assert line["methods"]["picky"] == {
         "ready": False,
@@ -236,19 +236,19 @@ def test_methods_that_cannot_be_planned_say_why(
 
 
 def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
-    session = demo_pair.target.session()
+    runner = demo_pair.target.runner()
     seen = []
-    run = session._run
-    session._run = lambda span, keep: (seen.append((len(span.ids), span.first)), run(span, keep))[1]  # type: ignore[method-assign]
-    seconds = target_pass_seconds(session, [1, 4], 20)
+    run = runner._run
+    runner._run = lambda span, keep: (seen.append((len(span.ids), span.first)), run(span, keep))[1]  # type: ignore[method-assign]
+    seconds = target_pass_seconds(runner, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)
     assert set(seen[1:]) == {(1, 19), (4, 19)}
     assert len(seen[1:]) >= 10
 
 
-def payoff(draft: float, a_token_more: float) -> Payoff:
-    return Payoff({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
+def payoff(draft: float, a_token_more: float) -> SpeedupModel:
+    return SpeedupModel({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
 
 
 def test_payoff_by_hand() -> None:

@@ -11,23 +11,23 @@ import pytest
 from families import exit_of, make_model, save
 
 import specgen
-from specgen.bench.prompts import Prompt
-from specgen.bench.summary import Summary
+from specgen.compare.prompts import Prompt
+from specgen.cost_model import CostTable, Curve, RoundCosts
 from specgen.pair import Pair
+from specgen.traces.summary import Summary
 from specgen.tuning import profile as profiles
-from specgen.tuning import reruns as module
-from specgen.tuning.behaviour import record_answer
+from specgen.tuning import simulated_runs as module
 from specgen.tuning.candidates import RERUN, grid, trees
-from specgen.tuning.costs import Curve, RoundCosts, Surface
-from specgen.tuning.reruns import Rerun, Reruns
-from specgen.tuning.searches import search
-from specgen.tuning.tuner import Tuner, Wanted
+from specgen.tuning.recorded_drafts import record_answer
+from specgen.tuning.settings_search import search
+from specgen.tuning.simulated_runs import SimulatedRun, SimulatedRuns
+from specgen.tuning.tuner import Tuner, TuningRequest
 from specgen.types import SamplingParams
 
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6]]
 GREEDY = SamplingParams(max_new_tokens=20, seed=0)
 SAMPLED = replace(GREEDY, temperature=1.0, top_k=8)
-COSTS = RoundCosts(Surface({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), Surface({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
+COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
 PairOf = Callable[[str, str], Pair]
 CHAINS = [("spectr", {"drafts": 3, "k": 3}), ("specinfer", {"drafts": 2, "k": 4})]
 LOSSY = [
@@ -51,10 +51,10 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, None, exit_layer=exit_of(target.model, 2))
 
 
-def rerunning(pair: Pair, sampling: SamplingParams, priced: Sequence[tuple[str, dict[str, object]]] = ()) -> Reruns:
+def rerunning(pair: Pair, sampling: SamplingParams, priced: Sequence[tuple[str, dict[str, object]]] = ()) -> SimulatedRuns:
     """Its costs are known already."""
     answers = [record_answer(pair, prompt, sampling) for prompt in PROMPTS]
-    made = Reruns(pair, answers, sampling)
+    made = SimulatedRuns(pair, answers, sampling)
     made.price = lambda name, given: None  # type: ignore[method-assign]
     made._costs = _Always()
     return made
@@ -106,11 +106,11 @@ def test_nothing_is_asked_twice(near: Pair) -> None:
     made = rerunning(near, GREEDY)
     for name, given in TREES + LOSSY:
         made.run(name, given)
-    sessions = [session for parts, _ in made._parts.values() for session in (parts.target, parts.draft)]
-    passes = [session.passes for session in sessions]  # type: ignore[union-attr]
+    runners = [runner for parts, _ in made._parts.values() for runner in (parts.target, parts.draft)]
+    passes = [runner.passes for runner in runners]  # type: ignore[union-attr]
     for name, given in TREES + LOSSY:
         made.run(name, given)
-    assert [session.passes for session in sessions] == passes  # type: ignore[union-attr]
+    assert [runner.passes for runner in runners] == passes  # type: ignore[union-attr]
 
 
 def test_each_pass_of_a_draft_has_its_price(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_each_pass_of_a_draft_has_its_price(near: Pair, monkeypatch: pytest.Monk
 
 
 def test_shapes_are_timed_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Reruns(near, [record_answer(near, prompt, GREEDY) for prompt in PROMPTS], GREEDY)
+    made = SimulatedRuns(near, [record_answer(near, prompt, GREEDY) for prompt in PROMPTS], GREEDY)
     timed: list[str] = []
     usual = module.RoundProbe
 
@@ -151,7 +151,7 @@ def test_a_shape_is_priced_at_the_pace_of_all_else(near: Pair, monkeypatch: pyte
     monkeypatch.setattr(module, "RoundProbe", Constant)
     answers = [record_answer(near, prompt, GREEDY) for prompt in PROMPTS]
     verify = [
-        Reruns(near, answers, GREEDY, plain).run("mtad", {"k": 2}).summary.phase_seconds["verify"]
+        SimulatedRuns(near, answers, GREEDY, plain).run("mtad", {"k": 2}).summary.phase_seconds["verify"]
         for plain in (None, COSTS, COSTS.times(3))
     ]
     assert verify == pytest.approx([verify[0], verify[0], 3 * verify[0]])
@@ -159,7 +159,7 @@ def test_a_shape_is_priced_at_the_pace_of_all_else(near: Pair, monkeypatch: pyte
 
 def test_a_shape_is_timed_beside_plain_passes(near: Pair) -> None:
     answers = [record_answer(near, prompt, GREEDY) for prompt in PROMPTS]
-    made = Reruns(near, answers, GREEDY, COSTS)
+    made = SimulatedRuns(near, answers, GREEDY, COSTS)
     made.price("mtad", {"k": 2})
     (costs,) = made._costs.values()
     assert min(costs.judging.at(tokens, 8) for tokens in (1, 4)) > 1, "COSTS has passes of ten seconds"
@@ -175,18 +175,18 @@ def test_every_candidate_is_a_setting_of_its_method(near: Pair, early: Pair) -> 
 
 
 class _Told:
-    """In the place of Reruns: speeds and perplexities that are given."""
+    """In the place of SimulatedRuns: speeds and perplexities that are given."""
 
     plain_perplexity = 2.0
 
     def __init__(self, told: dict[float, tuple[float, float | None]]) -> None:
         self._told = told
 
-    def run(self, name: str, given: dict[str, float]) -> Rerun:
+    def run(self, name: str, given: dict[str, float]) -> SimulatedRun:
         seconds, perplexity = self._told[given["tau"]]
         summary = Summary(name)
         summary.token_ids, summary.phase_seconds["verify"] = [1] * 10, seconds
-        return Rerun(summary, perplexity)
+        return SimulatedRun(summary, perplexity)
 
 
 def searched(told: dict[float, tuple[float, float | None]], seconds: float = 9.0) -> object:
@@ -216,7 +216,7 @@ def test_a_lossy_method_is_tuned_where_it_is_asked_for_and_never_chosen(near: Pa
     texts = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc"])]
     sampling = replace(SAMPLED, top_k=0)
     for budget in (2.0, 6.0, 18.0):  # on a busy machine the first may be too short for reruns
-        outcome = Tuner(near, Wanted(texts, sampling, time.perf_counter() + budget, ["mtad"]), Quiet()).run()
+        outcome = Tuner(near, TuningRequest(texts, sampling, time.perf_counter() + budget, ["mtad"]), Quiet()).run()
         if "time was short" not in outcome.left_out.get("mtad", ""):
             break
     assert outcome.chosen.name == "ar"
@@ -226,7 +226,7 @@ def test_a_lossy_method_is_tuned_where_it_is_asked_for_and_never_chosen(near: Pa
     else:
         assert found["mtad"].perplexity is not None
         assert not found["mtad"].lossless
-    profiles.save(profiles.made_of(outcome, profiles.fits_of(near)), tmp_path)
+    profiles.save(profiles.made_of(outcome, profiles.profile_key_of(near)), tmp_path)
     kept = profiles.load(tmp_path)
     assert kept.chosen.method == "ar"
     assert ("mtad" in kept.methods) == ("mtad" in found)

@@ -11,10 +11,10 @@ import torch
 from families import CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableSession, seldom
+from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableRunner, seldom
 
 import specgen
-from specgen import assembly, methods
+from specgen import factory, methods
 from specgen.decoding.run import Clock
 from specgen.methods import METHODS
 from specgen.pair import Pair, Result
@@ -53,15 +53,15 @@ LOSSY = {"mtad", "bild"}
 def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     method: str, length: int, limit: int, eos: frozenset[int], target: int, draft: int
 ) -> None:
-    table = TableSession(target)
+    table = TableRunner(target)
     expected: list[int] = []
     while len(expected) < limit and not (expected and expected[-1] in eos):
         expected.append(int(table.row([*PROMPT, *expected]).argmax()))
     chosen = methods.find(method)
     setting = LENGTH_SETTINGS.get(method)
     resolved = methods.resolve(chosen, {setting: length} if setting else {})
-    parts = assembly.Parts(table, TableSession(draft), SamplingParams(), eos, VOCAB, seed=0, agreement=Guesses())  # type: ignore[arg-type]
-    run = assembly.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
+    parts = factory.Components(table, TableRunner(draft), SamplingParams(), eos, VOCAB, seed=0, agreement=Guesses())  # type: ignore[arg-type]
+    run = factory.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
     rounds = list(run.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == expected
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")

@@ -11,23 +11,23 @@ import pytest
 import torch
 from families import CONTEXT, make_model, save
 from test_early_exit import LLAMA_LIKE, four_kinds
-from test_session import TOLERANCE, check
+from test_model_runner import TOLERANCE, check
 
 import specgen
+from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
+from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
-from specgen.models.session import Session
-from specgen.models.skipping import SkippingSession, Skips
+from specgen.measurement_cache import SkipStore, cache_folder
 from specgen.pair import Pair
-from specgen.tuning.skips import search_skips
-from specgen.tuning.store import SkipStore, cache_folder
+from specgen.tuning.skip_search import search_skips
 from specgen.types import Context, SamplingParams
 
 
 def test_skips_are_read_and_written() -> None:
-    skips = Skips.parse("3+5a+7m+5m", 8)
-    assert skips == Skips(frozenset({3, 5}), frozenset({3, 5, 7}))
+    skips = SkippedLayers.parse("3+5a+7m+5m", 8)
+    assert skips == SkippedLayers(frozenset({3, 5}), frozenset({3, 5, 7}))
     assert str(skips) == "3+5+7m"
-    assert Skips.parse(str(skips), 8) == skips
+    assert SkippedLayers.parse(str(skips), 8) == skips
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_skips_are_read_and_written() -> None:
 )
 def test_a_mistake_in_skips_is_named(text: str, named: str) -> None:
     with pytest.raises(SpecgenError, match=named.replace("+", r"\+")):
-        Skips.parse(text, 8)
+        SkippedLayers.parse(text, 8)
 
 
-def skipped(model: Any, skips: Skips) -> Any:
+def skipped(model: Any, skips: SkippedLayers) -> Any:
     """The model with the weights that lead out of what is skipped set to zero: the same thing, all layers run."""
     quiet = copy.deepcopy(model)
     with torch.no_grad():
@@ -55,10 +55,10 @@ def skipped(model: Any, skips: Skips) -> Any:
 def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> None:
     """Behind rows of the whole model: so the expected row comes from one pass of the quiet model over the target's own cache."""
     model = make_model(family, num_hidden_layers=4, **four_kinds(family))
-    skips = Skips.parse(skip, 4)
+    skips = SkippedLayers.parse(skip, 4)
     quiet = skipped(model, skips)
-    target = Session(model, CONTEXT)
-    session = SkippingSession(target, model, skips)
+    target = ModelRunner(model, CONTEXT)
+    runner = LayerSkippingRunner(target, model, skips)
     rng = random.Random(skip)
     context = Context([1, 5, 6, 7])
     target.logits(context)
@@ -66,9 +66,9 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
         context.extend([rng.randrange(3, 40)])
         tokens = [rng.randrange(3, 40) for _ in range(3)]
         expected = over_the_targets_rows(model, quiet, context, tokens)
-        rows = [session.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
+        rows = [runner.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
         assert torch.allclose(torch.stack(rows), expected, atol=TOLERANCE, rtol=1e-4)
-        assert torch.allclose(session.logits(context, tokens).logits, expected, atol=TOLERANCE, rtol=1e-4)
+        assert torch.allclose(runner.logits(context, tokens).logits, expected, atol=TOLERANCE, rtol=1e-4)
         check(model, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
         context.extend(tokens[: rng.randrange(4)])
 
@@ -76,7 +76,7 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
 @torch.inference_mode()  # as the sessions' caches may be made
 def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list[int]) -> torch.Tensor:
     """The quiet model's rows behind keys and values that the whole model made of all tokens but the context's last."""
-    whole, part = Session(model, CONTEXT), Session(quiet, CONTEXT)
+    whole, part = ModelRunner(model, CONTEXT), ModelRunner(quiet, CONTEXT)
     past = Context(context.ids[:-1])
     whole.logits(past)
     part.logits(past)
@@ -91,14 +91,14 @@ def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list
 def test_other_families_are_refused(family: str) -> None:
     model = make_model(family)
     with pytest.raises(SpecgenError, match=f"layer skipping needs a model built as Llama is, and {family} is not"):
-        SkippingSession(Session(model, CONTEXT), model, Skips.parse("1", 3))
+        LayerSkippingRunner(ModelRunner(model, CONTEXT), model, SkippedLayers.parse("1", 3))
 
 
 def test_trees_are_refused() -> None:
     model = make_model("llama")
-    session = SkippingSession(Session(model, CONTEXT), model, Skips.parse("1", 3))
+    runner = LayerSkippingRunner(ModelRunner(model, CONTEXT), model, SkippedLayers.parse("1", 3))
     with pytest.raises(SpecgenError, match="no trees"):
-        session.logits(Context([1, 5]), [6, 7], [-1, -1])
+        runner.logits(Context([1, 5]), [6, 7], [-1, -1])
 
 
 @pytest.fixture
@@ -107,12 +107,12 @@ def pair(tmp_path: Path) -> Pair:
 
 
 def test_a_search_is_kept_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.tuning.skips.SECONDS", 0.0)
+    monkeypatch.setattr("specgen.tuning.skip_search.SECONDS", 0.0)
     sampling = SamplingParams(max_new_tokens=12)
     first = pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"]
-    monkeypatch.setattr("specgen.tuning.skips.search_skips", lambda *_, **__: pytest.fail("it was searched for already"))
+    monkeypatch.setattr("specgen.tuning.skip_search.search_skips", lambda *_, **__: pytest.fail("it was searched for already"))
     assert pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"] == first
-    assert Skips.parse(str(first), 4).attention
+    assert SkippedLayers.parse(str(first), 4).attention
     assert list((cache_folder() / "skips").iterdir())
     expected = pair.generate([1, 5, 6], "ar", sampling).token_ids
     assert pair.generate([1, 5, 6], "selfsd", sampling).token_ids == expected
@@ -120,12 +120,12 @@ def test_a_search_is_kept_for_this_machine(pair: Pair, monkeypatch: pytest.Monke
 
 def test_the_search_takes_what_is_measured_to_be_faster(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scored by a rule that knows the best z: the search has to find it, from wherever its guesses begin."""
-    wanted = Skips.parse("1a+2+3m", 4)
+    wanted = SkippedLayers.parse("1a+2+3m", 4)
 
-    def speed(_: Pair, skips: Skips, __: object) -> float:
+    def speed(_: Pair, skips: SkippedLayers, __: object) -> float:
         return 100.0 - len(skips.attention ^ wanted.attention) - len(skips.mlp ^ wanted.mlp)
 
-    monkeypatch.setattr("specgen.tuning.skips._speed", speed)
+    monkeypatch.setattr("specgen.tuning.skip_search._speed", speed)
     found = search_skips(pair, 4, prompts=[[1, 5]], seconds=1.0)
     assert (found.skips, found.tokens_per_second) == (str(wanted), 100.0)
     assert found.tried <= 4**4

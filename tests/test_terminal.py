@@ -151,6 +151,6 @@ def test_an_error_on_a_terminal_has_its_cure_below(screens: Mapping[str, str]) -
 
 
 def test_a_terminal_is_not_waited_on_for_a_prompt(screens: Mapping[str, str]) -> None:
-    lead, cure = plain(screens["error without a prompt"]).splitlines()
+    lead, hint = plain(screens["error without a prompt"]).splitlines()
     assert lead == "error: there is no prompt"
-    assert cure.strip().startswith("Give one: specgen generate ")
+    assert hint.strip().startswith("Give one: specgen generate ")

@@ -15,18 +15,18 @@ import pytest
 import traces
 
 import specgen
-from specgen.bench import trace as writing
-from specgen.bench.summary import Summary
-from specgen.bench.trace_reader import read_trace
 from specgen.errors import SpecgenError
-from specgen.types import Fate
+from specgen.traces import trace_writer as writing
+from specgen.traces.summary import Summary
+from specgen.traces.trace_reader import read_trace
+from specgen.types import TokenStatus
 
 Change = Callable[[list[dict[str, Any]]], Any]
 
 
 def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    file = writing.TraceFile(path)
+    file = writing.TraceWriter(path)
     expected = []
     for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
         plan = demo_pair.plan("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
@@ -49,7 +49,7 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
         assert [traced.round.index for traced in run.rounds] == [round_.index for round_ in rounds]
         for traced, round_ in zip(run.rounds, rounds, strict=True):
             assert traced.round.verdict == round_.verdict
-            assert traced.round.fates == round_.fates
+            assert traced.round.statuses == round_.statuses
             assert traced.round.mode == round_.mode
             assert list(traced.round.draft.tokens) == list(round_.draft.tokens)
             assert list(traced.round.draft.entropies) == list(round_.draft.entropies)
@@ -68,7 +68,7 @@ def test_trees_come_back_with_the_path_that_was_accepted(tmp_path: Path) -> None
     round_ = run.rounds[1].round
     assert round_.verdict.path == (2, 4, 5)  # not by way of node 0, which holds the same token
     assert round_.accepted_ids == [1, 3, 5]
-    assert round_.fates[:3] == (Fate.DISCARDED, Fate.DISCARDED, Fate.ACCEPTED)
+    assert round_.statuses[:3] == (TokenStatus.DISCARDED, TokenStatus.DISCARDED, TokenStatus.ACCEPTED)
 
 
 def test_what_a_later_version_adds_is_let_through(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_a_summary_of_other_tokens_is_noted(tmp_path: Path) -> None:
     assert "not those of the rounds" in run.notes[0]
 
 
-def changed(place: int, **changes: Any) -> Change:
-    return lambda lines: lines[place].update(changes)
+def changed(position: int, **changes: Any) -> Change:
+    return lambda lines: lines[position].update(changes)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_half_characters_and_control_characters_come_through_as_text(tmp_path: P
 _READ = r"""
 import re, sys
 from pathlib import Path
-from specgen.bench.summary import Summary
-from specgen.bench.trace_reader import read_trace
+from specgen.traces.summary import Summary
+from specgen.traces.trace_reader import read_trace
 from specgen.errors import SpecgenError
 try:
     print(sum(len(run.rounds) for run in read_trace(Path(sys.argv[1]))))

@@ -17,20 +17,20 @@ import torch
 from families import LETTERS, make_model, make_tokenizer, save
 from typer.testing import CliRunner
 
-import specgen.tuning.exits as exits
+import specgen.training.exit_training as exits
 from specgen.cli.app import app
+from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
+from specgen.engine.exit_layer import ExitLayer, decoder_of
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.first_layers import FirstLayers
+from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.errors import RunError, SpecgenError
-from specgen.models.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
-from specgen.models.exit_layer import ExitLayer, decoder_of
-from specgen.models.fingerprint import weights_fingerprint
-from specgen.models.first_layers import FirstLayers
-from specgen.models.load import LoadedModel, Source, load_model, prepare
-from specgen.tuning.exits import Job, train_exit
-from specgen.tuning.packing import NOTHING, pack
-from specgen.tuning.predictor import train_predictor
-from specgen.tuning.selftext import SelfText, Stopped, continuations, judged
-from specgen.tuning.texts import Texts, read_corpus
-from specgen.tuning.training import Data, ExitTraining, Progress, Recipe, agreement, exit_rows
+from specgen.training.corpus import Texts, read_corpus
+from specgen.training.exit_training import ExitTrainingTask, train_exit
+from specgen.training.generated_text import GeneratedText, TrainingStopped, continuations, judged
+from specgen.training.packing import NOTHING, pack
+from specgen.training.predictor_training import train_predictor
+from specgen.training.training_loop import Data, ExitTraining, Progress, Recipe, exit_rows, greedy_agreement
 
 CPU = torch.device("cpu")
 TINY = Recipe(steps=6, batch=4, window=24)
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path | str) -> LoadedModel:
-    return load_model(prepare(Source(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
+    return load_model(prepare(ModelSource(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
 
 
 def open_text(corpus: Path, target: LoadedModel) -> Texts:
@@ -102,8 +102,8 @@ def test_no_packed_text_sees_another(folder: Path) -> None:
 def test_gradients_are_the_same_in_pieces(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for logits, together in ((1 << 26, 1 << 20), (1 << 26, 5), (96 * 7, 1 << 20)):  # all at once; 5 tokens; a row, and 7 tokens
-        monkeypatch.setattr("specgen.tuning.training._LOGITS", logits)
-        monkeypatch.setattr("specgen.tuning.training._TOGETHER", together)
+        monkeypatch.setattr("specgen.training.training_loop._LOGITS", logits)
+        monkeypatch.setattr("specgen.training.training_loop._TOGETHER", together)
         target = opened(folder)
         layer = ExitLayer.of(target.model)
         first = FirstLayers(target.model, 1)
@@ -119,16 +119,17 @@ def test_training_lowers_the_loss_and_brings_agreement(folder: Path, corpus: Pat
     target = opened(folder)
     watcher = Silent()
     recipe = replace(TINY, steps=150, learning_rate=3e-3, batch=8)
-    outcome = train_exit(target, Job(tmp_path, recipe, open_text=open_text(corpus, target)), watcher)
+    outcome = train_exit(target, ExitTrainingTask(tmp_path, recipe, open_text=open_text(corpus, target)), watcher)
     losses = [progress.loss for progress in watcher.seen]
     assert losses[-1] < losses[0] - 0.5
     fresh = opened(folder)
-    ids = [torch.tensor(text) for text in continuations(fresh, [[5, 9, place] for place in range(3, 40)], 24, greedy=True)]
-    texts = [SelfText(text, judged(fresh.model, text)[0], None, 3, True, True) for text in ids]
+    ids = [torch.tensor(text) for text in continuations(fresh, [[5, 9, position] for position in range(3, 40)], 24, greedy=True)]
+    texts = [GeneratedText(text, judged(fresh.model, text)[0], None, 3, True, True) for text in ids]
     trained, untrained = load_exit(outcome.path, fresh).layer, ExitLayer.of(fresh.model)
     first = FirstLayers(fresh.model, 1)
     before, after = (
-        agreement(lambda ids, layer=layer: exit_rows(first, layer, ids)[0], texts)["greedy"] for layer in (untrained, trained)
+        greedy_agreement(lambda ids, layer=layer: exit_rows(first, layer, ids)[0], texts)["greedy"]
+        for layer in (untrained, trained)
     )
     assert before is not None
     assert after is not None
@@ -138,13 +139,13 @@ def test_training_lowers_the_loss_and_brings_agreement(folder: Path, corpus: Pat
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    def job(name: str) -> tuple[LoadedModel, Job]:
+    def job(name: str) -> tuple[LoadedModel, ExitTrainingTask]:
         target = opened(folder)
-        return target, Job(tmp_path / name, TINY, open_text=open_text(corpus, target))
+        return target, ExitTrainingTask(tmp_path / name, TINY, open_text=open_text(corpus, target))
 
     straight = train_exit(*job("straight"), Silent())
     for watcher in (Silent(stop_at_batch=0), Silent(stop_at_batch=1), Silent(stop_at_step=1), Silent(stop_at_step=4)):
-        with pytest.raises(Stopped):
+        with pytest.raises(TrainingStopped):
             train_exit(*job("resumed"), watcher)
     last = Silent()
     resumed = train_exit(*job("resumed"), last)
@@ -156,8 +157,8 @@ def test_an_interrupted_run_ends_with_the_same_weights(folder: Path, corpus: Pat
 
 def test_another_runs_state_is_refused(folder: Path, corpus: Path, tmp_path: Path) -> None:
     target = opened(folder)
-    job = Job(tmp_path, TINY, open_text=open_text(corpus, target))
-    with pytest.raises(Stopped):
+    job = ExitTrainingTask(tmp_path, TINY, open_text=open_text(corpus, target))
+    with pytest.raises(TrainingStopped):
         train_exit(target, job, Silent(stop_at_step=2))
     with pytest.raises(SpecgenError, match=r"another run's \(steps: 6, now 7\)"):
         train_exit(opened(folder), replace(job, recipe=replace(TINY, steps=7)), Silent())
@@ -177,7 +178,9 @@ def test_only_the_first_layers_and_the_exit_are_held(folder: Path, corpus: Path,
             gc.collect()
             counts.append(sum(weight.numel() for weight in _parameters() if id(weight) not in before))
 
-    outcome = train_exit(target, Job(tmp_path, replace(TINY, steps=2), open_text=open_text(corpus, target)), Counting())
+    outcome = train_exit(
+        target, ExitTrainingTask(tmp_path, replace(TINY, steps=2), open_text=open_text(corpus, target)), Counting()
+    )
     # Embedding and layer 1 of the target; a layer, norm and head of the exit's.
     assert counts == [table + per_layer + per_layer + norm + table] * 2
     assert outcome.parameters_held == counts[0]
@@ -194,13 +197,13 @@ def test_a_predictor_learns_where_the_exit_is_right(folder: Path, whose: str) ->
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)
     texts = []
-    for place in range(60):
-        ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(place))
+    for position in range(60):
+        ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(position))
         logits, hidden = exit_rows(first, layer, ids)
-        rows = torch.randn(30, 32, generator=torch.Generator().manual_seed(place))
+        rows = torch.randn(30, 32, generator=torch.Generator().manual_seed(position))
         sign = hidden[:, 0] if whose == "draft" else rows[:, 0].roll(1)
         best = logits.argmax(dim=-1) + (sign < 0)
-        texts.append(SelfText(ids, best, rows.bfloat16(), 1, False, place % 8 == 0))
+        texts.append(GeneratedText(ids, best, rows.bfloat16(), 1, False, position % 8 == 0))
     fitted = train_predictor(first, layer, texts, seed=0)
     assert fitted is not None
     predictor, fit = fitted
@@ -216,7 +219,9 @@ def test_a_loss_that_is_no_number_ends_the_run(folder: Path, corpus: Path, tmp_p
     target = opened(folder)
     with pytest.raises(RunError, match="learning-rate"):
         train_exit(
-            target, Job(tmp_path, replace(TINY, steps=40, learning_rate=1e30), open_text=open_text(corpus, target)), Silent()
+            target,
+            ExitTrainingTask(tmp_path, replace(TINY, steps=40, learning_rate=1e30), open_text=open_text(corpus, target)),
+            Silent(),
         )
 
 
@@ -229,7 +234,7 @@ def test_a_corpus_is_read_in_both_forms(tmp_path: Path) -> None:
     assert texts.tokens == 9
     drawn = {bytes(texts.draw(random.Random(seed), 4)).decode() for seed in range(60)}
     assert drawn == {"one", "twel", "welv", "elve"}
-    many = Texts([[place, place] for place in range(24)])
+    many = Texts([[position, position] for position in range(24)])
     assert {many.draw(random.Random(seed), 9, apart=True)[0] for seed in range(200)} == {0, 8, 16}
     assert {many.draw(random.Random(seed), 9, apart=False)[0] for seed in range(400)} == set(range(24)) - {0, 8, 16}
     assert texts.draw(random.Random(0), 9, apart=True)  # too few to keep one apart

@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 from families import EOS
 
-from specgen.bench.prompts import Prompt
-from specgen.bench.summary import Summary
+from specgen.compare.prompts import Prompt
+from specgen.cost_model import CostTable, Curve, RoundCosts
+from specgen.engine.layer_skipping import SkippedLayers
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, resolve
-from specgen.models.skipping import Skips
 from specgen.pair import Pair
+from specgen.traces.summary import Summary
 from specgen.tuning import profile as profiles
-from specgen.tuning.behaviour import Answer, Recorder, record_answer
 from specgen.tuning.candidates import REPLAYED, grid, written
-from specgen.tuning.costs import Curve, RoundCosts, Surface
-from specgen.tuning.outcome import Found, Outcome, finalists, judged, settled
-from specgen.tuning.probes import WINDOWS, ParallelProbe, RoundProbe
-from specgen.tuning.replay import Behaviour, replay
-from specgen.tuning.tuner import Tuner, Wanted
+from specgen.tuning.outcome import Candidate, TuningOutcome, judged, nearest_to_default, shortlist
+from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, record_answer
+from specgen.tuning.round_timing import WINDOWS, ParallelProbe, RoundProbe
+from specgen.tuning.simulation import Behaviour, simulate
+from specgen.tuning.tuner import Tuner, TuningRequest
 from specgen.types import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6], [8, 8, 13, 30, 31]]
-COSTS = RoundCosts(Surface({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), Surface({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
+COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
 PairOf = Callable[[str, str], Pair]
 
 
@@ -38,7 +38,7 @@ def near(pair_of: PairOf) -> Pair:
 
 
 def recorded(pair: Pair, sampling: SamplingParams = GREEDY) -> Behaviour:
-    target, draft = pair.sessions
+    target, draft = pair.runners
     assert draft is not None
     answers = [record_answer(pair, prompt, sampling) for prompt in PROMPTS]
     recorder = Recorder(target, draft, sampling)
@@ -84,7 +84,7 @@ def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingPa
 def test_replay_counts_what_real_runs_count(pair_of: PairOf, draft: str, name: str, given: dict[str, object]) -> None:
     """From one recording, whatever the policy: the same rounds, the same drafts, the same fates, the same tokens."""
     pair = pair_of("llama", draft)
-    found, run = replay(_kept(pair_of, draft), name, given), really(pair, name, given)
+    found, run = simulate(_kept(pair_of, draft), name, given), really(pair, name, given)
     assert found.token_ids == run.token_ids
     assert (found.rounds, found.drafted, found.accepted, found.drafts) == (run.rounds, run.drafted, run.accepted, run.drafts)
 
@@ -99,7 +99,7 @@ def _kept(pair_of: PairOf, draft: str) -> Behaviour:
 
 
 def test_rounds_are_priced_by_their_costs(behaviour: Behaviour) -> None:
-    plain, drafted = replay(behaviour, "ar", {}), replay(behaviour, "sd", {"k": 2})
+    plain, drafted = simulate(behaviour, "ar", {}), simulate(behaviour, "sd", {"k": 2})
     prefill = sum(answer.prefill for answer in behaviour.answers)
     assert plain.seconds == pytest.approx(prefill + 10 * (plain.new_tokens - len(PROMPTS)))
     own = sum(tape.prefill for tape in behaviour.tapes["model"])
@@ -107,24 +107,24 @@ def test_rounds_are_priced_by_their_costs(behaviour: Behaviour) -> None:
 
 
 def test_beside_each_other_the_slower_counts(behaviour: Behaviour) -> None:
-    found = replay(behaviour, "pearl", {"window": 4})
+    found = simulate(behaviour, "pearl", {"window": 4})
     rounds = found.rounds - len(PROMPTS)
     assert found.phase_seconds["verify"] == pytest.approx(10.0 * rounds)
     assert found.phase_seconds["draft"] <= 0.5 * rounds + 1e-9  # a draft of four hides behind a pass of ten
 
 
 def test_a_policy_that_throws_dice_is_replayed_alike_every_time(behaviour: Behaviour) -> None:
-    found = [replay(behaviour, "beta-ts", {"alpha": 2}) for _ in range(2)]
+    found = [simulate(behaviour, "beta-ts", {"alpha": 2}) for _ in range(2)]
     assert found[0].drafted == found[1].drafted
     assert found[0].new_tokens == 3 * sum(len(answer.token_ids) for answer in behaviour.answers)
 
 
 def test_an_answer_that_ends_early_is_replayed_to_its_end(near: Pair) -> None:
-    target, draft = near.sessions
+    target, draft = near.runners
     assert draft is not None
-    ended = Answer([5, 9], [7, 3, EOS], 24, frozenset({EOS}), 0.1, 0.2)
+    ended = ReferenceOutput([5, 9], [7, 3, EOS], 24, frozenset({EOS}), 0.1, 0.2)
     tape = Recorder(target, draft, GREEDY).tape(ended)
-    found = replay(Behaviour([ended], {"model": [tape]}, {"model": COSTS}), "sd", {"k": 4})
+    found = simulate(Behaviour([ended], {"model": [tape]}, {"model": COSTS}), "sd", {"k": 4})
     assert found.token_ids == [7, 3, EOS]
 
 
@@ -135,7 +135,7 @@ def test_in_sampling_tapes_hold_the_overlap(pair_of: PairOf, near: Pair) -> None
     assert all(rate is not None and 0.5 < rate < 1 for rate in rates), "a near copy is often right, and never quite"
     itself = recorded(pair_of("llama", "itself"), sampling)
     assert all(tape.acceptance == pytest.approx(1, abs=1e-4) for tape in itself.tapes["model"])
-    everything = replay(itself, "sd", {"k": 4})
+    everything = simulate(itself, "sd", {"k": 4})
     assert everything.acceptance_rate == 1
     # over many runs the rate comes near to that of real ones, whose fates are other draws
     real = sum(really(near, "sd", {"k": 1}, replace(sampling, seed=seed)).acceptance_rate or 0 for seed in range(6)) / 6
@@ -160,7 +160,7 @@ def test_curves_go_through_their_points_and_on() -> None:
     curve = Curve({1: 1.0, 3: 2.0, 5: 6.0})
     assert [curve.at(tokens) for tokens in (1, 2, 3, 4, 5, 6)] == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
     assert Curve({4: 2.0}).at(9) == 2.0
-    surface = Surface({10: Curve({1: 1.0}), 110: Curve({1: 2.0})})
+    surface = CostTable({10: Curve({1: 1.0}), 110: Curve({1: 2.0})})
     assert surface.at(1, 60) == pytest.approx(1.5)
     assert surface.at(1, 10_000) > 2
     assert surface.at(1, 0) == pytest.approx(0.9)
@@ -179,7 +179,7 @@ def test_rounds_are_timed_where_they_happen(near: Pair) -> None:
 
 def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a machine that is slow for a moment would make one window slow. What the rounds took is what they are expected to."""
-    monkeypatch.setattr("specgen.tuning.probes.ROUNDS", 2 * len(WINDOWS))
+    monkeypatch.setattr("specgen.tuning.round_timing.ROUNDS", 2 * len(WINDOWS))
     probe = ParallelProbe(near, PROMPTS[:1], GREEDY)
     probe.run(0.0)
     costs = probe.costs
@@ -208,7 +208,7 @@ class Quiet:
 def tuned(pair: Pair, seconds: float, names: list[str] | None = None) -> tuple[Tuner, Quiet]:
     texts = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]
     quiet = Quiet()
-    return Tuner(pair, Wanted(texts, GREEDY, time.perf_counter() + seconds, names), quiet), quiet
+    return Tuner(pair, TuningRequest(texts, GREEDY, time.perf_counter() + seconds, names), quiet), quiet
 
 
 def test_tuning_ends_with_a_choice_that_was_measured(near: Pair) -> None:
@@ -240,7 +240,7 @@ def test_without_time_the_expected_figures_answer(near: Pair) -> None:
 
 def test_what_is_less_sure_is_really_run_sooner() -> None:
     def chosen(**speeds: float) -> list[str]:
-        return [entry.name for entry in finalists([Found(name, {}, True, speed, 1) for name, speed in speeds.items()])]
+        return [entry.name for entry in shortlist([Candidate(name, {}, True, speed, 1) for name, speed in speeds.items()])]
 
     assert chosen(confidence=240, svip=225, sd=200, heuristic=190, pearl=165) == ["confidence", "svip", "pearl"]
     assert chosen(confidence=240, svip=225, sd=200, heuristic=190, pearl=150) == ["confidence", "svip", "sd"]
@@ -269,13 +269,13 @@ def test_layers_to_skip_are_searched_for_where_that_is_asked(near: Pair, tmp_pat
     found = next(entry for entry in outcome.methods if entry.name == "selfsd")
     assert found.tried >= 1
     assert found.predicted > 0
-    assert str(Skips.parse(str(found.settings["skip"]), 3)) == found.settings["skip"]
+    assert str(SkippedLayers.parse(str(found.settings["skip"]), 3)) == found.settings["skip"]
     assert any("layers to skip" in said and found.written in said for said in watch.said)
     assert "selfsd" not in outcome.left_out
-    profiles.save(profiles.made_of(outcome, profiles.fits_of(near)), tmp_path)
+    profiles.save(profiles.made_of(outcome, profiles.profile_key_of(near)), tmp_path)
     assert profiles.load(tmp_path).settings_of("selfsd") == found.settings
     hasty, _ = tuned(near, 12.0, ["selfsd"])
-    slow = Answer([1, 5], [6] * 10, 10, frozenset(), 1.0, 1000.0)  # not even a first guess can be measured in the time
+    slow = ReferenceOutput([1, 5], [6] * 10, 10, frozenset(), 1.0, 1000.0)  # not even a first guess can be measured in the time
     assert hasty._with_skips([slow], []) == ([], "")
     assert "time was short" in hasty.left_out["selfsd"]
 
@@ -288,9 +288,9 @@ def test_what_cannot_be_tuned_is_named(near: Pair) -> None:
 
 
 def test_a_draft_that_cannot_follow_is_said(near: Pair) -> None:
-    target, draft = near.sessions
+    target, draft = near.runners
     assert draft is not None
-    long = Answer([1] * 100, [2] * 24, 24, frozenset(), 0.1, 0.2)
+    long = ReferenceOutput([1] * 100, [2] * 24, 24, frozenset(), 0.1, 0.2)
     with pytest.raises(SpecgenError, match="cannot follow"):
         Recorder(target, draft, GREEDY).tape(long)
 
@@ -300,17 +300,17 @@ def test_a_draft_that_cannot_follow_is_said(near: Pair) -> None:
     [(1.5, 1.2, 1.8, "pays"), (0.9, 0.8, 0.97, "does not pay"), (1.02, 0.97, 1.06, "unclear"), (0.98, 0.9, 1.1, "does not pay")],
 )
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
-    best = Found("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
-    assert judged(best, Found("ar", {}, True, 100.0, 1)) == verdict
+    best = Candidate("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
+    assert judged(best, Candidate("ar", {}, True, 100.0, 1)) == verdict
 
 
 def test_what_is_fast_on_some_prompts_alone_is_not_chosen() -> None:
-    plain = Found("ar", {}, True, 100.0, 1, None, 100.0, 1.0)
-    steady, moody = (Found(name, {}, True, 150.0, 1, 0.5, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
+    plain = Candidate("ar", {}, True, 100.0, 1, None, 100.0, 1.0)
+    steady, moody = (Candidate(name, {}, True, 150.0, 1, 0.5, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
     moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)
 
-    def best(*found: Found) -> str:
-        return Outcome([*found, plain], plain, "pays", GREEDY, 8, {}).best.name
+    def best(*found: Candidate) -> str:
+        return TuningOutcome([*found, plain], plain, "pays", GREEDY, 8, {}).best.name
 
     assert best(moody, steady) == "svip"
     assert best(replace(moody, low=None, high=None), steady) == "lookup", "too few runs to tell: the measured speed decides"
@@ -319,10 +319,14 @@ def test_what_is_fast_on_some_prompts_alone_is_not_chosen() -> None:
 
 def test_usual_settings_are_kept_where_others_are_hardly_better() -> None:
     tried = [
-        Found("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, True, speed, 1)
+        Candidate("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, True, speed, 1)
         for threshold, longest, speed in ((0.4, 40, 98.0), (0.5, 8, 100.0), (0.4, 8, 99.0), (0.7, 4, 40.0))
     ]
-    assert settled(tried).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 40}
-    assert settled(tried).tried == 4
-    assert settled(tried[1:]).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 8}
-    assert settled([replace(tried[0], predicted=90.0), *tried[1:2]]).settings == {"threshold": 0.5, "c": 0.15, "max_draft": 8}
+    assert nearest_to_default(tried).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 40}
+    assert nearest_to_default(tried).tried == 4
+    assert nearest_to_default(tried[1:]).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 8}
+    assert nearest_to_default([replace(tried[0], predicted=90.0), *tried[1:2]]).settings == {
+        "threshold": 0.5,
+        "c": 0.15,
+        "max_draft": 8,
+    }

@@ -23,24 +23,26 @@ from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.tuning import profile as profiles
 from specgen.tuning.export import ENGINES, Names, Tuned, export
-from specgen.tuning.outcome import Found, Outcome
+from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 
 CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012}}, "looking": 1e-5}
 
 
-def outcome(chosen: str = "svip", temperature: float = 0.0) -> Outcome:
+def outcome(chosen: str = "svip", temperature: float = 0.0) -> TuningOutcome:
     methods = [
-        Found("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, True, 120.0, 40, 0.8, 118.0, 1.4, 1.2, 1.6),
-        Found("sd", {"k": 3}, True, 100.0, 16, 0.6),
-        Found("confidence", {"threshold": 0.4, "max_draft": 8}, True, 90.0, 45, 0.6),
-        Found("lookup", {"k": 4, "ngram": 2}, True, 85.0, 32, 0.1),
-        Found("ar", {}, True, 80.0, 1, None, 84.0, 1.0),
+        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, True, 120.0, 40, 0.8, 118.0, 1.4, 1.2, 1.6),
+        Candidate("sd", {"k": 3}, True, 100.0, 16, 0.6),
+        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, True, 90.0, 45, 0.6),
+        Candidate("lookup", {"k": 4, "ngram": 2}, True, 85.0, 32, 0.1),
+        Candidate("ar", {}, True, 80.0, 1, None, 84.0, 1.0),
     ]
     sampling = SamplingParams(max_new_tokens=64, temperature=temperature)
     found = next(entry for entry in methods if entry.name == chosen)
     verdict = "does not pay" if chosen == "ar" else "pays"
-    return Outcome(methods, found, verdict, sampling, 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
+    return TuningOutcome(
+        methods, found, verdict, sampling, 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8
+    )
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -48,13 +50,13 @@ def opened(pair: tuple[str, ...]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def fits(pair: tuple[str, ...]) -> profiles.Fits:
+def fits(pair: tuple[str, ...]) -> profiles.ProfileKey:
     with opened(pair) as loaded:
-        return profiles.fits_of(loaded)
+        return profiles.profile_key_of(loaded)
 
 
 @pytest.fixture
-def folder(fits: profiles.Fits, tmp_path: Path) -> Path:
+def folder(fits: profiles.ProfileKey, tmp_path: Path) -> Path:
     profiles.save(profiles.made_of(outcome(), fits), tmp_path)
     return tmp_path
 
@@ -87,13 +89,13 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     copy = json.loads(json.dumps(document, default=str), object_hook=_with_numbers)
     copy["written"] = document["written"]
-    place = copy
+    position = copy
     for key in path[:-1]:
-        place = place[key]
+        position = position[key]
     if value is None:
-        del place[path[-1]]
+        del position[path[-1]]
     else:
-        place[path[-1]] = value
+        position[path[-1]] = value
     return copy
 
 
@@ -109,24 +111,26 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     places_ = list(leaves(document))
     assert len(places_) > 80
     optional = {"together"}
-    for place in places_:
-        free = place[0] == "methods" and (len(place) == 2 or (len(place) == 4 and place[2] == "settings"))
-        free |= place[:2] == ("chosen", "settings") and len(place) == 3
-        free |= place[-1] == "perplexity"
-        free |= "costs" in place and (place[-1] in optional or isinstance(place[-1], int) or place[-1] in ("echo", "parallel"))
+    for position in places_:
+        free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
+        free |= position[:2] == ("chosen", "settings") and len(position) == 3
+        free |= position[-1] == "perplexity"
+        free |= "costs" in position and (
+            position[-1] in optional or isinstance(position[-1], int) or position[-1] in ("echo", "parallel")
+        )
         for value in (["broken"], None):
             if value is None and free:  # a method, a setting, a measured point less is a profile still
                 continue
-            path.write_text(yaml.dump(changed(document, place, value), Dumper=DUMPER))
+            path.write_text(yaml.dump(changed(document, position, value), Dumper=DUMPER))
             with pytest.raises(SpecgenError) as caught:
                 profiles.load(folder)
             message = str(caught.value)
             assert "\n" not in message
             assert str(path) in message
             assert "specgen tune" in message
-            assert str(place[-1]) in message or str(place[0]) in message, (place, message)
-    for place in [(), ("chosen",), ("fits",), ("fits", "target"), ("methods", "sd"), ("measured",), ("sampling",)]:
-        path.write_text(yaml.safe_dump(changed(document, (*place, "surprise"), 1)))
+            assert str(position[-1]) in message or str(position[0]) in message, (position, message)
+    for position in [(), ("chosen",), ("fits",), ("fits", "target"), ("methods", "sd"), ("measured",), ("sampling",)]:
+        path.write_text(yaml.safe_dump(changed(document, (*position, "surprise"), 1)))
         with pytest.raises(SpecgenError, match="surprise"):
             profiles.load(folder)
 
@@ -249,7 +253,7 @@ def test_generate_finds_the_profile_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("position", "value", "said"),
     [
         (("fits", "versions", "torch"), "1.0", "torch was 1.0, and is"),
         (("fits", "target", "device"), "cuda:0", "the target's device was cuda:0, and is cpu"),
@@ -260,10 +264,10 @@ def test_generate_finds_the_profile_by_itself(
     ],
 )
 def test_a_stale_profile_is_said_to_be(
-    pair: tuple[str, ...], folder: Path, place: tuple[str, ...], value: str, said: str
+    pair: tuple[str, ...], folder: Path, position: tuple[str, ...], value: str, said: str
 ) -> None:
     path = folder / "profile.yaml"
-    path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), place, value)))
+    path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), position, value)))
     told = generated(pair, "--profile", str(folder))
     assert "is stale: " + said in told
     assert "it is not used" in told

@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from specgen.bench.energy import Energy
-from specgen.bench.summary import Summary
+from specgen.energy import Energy
+from specgen.traces.summary import Summary
 from specgen.types import Draft, Round, Verdict
 from specgen.ui import theme
-from specgen.ui.footer import footer
-from specgen.ui.rounds import RoundsView
-from specgen.ui.stream import AnswerText, AnswerView, Piece
-from specgen.ui.visible import escaped_json, inline, streamed
+from specgen.ui.sanitize import escaped_json, inline, streamed
+from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
+from specgen.ui.terminal.footer import footer
+from specgen.ui.terminal.rounds import RoundsView
 
 WORDS = ["<eos>", " starts", " with", " 24", " pencils", ".", " 3", " packs", " of", " baskets", "Hello", "\n", " wor", "ld"]
 

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from specgen.decoding.verifiers import Greedy, RejectionSampling
+from specgen.decoding.verifiers import GreedyVerifier, RejectionSampling
+from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError
-from specgen.models.session import Rows
-from specgen.types import Draft, Fate, Round, SamplingParams, Verdict
+from specgen.types import Draft, Round, SamplingParams, TokenStatus, Verdict
 
 
-def rows(*choices: int, size: int = 8) -> Rows:
+def rows(*choices: int, size: int = 8) -> ModelOutput:
     """Rows whose likeliest tokens are `choices`."""
-    return Rows(torch.nn.functional.one_hot(torch.tensor(choices), size).float() * 9)
+    return ModelOutput(torch.nn.functional.one_hot(torch.tensor(choices), size).float() * 9)
 
 
 def chain(*tokens: int) -> Draft:
@@ -35,7 +35,7 @@ def chain(*tokens: int) -> Draft:
     ],
 )
 def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
-    assert Greedy().verify(draft, rows(*choices)) == verdict
+    assert GreedyVerifier().verify(draft, rows(*choices)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], v
 )
 def test_without_a_row_behind_the_draft_there_is_no_bonus(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
     """PEARL judges with the last row the first token of the next draft."""
-    assert Greedy().verify(draft, rows(*choices)) == verdict
+    assert GreedyVerifier().verify(draft, rows(*choices)) == verdict
     assert sampler(top_k=1).verify(draft, rows(*choices)) == verdict
 
 
 def test_greedy_takes_any_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert Greedy().verify(chain(1), Rows(rows(1, 4).logits.to(dtype))) == Verdict((0,), 4, "bonus")
+        assert GreedyVerifier().verify(chain(1), ModelOutput(rows(1, 4).logits.to(dtype))) == Verdict((0,), 4, "bonus")
 
 
 def sampler(**options: float) -> RejectionSampling:
@@ -65,7 +65,7 @@ def test_a_token_outside_the_targets_nucleus_is_never_accepted() -> None:
     logits = torch.tensor([[5.0, 1.0, 0.0, 0.0]] * 2)
     draft = Draft((2,), (-1,), probs=torch.tensor([[0.0, 0.0, 1.0, 0.0]]))
     for _ in range(50):
-        verdict = sampler(top_k=1).verify(draft, Rows(logits))
+        verdict = sampler(top_k=1).verify(draft, ModelOutput(logits))
         assert verdict == Verdict((), 0, "correction")
 
 
@@ -74,7 +74,7 @@ def test_equal_distributions_accept_everything_and_an_empty_residual_is_no_nan()
     logits = torch.tensor([[1.0, 1.0, -torch.inf, -torch.inf]] * 2)
     verifier = sampler()
     for _ in range(50):
-        verdict = verifier.verify(Draft((0,), (-1,), probs=probs), Rows(logits))
+        verdict = verifier.verify(Draft((0,), (-1,), probs=probs), ModelOutput(logits))
         assert verdict.path == (0,)
         assert verdict.source == "bonus"
         assert verdict.token in (0, 1)
@@ -83,36 +83,36 @@ def test_equal_distributions_accept_everything_and_an_empty_residual_is_no_nan()
 def test_a_deterministic_draft_is_accepted_as_often_as_the_target_says() -> None:
     logits = torch.log(torch.tensor([[0.7, 0.2, 0.1]] * 2))
     verifier = sampler()
-    verdicts = [verifier.verify(Draft((0,), (-1,)), Rows(logits)) for _ in range(4000)]
+    verdicts = [verifier.verify(Draft((0,), (-1,)), ModelOutput(logits)) for _ in range(4000)]
     accepted = sum(len(verdict.path) for verdict in verdicts) / 4000
     assert accepted == pytest.approx(0.7, abs=0.03)
     assert all(verdict.token != 0 for verdict in verdicts if not verdict.path), "the refused token is not drawn again"
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_nan_logits_are_an_error(place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_nan_logits_are_an_error(position: int) -> None:
     broken = rows(1, 2).logits
-    broken[place, 3] = math.nan
+    broken[position, 3] = math.nan
     with pytest.raises(RunError, match="NaN"):
-        Greedy().verify(chain(1), Rows(broken))
+        GreedyVerifier().verify(chain(1), ModelOutput(broken))
     with pytest.raises(RunError, match="NaN"):
-        sampler(top_k=1).verify(chain(1), Rows(broken))
+        sampler(top_k=1).verify(chain(1), ModelOutput(broken))
 
 
 def test_greedy_forgives_a_nan_that_nothing_depends_on() -> None:
     broken = rows(4, 2).logits
     broken[1, 3] = math.nan  # the row behind a refused token
-    assert Greedy().verify(chain(1), Rows(broken)) == Verdict((), 4, "correction")
+    assert GreedyVerifier().verify(chain(1), ModelOutput(broken)) == Verdict((), 4, "correction")
 
 
-def fates(draft: Draft, verdict: Verdict) -> str:
-    return "".join(fate.value[0] for fate in Round(1, "sequential", draft, verdict).fates)
+def statuses(draft: Draft, verdict: Verdict) -> str:
+    return "".join(status.value[0] for status in Round(1, "sequential", draft, verdict).statuses)
 
 
 def test_fates_of_a_draft() -> None:
-    assert fates(chain(1, 2, 3), Verdict((0,), 9, "correction")) == "ard"
-    assert fates(chain(1, 2, 3), Verdict((), 9, "correction")) == "rdd"
-    assert fates(chain(1, 2), Verdict((0, 1), 9, "bonus")) == "aa"
-    assert fates(chain(1, 2, 3), Verdict((0,), None, None)) == "add", "the output ended there: nothing was refused"
-    assert fates(Draft((1, 2, 3, 4), (-1, -1, 1, 0)), Verdict((1,), 9, "correction")) == "dard"
-    assert Fate.REJECTED.value == "rejected"
+    assert statuses(chain(1, 2, 3), Verdict((0,), 9, "correction")) == "ard"
+    assert statuses(chain(1, 2, 3), Verdict((), 9, "correction")) == "rdd"
+    assert statuses(chain(1, 2), Verdict((0, 1), 9, "bonus")) == "aa"
+    assert statuses(chain(1, 2, 3), Verdict((0,), None, None)) == "add", "the output ended there: nothing was refused"
+    assert statuses(Draft((1, 2, 3, 4), (-1, -1, 1, 0)), Verdict((1,), 9, "correction")) == "dard"
+    assert TokenStatus.REJECTED.value == "rejected"

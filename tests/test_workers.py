@@ -23,7 +23,7 @@ from specgen.pair import Pair
 from specgen.types import Round, SamplingParams
 from specgen.workers.channel import Channel, Kind
 from specgen.workers.process import DraftProcess
-from specgen.workers.serve import serve
+from specgen.workers.worker_loop import serve
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
     """GPT-2 has a table of 128 positions: a pass beyond it would be an index error."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     pair = pair_of("gpt2", "near")
-    ids = [3 + place % 50 for place in range(length)]
+    ids = [3 + position % 50 for position in range(length)]
     sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
     result = pair.generate(ids, "pearl", sampling)
     assert result.token_ids == pair.generate(ids, "ar", sampling).token_ids
@@ -248,7 +248,7 @@ channel = Channel(0, 1)
 while True:
     kind, serial, payload = channel.receive()
     if kind == Kind.LOAD and b"broken" in payload:
-        channel.send(Kind.FAILED, serial, b'{"message": "no weights", "cure": "", "while_running": false}')
+        channel.send(Kind.FAILED, serial, b'{"message": "no weights", "hint": "", "while_running": false}')
     elif kind == Kind.LOAD:
         channel.send(Kind.READY, serial)
     elif kind == Kind.DRAFT:
@@ -332,7 +332,9 @@ def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, mon
     going = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
     next(going), next(going)
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.workers.remote.os.ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(
+            "specgen.workers.process_worker.os.ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
         with pytest.raises(RunError, match="cannot be started: No space left"):
             list(apart.rounds(PROMPT, "pearl", SAMPLED, window=900))
     assert sum(len(round_.token_ids) for round_ in going) > 40

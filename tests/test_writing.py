@@ -10,10 +10,10 @@ import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
 from test_training import TINY, Silent, open_text, opened
 
-from specgen.models.exit_layer import decoder_of
-from specgen.tuning.exits import Job, train_exit
-from specgen.tuning.selftext import SelfText, SelfTexts, Stopped, continuations, judged
-from specgen.tuning.writing import Writing, texts_at_once
+from specgen.engine.exit_layer import decoder_of
+from specgen.training.exit_training import ExitTrainingTask, train_exit
+from specgen.training.generated_text import GeneratedText, GeneratedTexts, TrainingStopped, continuations, judged
+from specgen.training.text_generation import TextGeneration, texts_at_once
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def test_sampled_texts_follow_the_targets_distribution(folder: Path) -> None:
 def test_own_text_is_kept_as_it_was(folder: Path, tmp_path: Path) -> None:
     target = opened(folder)
     texts = []
-    for place in range(3):
-        ids = torch.randint(3, 90, (5 + place,))
+    for position in range(3):
+        ids = torch.randint(3, 90, (5 + position,))
         best, rows = judged(target.model, ids)
-        texts.append(SelfText(ids, best, rows.bfloat16() if place else None, 2, place == 1, place == 2))
-    kept = SelfTexts(tmp_path)
+        texts.append(GeneratedText(ids, best, rows.bfloat16() if position else None, 2, position == 1, position == 2))
+    kept = GeneratedTexts(tmp_path)
     kept.keep(0, texts)
     kept.keep(1, texts[:1])
     assert kept.count() == 2
@@ -66,15 +66,15 @@ def test_own_text_is_kept_as_it_was(folder: Path, tmp_path: Path) -> None:
 def test_kept_texts_are_greedy_and_sampled_in_equal_shares(folder: Path, corpus: Path, tmp_path: Path) -> None:
     """And each is what it says it is: greedy texts are the target's likeliest tokens throughout, sampled ones are not."""
     target = opened(folder)
-    job = Job(tmp_path, replace(TINY, steps=1000), open_text=open_text(corpus, target))
-    writing = Writing(target, job, {}, tmp_path / "training", Silent())
+    job = ExitTrainingTask(tmp_path, replace(TINY, steps=1000), open_text=open_text(corpus, target))
+    writing = TextGeneration(target, job, {}, tmp_path / "training", Silent())
     writing.run()
     texts = writing.kept.read()
     assert len(texts) == 4 * 64
     greedy, sampled = [t for t in texts if t.greedy], [t for t in texts if not t.greedy]
     assert len(greedy) == len(sampled)
 
-    def likeliest(text: SelfText) -> bool:
+    def likeliest(text: GeneratedText) -> bool:
         own = slice(text.prompt, None)
         return torch.equal(text.ids[own], text.best[text.prompt - 1 : -1])
 
@@ -87,7 +87,7 @@ def test_kept_texts_are_greedy_and_sampled_in_equal_shares(folder: Path, corpus:
 def test_writing_tells_how_far_it_is_within_a_batch(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.tuning.writing._REPORT_EVERY", 0.0)
+    monkeypatch.setattr("specgen.training.text_generation._REPORT_EVERY", 0.0)
     told: list[tuple[int, float, int]] = []
 
     class Telling(Silent):
@@ -95,7 +95,9 @@ def test_writing_tells_how_far_it_is_within_a_batch(
             told.append((batches, share, tokens))
 
     target = opened(folder)
-    Writing(target, Job(tmp_path, TINY, open_text=open_text(corpus, target)), {}, tmp_path / "training", Telling()).run()
+    TextGeneration(
+        target, ExitTrainingTask(tmp_path, TINY, open_text=open_text(corpus, target)), {}, tmp_path / "training", Telling()
+    ).run()
     first = [entry for entry in told if entry[0] == 0]
     assert len(first) >= 10
     for entries in zip(*told, strict=True):
@@ -110,17 +112,17 @@ def test_as_many_texts_grow_at_once_as_there_is_memory_for(
     target = opened(folder)
     a_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
     for free, expected in ((None, 64), (2 * 64 * a_text, 64), (2 * 63 * a_text, 32), (2 * 5 * a_text, 4), (0, 2)):
-        monkeypatch.setattr("specgen.tuning.writing.free_memory", lambda _, free=free: free)
+        monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _, free=free: free)
         assert texts_at_once(target, 24) == expected
     # With less memory for a start, and more for the second half, a resumed run still ends as a straight one.
     found = []
     for name in ("straight", "resumed"):
-        monkeypatch.setattr("specgen.tuning.writing.free_memory", lambda _: 2 * 5 * a_text)
-        job = Job(tmp_path / name, TINY, open_text=open_text(corpus, target))
+        monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: 2 * 5 * a_text)
+        job = ExitTrainingTask(tmp_path / name, TINY, open_text=open_text(corpus, target))
         if name == "resumed":
-            with pytest.raises(Stopped):
+            with pytest.raises(TrainingStopped):
                 train_exit(opened(folder), job, Silent(stop_at_batch=1))
-            monkeypatch.setattr("specgen.tuning.writing.free_memory", lambda _: None)
+            monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: None)
         found.append(train_exit(opened(folder), job, Silent()).path.read_bytes())
     assert found[0] == found[1]
 
@@ -138,9 +140,11 @@ def test_writing_keeps_to_its_share_of_the_minutes(
 
     target.model.register_forward_pre_hook(tick)  # a token of each text that grows
     decoder_of(target.model).register_forward_pre_hook(tick)  # the same, and a judged text
-    monkeypatch.setattr("specgen.tuning.writing.time.monotonic", lambda: now)
+    monkeypatch.setattr("specgen.training.text_generation.time.monotonic", lambda: now)
     recipe = replace(TINY, steps=None, seconds=200.0, window=64)
-    writing = Writing(target, Job(tmp_path, recipe, open_text=open_text(corpus, target)), {}, tmp_path / "training", Silent())
+    writing = TextGeneration(
+        target, ExitTrainingTask(tmp_path, recipe, open_text=open_text(corpus, target)), {}, tmp_path / "training", Silent()
+    )
     writing.run()
     texts = writing.kept.read()
     assert {text.greedy for text in texts} == {True, False}

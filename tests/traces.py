@@ -93,7 +93,7 @@ def a_recorded_run(rounds: int, seed: int = 0, method: str = "beta-ts", **change
         entropies = [rng.expovariate(1.2) for _ in draft]
         kl = [entropy * rng.uniform(0.1, 0.9) for entropy in entropies]
         overlap = [1 - rng.uniform(0.4, 1.0) * math.sqrt(1 - math.exp(-figure)) for figure in kl]
-        accepted = next((place for place, chance in enumerate(overlap) if rng.random() > chance), len(draft))
+        accepted = next((position for position, chance in enumerate(overlap) if rng.random() > chance), len(draft))
         alpha, beta = alpha + accepted, beta + min(accepted + 1, len(draft)) - accepted
         source = "bonus" if accepted == len(draft) else "correction"
         line = round_line(index, draft, accepted, rng.randrange(1, len(WORDS)), source)

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from specgen.cli.compare import compare
+from specgen.cli.error_reporting import INTERRUPTED, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
-from specgen.cli.reporting import INTERRUPTED, usage_error
 from specgen.cli.tune import tune
 
 app = typer.Typer(

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import options
-from specgen.cli.reporting import reported
+from specgen.cli.error_reporting import reported
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.bench.prompts import Prompt
-    from specgen.bench.resume import Earlier
-    from specgen.bench.specs import Spec
-    from specgen.cli.comparing import Files, Look
-    from specgen.cli.models import ModelOptions
+    from specgen.cli.compare_run import Files, Look
+    from specgen.cli.model_options import ModelOptions
+    from specgen.compare.method_specs import MethodSpec
+    from specgen.compare.prompts import Prompt
+    from specgen.compare.resume import Earlier
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompareRequest:
     """What was asked for, checked as far as that can be done without a model."""
 
-    specs: list[Spec]
+    specs: list[MethodSpec]
     prompts: list[Prompt]
     repeats: int
     sampling: SamplingParams
@@ -83,37 +83,37 @@ def compare(
     no_color: options.NoColor = False,
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
-    from specgen.bench.prompts import load_prompts
-    from specgen.cli import profiles
-    from specgen.cli.comparing import Files, Look
-    from specgen.cli.models import ModelOptions
+    from specgen.cli import profile_lookup
+    from specgen.cli.compare_run import Files, Look
+    from specgen.cli.model_options import ModelOptions
+    from specgen.compare.prompts import load_prompts
 
     models = ModelOptions(
         target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
     )
-    models = profiles.with_exit(models, profile)
+    models = profile_lookup.with_exit(models, profile)
     specs, earlier = _specs(methods, resume)
     loaded = load_prompts(prompts, category=category, limit=limit, all_turns=turns)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)
     recorded = _recorded(record, trace or resume)
     look, files = Look(by_category, phases, predict, json, quiet, no_color), Files(trace, resume, csv, svg, html)
-    request = Request(specs, loaded, repeats, sampling, chat, recorded, perplexity, energy, look, files, earlier)
+    request = CompareRequest(specs, loaded, repeats, sampling, chat, recorded, perplexity, energy, look, files, earlier)
     return _measured(models, request, profile)
 
 
-def _specs(names: list[str] | None, resume: Path | None) -> tuple[list[Spec], Earlier | None]:
+def _specs(names: list[str] | None, resume: Path | None) -> tuple[list[MethodSpec], Earlier | None]:
     """The methods to compare, those of the trace to go on with where none are named, and what that trace holds."""
-    from specgen.bench.resume import read_earlier
-    from specgen.bench.specs import EVERY, parse_specs
+    from specgen.compare.method_specs import EVERY, parse_specs
+    from specgen.compare.resume import read_earlier
 
     earlier = read_earlier(resume) if resume is not None else None
     return earlier.specs() if earlier is not None and not names else parse_specs(names or [EVERY]), earlier
 
 
-def _measured(models: ModelOptions, request: Request, profile: Path | None) -> int | None:
-    from specgen.cli import profiles
-    from specgen.cli.comparing import Comparison
-    from specgen.cli.models import open_pair
+def _measured(models: ModelOptions, request: CompareRequest, profile: Path | None) -> int | None:
+    from specgen.cli import profile_lookup
+    from specgen.cli.compare_run import Comparison
+    from specgen.cli.model_options import open_pair
     from specgen.ui import theme
 
     quiet = request.look.quiet
@@ -121,8 +121,8 @@ def _measured(models: ModelOptions, request: Request, profile: Path | None) -> i
     parallel = any(spec.is_parallel for spec in request.specs)
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
         if request.earlier is None:  # a trace is gone on with as it was begun
-            kept = profiles.find(pair, request.sampling, profile, err, quiet=quiet)
-            request = replace(request, specs=profiles.tuned_specs(kept, request.specs, err, quiet=quiet))
+            kept = profile_lookup.find(pair, request.sampling, profile, err, quiet=quiet)
+            request = replace(request, specs=profile_lookup.tuned_specs(kept, request.specs, err, quiet=quiet))
         with closing(Comparison(pair, request)) as comparison:
             return comparison.run()
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.cli import options
-from specgen.cli.reporting import INTERRUPTED, reported
+from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.errors import SpecgenError
 from specgen.settings import parse_pairs
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.cli.models import ModelOptions
-    from specgen.cli.output import Output
+    from specgen.cli.model_options import ModelOptions
+    from specgen.cli.output_writers import Output
     from specgen.pair import Pair
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerateRequest:
     """What was asked for, checked as far as that can be done without a model."""
 
     prompt: str
@@ -70,18 +70,19 @@ def generate(
     no_color: options.NoColor = False,
 ) -> int | None:
     """Write on from a prompt: the draft's accepted tokens in green, the target's own plain."""
-    from specgen.cli import profiles
-    from specgen.cli.models import ModelOptions, open_pair  # here, not above: --help has no need of Rich's consoles
-    from specgen.cli.output import Output, check_writable
-    from specgen.ui import catalogue, theme
+    from specgen.cli import profile_lookup
+    from specgen.cli.model_options import ModelOptions, open_pair  # here, not above: --help has no need of Rich's consoles
+    from specgen.cli.output_writers import Output, check_writable
+    from specgen.ui import theme
+    from specgen.ui.terminal import method_catalogue
 
     if help_method:
-        catalogue.method_card(theme.console(no_color=no_color), methods.find(method or "svip"))
+        method_catalogue.method_card(theme.console(no_color=no_color), methods.find(method or "svip"))
         return None
     models = ModelOptions(
         target, draft, device, draft_device, dtype, revision, draft_revision, trust_remote_code, offline, exit_layer
     )
-    models = profiles.with_exit(models, profile)
+    models = profile_lookup.with_exit(models, profile)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), ignore_eos)
     chosen = _method(method, models)
     recorded = _recorded(record, has_record=trace is not None or json)
@@ -89,10 +90,10 @@ def generate(
     if trace is not None:
         check_writable(trace)
     err = theme.console(stderr=True, no_color=no_color)
-    parallel = chosen.schedule == "parallel" if method or settings else profiles.likely_parallel(models, profile)
+    parallel = chosen.schedule == "parallel" if method or settings else profile_lookup.likely_parallel(models, profile)
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
-        kept = None if settings else profiles.find(pair, sampling, profile, err, quiet=quiet)
-        choice = profiles.choose(kept, pair, method, request.settings)
+        kept = None if settings else profile_lookup.find(pair, sampling, profile, err, quiet=quiet)
+        choice = profile_lookup.choose(kept, pair, method, request.settings)
         request = replace(request, method=choice.method, settings=choice.settings)
         return _run(pair, request, Output(rounds, json, trace, quiet, no_color, perplexity, energy, choice.tuned))
 
@@ -122,7 +123,7 @@ def _check(
     chat: bool,
     system: str | None,
     record: bool,
-) -> Request:
+) -> GenerateRequest:
     methods.resolve(method, settings)
     if system is not None and not chat:
         raise SpecgenError("--system stands without --chat", "Add --chat: a system turn needs the model's chat template")
@@ -132,7 +133,7 @@ def _check(
     text = _standard_input(asked_for=prompt == "-") if prompt in (None, "-") else str(prompt)
     if not text.strip():
         raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-    return Request(text, method.name, settings, sampling, chat, system, record)
+    return GenerateRequest(text, method.name, settings, sampling, chat, system, record)
 
 
 def _is_utf8(argument: str) -> bool:
@@ -153,11 +154,11 @@ def _standard_input(*, asked_for: bool) -> str:
         ) from error
 
 
-def _run(pair: Pair, request: Request, output: Output) -> int | None:
+def _run(pair: Pair, request: GenerateRequest, output: Output) -> int | None:
     from specgen.cli.interrupts import Interrupts
-    from specgen.cli.output import Sink
+    from specgen.cli.output_writers import OutputWriter
     from specgen.ui import theme
-    from specgen.ui.progress import LoadingLine
+    from specgen.ui.terminal.loading_line import LoadingLine
 
     prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
     silent = output.quiet or not methods.find(request.method).may_measure
@@ -165,7 +166,7 @@ def _run(pair: Pair, request: Request, output: Output) -> int | None:
         loading.still("getting ready")
         plan = pair.plan(prompt, request.method, request.sampling, record=request.record, **request.settings)
     interrupted = False
-    with closing(Sink(pair, plan, output)) as sink, Interrupts() as interrupts:
+    with closing(OutputWriter(pair, plan, output)) as sink, Interrupts() as interrupts:
         try:
             with interrupts.held():
                 sink.start()

@@ -10,7 +10,7 @@ import typer
 
 from specgen import methods
 from specgen.cli import options
-from specgen.cli.reporting import reported
+from specgen.cli.error_reporting import reported
 from specgen.errors import SpecgenError
 
 _TRACES, _PAIR = "Recorded runs", "A pair of models"
@@ -67,12 +67,12 @@ def inspect(
     if list_methods:
         _list_methods(as_json=json, no_color=no_color)
     elif traces:
-        from specgen.cli.inspect_traces import Wanted, inspect_traces
+        from specgen.cli.inspect_traces import TraceViewOptions, inspect_traces
 
-        inspect_traces(traces, Wanted(html, json, rounds, run, quiet, no_color))
+        inspect_traces(traces, TraceViewOptions(html, json, rounds, run, quiet, no_color))
     else:
         from specgen.cli.inspect_pair import inspect_pair
-        from specgen.cli.models import ModelOptions
+        from specgen.cli.model_options import ModelOptions
 
         if pair and target is not None:
             raise SpecgenError(f"--pair is the bundled pair, and --target {target} is given too", "Leave one of them out")
@@ -85,7 +85,7 @@ def inspect(
 
 def _list_methods(*, as_json: bool, no_color: bool) -> None:
     from specgen.ui import theme
-    from specgen.ui.catalogue import method_card, method_line
+    from specgen.ui.terminal.method_catalogue import method_card, method_line
 
     out = theme.console(no_color=no_color)
     for method in methods.METHODS.values():

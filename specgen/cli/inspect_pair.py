@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specgen.cli.models import ModelOptions, open_pair
-from specgen.ui import preflight as view
+from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.ui import theme
-from specgen.ui.progress import LoadingLine
-from specgen.ui.visible import escaped_json
+from specgen.ui.sanitize import escaped_json
+from specgen.ui.terminal import pair_report as view
+from specgen.ui.terminal.loading_line import LoadingLine
 
 if TYPE_CHECKING:
-    from specgen.tuning.preflight import PairReport
+    from specgen.tuning.pair_report import PairReport
 
 
 def inspect_pair(models: ModelOptions, *, measure: bool, json: bool, quiet: bool, no_color: bool) -> None:
@@ -40,25 +40,25 @@ def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen import demo
-        from specgen.models.devices import pick_device
-        from specgen.models.load import Source
-        from specgen.models.preflight import look
+        from specgen.engine.devices import pick_device
+        from specgen.engine.model_loading import ModelSource
+        from specgen.tuning.pair_inspection import look
 
         on = pick_device(models.device)
         draft_on = pick_device(models.draft_device) if models.draft_device is not None else on
-        draft: Source | None
+        draft: ModelSource | None
         if models.target is None:
-            target, draft = (Source(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft"))
+            target, draft = (ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft"))
         else:
             shared = (models.trust_remote_code, models.offline)
-            target = Source(models.target, None, models.revision, *shared)
-            draft = None if models.draft is None else Source(models.draft, None, models.draft_revision, *shared)
+            target = ModelSource(models.target, None, models.revision, *shared)
+            draft = None if models.draft is None else ModelSource(models.draft, None, models.draft_revision, *shared)
         return look(target, draft, (on, draft_on), models.dtype, loading.announce, exit_layer=models.exit_layer)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.models.preflight import measure, refusals
-    from specgen.tuning.preflight import planned
+    from specgen.tuning.pair_inspection import measure, refusals
+    from specgen.tuning.pair_report import planned
 
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(report, payoff=measure(pair, line.still), methods=planned(report.methods, refusals(pair)))

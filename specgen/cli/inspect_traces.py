@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.bench.anatomy import Anatomy, beliefs
-from specgen.bench.trace_reader import TracedRun, read_trace
 from specgen.errors import SpecgenError
+from specgen.traces.statistics import TraceStatistics, posteriors
+from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.ui import theme
-from specgen.ui.visible import escaped_json, inline
+from specgen.ui.sanitize import escaped_json, inline
 
 if TYPE_CHECKING:
-    from specgen.ui.inspect_page import Shown
+    from specgen.ui.html.trace_page import Shown
 
 
 _TOLD = (
@@ -35,7 +35,7 @@ _TOLD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TraceViewOptions:
     """What to show of the traces, and how. `run` counts each method's runs from 1; `rounds` None: as many as suit."""
 
     html: Path | None
@@ -53,7 +53,7 @@ class _Group:
 
     path: Path
     name: str
-    anatomy: Anatomy
+    anatomy: TraceStatistics
     settings: dict[str, list[Any]] = field(default_factory=dict)
     run: TracedRun | None = None
 
@@ -72,10 +72,11 @@ def _range(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def inspect_traces(paths: Sequence[Path], wanted: Wanted) -> None:
+def inspect_traces(paths: Sequence[Path], wanted: TraceViewOptions) -> None:
     """Show recorded runs. Raises SpecgenError for what is no trace, and for a page that cannot be written."""
-    from specgen.ui import inspect_page, inspect_text
-    from specgen.ui.page import check_page_writable, write_page
+    from specgen.ui.html import trace_page
+    from specgen.ui.html.page import check_page_writable, write_page
+    from specgen.ui.terminal import trace_report
 
     if wanted.html is not None:
         check_page_writable(wanted.html)
@@ -89,12 +90,12 @@ def inspect_traces(paths: Sequence[Path], wanted: Wanted) -> None:
     if wanted.html is not None:
         write_page(
             wanted.html,
-            inspect_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {wanted.html.name}"),
+            trace_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {wanted.html.name}"),
         )
         if not wanted.quiet:
             theme.console(stderr=True, no_color=wanted.no_color).print(f"page written to {inline(str(wanted.html))}")
     elif not wanted.json:
-        inspect_text.show(theme.console(no_color=wanted.no_color), shown, wanted.rounds)
+        trace_report.show(theme.console(no_color=wanted.no_color), shown, wanted.rounds)
 
 
 def _add(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun, wanted: int) -> None:
@@ -103,7 +104,7 @@ def _add(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun
     is_compared = isinstance(spec, str) and bool(spec)
     name = str(spec) if is_compared else run.method
     key = (path, name, "" if is_compared else json.dumps(run.start["settings"], sort_keys=True))
-    group = groups.setdefault(key, _Group(path, name, Anatomy(run.method)))
+    group = groups.setdefault(key, _Group(path, name, TraceStatistics(run.method)))
     group.anatomy.add(run)
     for setting, value in run.start["settings"].items():
         values = group.settings.setdefault(setting, [])
@@ -116,7 +117,7 @@ def _add(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun
 def _labelled(groups: Sequence[_Group], wanted: int) -> Iterator[Shown]:
     """Each group by its method's name; by settings or the file too where the name alone does not tell them apart, and with a word
     where its output is not the target's."""
-    from specgen.ui.inspect_page import Shown
+    from specgen.ui.html.trace_page import Shown
 
     for group in groups:
         if group.run is None:
@@ -135,7 +136,7 @@ def _labelled(groups: Sequence[_Group], wanted: int) -> Iterator[Shown]:
 
 def _write_line(path: Path, run: TracedRun) -> None:
     """One run's figures as a line of JSON; all of them are computed from its rounds."""
-    anatomy = Anatomy(run.method)
+    anatomy = TraceStatistics(run.method)
     anatomy.add(run)
     rounds = [traced.round for traced in run.rounds]
     line = {
@@ -149,7 +150,7 @@ def _write_line(path: Path, run: TracedRun) -> None:
         "draft_lengths": [len(round_.draft.tokens) for round_ in rounds],
         "accepted_lengths": [len(round_.verdict.path) for round_ in rounds],
         "posterior": [
-            {"round": belief.index, "mean": belief.mean, "low": belief.low, "high": belief.high} for belief in beliefs(rounds)
+            {"round": belief.index, "mean": belief.mean, "low": belief.low, "high": belief.high} for belief in posteriors(rounds)
         ],
     }
     text = escaped_json(json.dumps(line, ensure_ascii=False)) + "\n"

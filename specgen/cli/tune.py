@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specgen.cli import options
-from specgen.cli.reporting import reported
+from specgen.cli.error_reporting import reported
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
@@ -140,8 +140,8 @@ def tune(
 ) -> int | None:
     """Find the fastest method and its settings for a pair, on this machine. With --train: train EESD's exit, or the draft."""
     begun = time.perf_counter()
-    from specgen.cli import training, tuning
-    from specgen.cli.models import ModelOptions
+    from specgen.cli import train_run, tune_run
+    from specgen.cli.model_options import ModelOptions
     from specgen.ui import theme
 
     err = theme.console(stderr=True, no_color=no_color)
@@ -150,20 +150,20 @@ def tune(
     )
     _check(train, export, (minutes, steps, corpus, layer))
     if train:
-        asked = training.request(
+        asked = train_run.request(
             method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, layer=layer, seed=seed or 0,
             exit_layers=exit_layers, self_text=self_text, batch=batch_size, window=window, learning_rate=learning_rate, out=out,
         )  # fmt: skip
-        return training.train(models, asked, err, quiet=quiet, as_json=json)
+        return train_run.train(models, asked, err, quiet=quiet, as_json=json)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)
-    asked_for = tuning.Request(begun, budget, method_names, prompts, category, limit, chat, sampling, export, out)
-    return tuning.tune_pair(models, asked_for, err, quiet=quiet, as_json=json)
+    asked_for = tune_run.TuneRequest(begun, budget, method_names, prompts, category, limit, chat, sampling, export, out)
+    return tune_run.tune_pair(models, asked_for, err, quiet=quiet, as_json=json)
 
 
 def _check(train: bool, export: object, trains: tuple[object, ...]) -> None:
     """Refuse an option of tuning beside those of training, and the other way round."""
-    cure = "Tune and train in turn: specgen tune --train, then specgen tune"
+    hint = "Tune and train in turn: specgen tune --train, then specgen tune"
     if train and export is not None:
-        raise SpecgenError("--export stands beside --train", cure)
+        raise SpecgenError("--export stands beside --train", hint)
     if not train and any(option is not None for option in trains):
-        raise SpecgenError("--minutes, --steps, --corpus or --layer stands without --train", cure)
+        raise SpecgenError("--minutes, --steps, --corpus or --layer stands without --train", hint)

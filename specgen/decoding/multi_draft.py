@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from specgen.decoding import sampling as distributions
-from specgen.decoding.drafters import ByDraftModel, room
-from specgen.decoding.policies import LengthPolicy, Step
-from specgen.decoding.trees import GrowingTree
+from specgen.decoding import logits_ops
+from specgen.decoding.draft_tree import DraftTree
+from specgen.decoding.drafters import ModelDrafterBase, room
+from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
-from specgen.inference import inference
 from specgen.types import Context, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
-    from specgen.models.session import DraftSession, Rows
+    from specgen.engine.model_runner import DraftRunner, ModelOutput
 
 _BISECTIONS = 16  # of rho's interval: what is left of it costs less than a thousandth of the acceptance
 
 
-class SampledChains(ByDraftModel):
+class MultiDraftDrafter(ModelDrafterBase):
     """Chains drawn independently of one another from the draft model, as the tree of their prefixes: one pass a level.
 
     Chains that agree share a node, and the draft's `draws` tell how many went there, and in which order. In greedy decoding the
@@ -30,7 +30,7 @@ class SampledChains(ByDraftModel):
 
     def __init__(
         self,
-        session: DraftSession,
+        runner: DraftRunner,
         sampling: SamplingParams,
         eos_ids: Collection[int],
         vocab_size: int,
@@ -39,34 +39,34 @@ class SampledChains(ByDraftModel):
         drafts: int,
         keep_logits: bool = False,
     ) -> None:
-        super().__init__(session, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
+        super().__init__(runner, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
         self._drafts = drafts
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = room(self._session, context, limit)
+        limit = room(self._runner, context, limit)
         if limit < 1:
             return Draft()
-        tree = GrowingTree(self._session, context, self._vocab_size)
+        tree = DraftTree(self._runner, context, self._vocab_size)
         draws: list[int] = []
         probs: list[torch.Tensor] = []
         chains = [-1] * self._drafts  # the last node of each that may go on
         reason = "length"
-        for place in range(1, limit + 1):
+        for position in range(1, limit + 1):
             chains = self._level(tree, chains, probs)
             draws += chains
             chains = [node for node in chains if tree.tokens[node] not in self._eos_ids]
             if not chains:
                 reason = "eos"
                 break
-            if not policy.keep_drafting(Step(place)):
+            if not policy.keep_drafting(DraftedToken(position)):
                 reason = policy.reason
                 break
         nodes = range(len(tree.tokens))
         logits = tree.logits(nodes) if self._keep_logits else None
         return Draft(tree.tokens, tree.parents, self._together(probs), *tree.figures(nodes), reason, draws, logits=logits)
 
-    def _level(self, tree: GrowingTree, chains: Sequence[int], probs: list[torch.Tensor]) -> list[int]:
+    def _level(self, tree: DraftTree, chains: Sequence[int], probs: list[torch.Tensor]) -> list[int]:
         """Each chain's next node, chosen in one pass and brought to the host in one transfer."""
         origins = list(dict.fromkeys(chains))
         rows = tree.rows(origins)
@@ -74,16 +74,16 @@ class SampledChains(ByDraftModel):
             chosen = rows.topk(min(len(chains), rows.shape[-1])).indices[0] if origins == [-1] else rows.argmax(dim=-1)
             chains = [-1] * chosen.shape[0] if origins == [-1] else chains
         else:
-            warped = distributions.warp(rows, self._sampling)
-            places = torch.tensor([origins.index(node) for node in chains], device=rows.device)
-            chosen = distributions.draw(warped.index_select(0, places), self._generator)
+            warped = logits_ops.warp(rows, self._sampling)
+            positions = torch.tensor([origins.index(node) for node in chains], device=rows.device)
+            chosen = logits_ops.draw(warped.index_select(0, positions), self._generator)
         nodes: dict[tuple[int, int], int] = {}
         for step in zip(chains, chosen.tolist(), strict=True):
             if step not in nodes:
                 nodes[step] = tree.add(*step)
         if not self._sampling.greedy:
-            places = torch.tensor([origins.index(parent) for parent, _ in nodes], device=rows.device)
-            probs.append(warped.index_select(0, places))
+            positions = torch.tensor([origins.index(parent) for parent, _ in nodes], device=rows.device)
+            probs.append(warped.index_select(0, positions))
         return [nodes[step] for step in zip(chains, chosen.tolist(), strict=True)]
 
     def _together(self, probs: list[torch.Tensor]) -> torch.Tensor | None:
@@ -176,14 +176,14 @@ class TreeSampling:
     def __init__(self, judge: Judge, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._judge = judge
         self._sampling = sampling
-        self._generator = distributions.generator(device, seed)
+        self._generator = logits_ops.make_generator(device, seed)
 
     @inference
-    def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        target_probs = distributions.warp(rows.logits, self._sampling)
+    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
+        target_probs = logits_ops.warp(rows.logits, self._sampling)
         candidates = _candidates(draft)
         if not candidates:
-            return _verdict(draft, [0], int(distributions.draw(target_probs[0], self._generator)))
+            return _verdict(draft, [0], int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
         counts = [len(children) for _, children in candidates]
         parents = torch.tensor([parent + 1 for parent, _ in candidates], device=device)
@@ -207,7 +207,7 @@ class TreeSampling:
         for _ in range(len(candidates).bit_length()):  # each time twice as many steps
             end = end[end]
         target_probs.index_copy_(0, parents, odds.rest.to(target_probs.dtype))
-        own = distributions.draw(target_probs.index_select(0, end[:1])[0], self._generator)
+        own = logits_ops.draw(target_probs.index_select(0, end[:1])[0], self._generator)
         *steps, token = torch.cat((onward, own[None])).tolist()
         return _verdict(draft, steps, token)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.decoding.drafters import Drafter
-from specgen.inference import inference
+from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, Mode, Round
 
 if TYPE_CHECKING:

@@ -14,18 +14,18 @@ from typing import ClassVar, Protocol
 
 from specgen.errors import SpecgenError
 
-Feeds = frozenset[str]
+Signals = frozenset[str]
 
 
 @dataclass(slots=True)
-class Step:
+class DraftedToken:
     """One drafted token as a policy sees it. `place` counts from 1; what the drafter was not asked to feed is NaN.
 
     `entropy` (nats) is that of the unwarped distribution; `prob` the token's own probability, in the distribution that it was
     drawn from or, in greedy decoding, the unwarped one. `agreement` is a predictor's: how likely the target says the same.
     """
 
-    place: int
+    position: int
     entropy: float = math.nan
     prob: float = math.nan
     agreement: float = math.nan
@@ -37,9 +37,9 @@ class LengthPolicy(Protocol):
     reason: str
 
     @property
-    def needs(self) -> Feeds: ...
+    def signals(self) -> Signals: ...
 
-    def keep_drafting(self, step: Step) -> bool: ...
+    def keep_drafting(self, step: DraftedToken) -> bool: ...
 
     def observe(self, drafted: int, accepted: int) -> None: ...
 
@@ -51,14 +51,14 @@ class LengthPolicy(Protocol):
 class Fixed:
     """Always k tokens (Leviathan et al. 2023)."""
 
-    needs: ClassVar[Feeds] = frozenset()
+    signals: ClassVar[Signals] = frozenset()
 
     def __init__(self, k: int) -> None:
         self.k = k
         self.reason = f"limit {k}"
 
-    def keep_drafting(self, step: Step) -> bool:
-        return step.place < self.k
+    def keep_drafting(self, step: DraftedToken) -> bool:
+        return step.position < self.k
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
@@ -70,10 +70,10 @@ class Fixed:
 class Always:
     """Never ends a draft: its limit stands elsewhere, as PEARL's window does."""
 
-    needs: ClassVar[Feeds] = frozenset()
+    signals: ClassVar[Signals] = frozenset()
     reason = ""
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         return True
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -86,15 +86,15 @@ class Always:
 class Heuristic:
     """Transformers' schedule: two more after a draft that was accepted whole, one less otherwise, never below one."""
 
-    needs: ClassVar[Feeds] = frozenset()
+    signals: ClassVar[Signals] = frozenset()
 
     def __init__(self, k: int, max_draft: int) -> None:
         self.k, self.max_draft = min(k, max_draft), max_draft
         self.reason = f"limit {self.k}"
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         self.reason = f"limit {self.k}"
-        return step.place < self.k
+        return step.position < self.k
 
     def observe(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -107,18 +107,18 @@ class Heuristic:
 class Confidence:
     """Stop after a token that the draft itself gave a probability below the threshold (transformers' dynamic length)."""
 
-    needs: ClassVar[Feeds] = frozenset({"prob"})
+    signals: ClassVar[Signals] = frozenset({"prob"})
 
     def __init__(self, threshold: float, max_draft: int) -> None:
         self.threshold, self.max_draft = threshold, max_draft
         self.reason = ""
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         if step.prob < self.threshold:
             self.reason = f"prob {step.prob:.2f} < {self.threshold:.2f}"
             return False
         self.reason = f"limit {self.max_draft}"
-        return step.place < self.max_draft
+        return step.position < self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
@@ -133,19 +133,19 @@ class SVIP:
     With the authors' constant c, for which their printed thresholds hold. H is taken at temperature 1, in greedy decoding too.
     """
 
-    needs: ClassVar[Feeds] = frozenset({"entropy"})
+    signals: ClassVar[Signals] = frozenset({"entropy"})
 
     def __init__(self, threshold: float, c: float, max_draft: int) -> None:
         self.threshold, self.c, self.max_draft = threshold, c, max_draft
         self.reason = ""
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         doubt = math.sqrt(self.c * step.entropy)
         if doubt > self.threshold:
             self.reason = f"√cH {doubt:.2f} > {self.threshold:.2f}"
             return False
         self.reason = f"limit {self.max_draft}"
-        return step.place < self.max_draft
+        return step.position < self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
@@ -161,20 +161,20 @@ class BetaTS:
     printed one has no fixed point for an acceptance rate below 1.
     """
 
-    needs: ClassVar[Feeds] = frozenset()
+    signals: ClassVar[Signals] = frozenset()
 
     def __init__(self, alpha: float, beta: float, max_draft: int, seed: int) -> None:
         self.alpha, self.beta, self.max_draft = alpha, beta, max_draft
         self.reason = ""
         self._rng = random.Random(seed)
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         theta = self._rng.betavariate(self.alpha, self.beta)
         if self._rng.random() >= theta:
             self.reason = f"bandit θ {theta:.2f}"
             return False
         self.reason = f"limit {self.max_draft}"
-        return step.place < self.max_draft
+        return step.position < self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         judged = min(accepted + 1, drafted)
@@ -205,7 +205,7 @@ class CaliTS:
         if not model_prediction and not sampling_prediction:
             raise SpecgenError("cali-ts has neither model_prediction nor sampling_prediction", "Leave one of them on")
         self.model_prediction, self.sampling_prediction = model_prediction, sampling_prediction
-        self.needs: Feeds = frozenset({"agreement"}) if model_prediction else frozenset()
+        self.signals: Signals = frozenset({"agreement"}) if model_prediction else frozenset()
         self.max_draft = max_draft
         self.reason = ""
         self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
@@ -229,7 +229,7 @@ class CaliTS:
         weight = sample + rounds * model
         return (sample * agreement + rounds * model * self.theta_hat) / weight, model * sample / weight
 
-    def keep_drafting(self, step: Step) -> bool:
+    def keep_drafting(self, step: DraftedToken) -> bool:
         self._scores.append(step.agreement)
         mean, variance = self.posterior(step.agreement)
         theta = min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0)
@@ -237,7 +237,7 @@ class CaliTS:
             self.reason = f"bandit θ {theta:.2f}"
             return False
         self.reason = f"limit {self.max_draft}"
-        return step.place < self.max_draft
+        return step.position < self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         if drafted:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.verifiers import Verifier
-    from specgen.models.session import Session
+    from specgen.engine.model_runner import ModelRunner
 
 Schedule = Callable[["Run"], Iterator[Round]]
 
@@ -64,7 +64,7 @@ class Run:
     """What a schedule needs. `limit` is the number of new tokens at which the run ends with reason `length`."""
 
     context: Context
-    target: Session
+    target: ModelRunner
     drafter: Drafter
     policy: LengthPolicy
     verifier: Verifier
@@ -117,9 +117,9 @@ class Run:
 
     def _cut(self, draft: Draft, verdict: Verdict) -> Verdict:
         """The verdict up to the token that ends the output: an end-of-sequence, or the last one of a stop text."""
-        for place, node in enumerate(verdict.path):
+        for position, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
-                return Verdict(verdict.path[: place + 1], None, None, verdict.agreement)
+                return Verdict(verdict.path[: position + 1], None, None, verdict.agreement)
         if verdict.token is not None:
             self._ends(verdict.token)
         return verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specgen.decoding.run import Run
-from specgen.inference import inference
+from specgen.engine.inference_mode import inference
 from specgen.types import Round
 
 

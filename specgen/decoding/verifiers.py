@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from specgen.decoding import sampling as distributions
+from specgen.decoding import logits_ops
+from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
-from specgen.inference import inference
-from specgen.types import Agreement, Draft, SamplingParams, Source, Verdict
+from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
-    from specgen.models.session import Rows
+    from specgen.engine.model_runner import ModelOutput
 
 
 class Verifier(Protocol):
@@ -22,7 +22,7 @@ class Verifier(Protocol):
 
     lossless: ClassVar[bool]
 
-    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
         """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1).
 
         The row behind a chain's last token may be missing: a draft that is accepted whole then gets no token of the target's.
@@ -30,14 +30,14 @@ class Verifier(Protocol):
         ...
 
 
-class Greedy:
+class GreedyVerifier:
     """Accept what the target would have chosen itself: node by node its argmax, on chains and trees alike."""
 
     lossless: ClassVar[bool] = True
 
     @inference
-    def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        return follow(draft, distributions.best(rows.logits))
+    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
+        return match_argmax_path(draft, logits_ops.argmax_tokens(rows.logits))
 
 
 class RejectionSampling:
@@ -50,14 +50,14 @@ class RejectionSampling:
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._sampling = sampling
-        self._generator = distributions.generator(device, seed)
+        self._generator = logits_ops.make_generator(device, seed)
 
     @inference
-    def verify(self, draft: Draft, rows: Rows) -> Verdict:
-        target_probs = distributions.warp(rows.logits, self._sampling)
+    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
+        target_probs = logits_ops.warp(rows.logits, self._sampling)
         length = len(draft.tokens)
         if not length:
-            return Verdict((), _sound(int(distributions.draw(target_probs[0], self._generator))), None)
+            return Verdict((), _sound(int(logits_ops.draw(target_probs[0], self._generator))), None)
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
         draft_probs = self._draft_probs(draft, tokens, target_probs)
@@ -66,11 +66,11 @@ class RejectionSampling:
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         # the draft's row behind the last token is zero, so that the residual there is the target's own distribution: the bonus
-        place = accepted.clamp_max(target_probs.shape[0] - 1)[None]
-        row = target_probs.index_select(0, place)[0]
-        residual = (row - draft_probs.index_select(0, place)[0]).clamp_min_(0)
+        position = accepted.clamp_max(target_probs.shape[0] - 1)[None]
+        row = target_probs.index_select(0, position)[0]
+        residual = (row - draft_probs.index_select(0, position)[0]).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p and q are the same
-        token = distributions.draw(residual, self._generator)  # a NaN refuses its token, and so arrives here
+        token = logits_ops.draw(residual, self._generator)  # a NaN refuses its token, and so arrives here
         count, own = torch.stack((accepted, token)).tolist()
         if count == target_probs.shape[0]:
             return Verdict(tuple(range(count)))
@@ -86,7 +86,7 @@ class RejectionSampling:
         return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
 
 
-class Recording:
+class RecordingVerifier:
     """Another verifier, and for the record how far both distributions agree at each drafted token."""
 
     lossless: ClassVar[bool] = True  # it judges nothing itself
@@ -95,27 +95,29 @@ class Recording:
         self._verifier = verifier
 
     @inference
-    def verify(self, draft: Draft, rows: Rows) -> Verdict:
+    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
         verdict = self._verifier.verify(draft, rows)
         if draft.logits is None:
             return verdict
         before = rows.logits[: len(draft.tokens)]
         if not isinstance(draft.parents, range):
             before = rows.logits[torch.tensor([parent + 1 for parent in draft.parents], device=rows.logits.device)]
-        overlap, kl = distributions.agreement(before, draft.logits)
-        return replace(verdict, agreement=Agreement(overlap, kl))
+        overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
+        return replace(verdict, agreement=DistributionOverlap(overlap, kl))
 
 
-def prefix(draft: Draft, rows: Rows, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Verdict:
+def accept_prefix(
+    draft: Draft, rows: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+) -> Verdict:
     """A chain's first `count` tokens (a scalar on the device) stand, whatever was behind them; then comes one of the target's."""
     row = rows.logits.index_select(0, count[None])[0]
-    accepted, own = torch.stack((count, distributions.choose(row, sampling, generator))).tolist()
+    accepted, own = torch.stack((count, logits_ops.select_token(row, sampling, generator))).tolist()
     length = len(draft.tokens)
     source: Source | None = None if not length else "bonus" if accepted == length else "correction"
     return Verdict(tuple(range(accepted)), _sound(own), source)
 
 
-def follow(draft: Draft, choices: Sequence[int]) -> Verdict:
+def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
     """The path of a draft on which each node is what the target chose there: `choices` are its tokens after the context and after
     each node. The last one may be missing."""
     path: list[int] = []

@@ -14,10 +14,10 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from specgen.demo import ROLES
 from specgen.demo.corpus import DOMAINS, documents
 from specgen.demo.fresh import SEED, Fresh, fresh_prompts
-from specgen.inference import inference
-from specgen.models.load import LoadedModel, Source, load_model, prepare
-from specgen.models.tokenizer import check_same
-from specgen.tuning.selftext import continuations
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.engine.tokenizer import check_same
+from specgen.training.generated_text import continuations
 
 NEW_TOKENS = 160
 _AT_ONCE = 64  # answers that grow side by side
@@ -59,15 +59,15 @@ def evaluate(
     announce("held-out loss and agreement")
     found = {}
     for category in DOMAINS:
-        places = [place for place, one in enumerate(fresh) if one.category == category]
-        asked = [fresh[place] for place in places]
+        positions = [position for position, one in enumerate(fresh) if one.category == category]
+        asked = [fresh[position] for position in positions]
         if not asked:
             continue
         figures = {
-            role: _figures(model, asked, [answers[role][place] for place in places], category, seed)
+            role: _figures(model, asked, [answers[role][position] for position in positions], category, seed)
             for role, model in models.items()
         }
-        agreement = _agreement(models, asked, [answers["target"][place] for place in places])
+        agreement = _agreement(models, asked, [answers["target"][position] for position in positions])
         found[category] = Category(len(asked), figures["target"], figures["draft"], agreement)
     return found
 
@@ -114,7 +114,7 @@ def as_json(found: dict[str, Category]) -> dict[str, Any]:
 
 
 def _load(folder: Path, role: str) -> LoadedModel:
-    return load_model(prepare(Source(str(folder), role), _silent), torch.device("cpu"), torch.float32, _silent)
+    return load_model(prepare(ModelSource(str(folder), role), _silent), torch.device("cpu"), torch.float32, _silent)
 
 
 def _silent(_: str) -> None:
@@ -124,14 +124,14 @@ def _silent(_: str) -> None:
 def _answers(model: LoadedModel, fresh: Sequence[Fresh]) -> list[list[int]]:
     """Ids of what the model says behind each prompt, greedy. Prompts of about one length go together: little padding."""
     prompts = [model.tokenizer.encode(one.prompt) for one in fresh]
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    order = sorted(range(len(prompts)), key=lambda position: len(prompts[position]))
     found: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), _AT_ONCE):
-        places = order[start : start + _AT_ONCE]
-        longest = min(model.context_limit, max(len(prompts[place]) for place in places) + NEW_TOKENS)
-        texts = continuations(model, [prompts[place] for place in places], longest, greedy=True)
-        for place, text in zip(places, texts, strict=True):
-            found[place] = text[len(prompts[place]) :]
+        positions = order[start : start + _AT_ONCE]
+        longest = min(model.context_limit, max(len(prompts[position]) for position in positions) + NEW_TOKENS)
+        texts = continuations(model, [prompts[position] for position in positions], longest, greedy=True)
+        for position, text in zip(positions, texts, strict=True):
+            found[position] = text[len(prompts[position]) :]
     return found
 
 

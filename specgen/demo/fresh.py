@@ -59,9 +59,9 @@ def fresh_prompts(count: int, seed: int = 0) -> list[Fresh]:
     for number in range(heads):
         rng = random.Random(f"head {SEED + seed} {number}")
         found["code"].append(_another(found["code"], partial(_head, rng, library=number % 2 == 1)))
-    for place, category in enumerate(_SOURCES):
+    for position, category in enumerate(_SOURCES):
         rng, found[category] = random.Random(f"fresh {category} {SEED + seed}"), []
-        for _ in range((count - heads + place) // len(_SOURCES)):
+        for _ in range((count - heads + position) // len(_SOURCES)):
             found[category].append(_another(found[category], partial(_question, category, rng)))
     return [one for some in found.values() for one in some]
 
@@ -89,7 +89,9 @@ def final_answer(text: str) -> str | None:
 def is_function(text: str) -> bool:
     """Whether `text` begins with a function that parses and does something. What stands behind the function has no say."""
     lines = text.split("\n")
-    end = next((place for place, line in enumerate(lines) if place and line.strip() and not line.startswith((" ", ")"))), None)
+    end = next(
+        (position for position, line in enumerate(lines) if position and line.strip() and not line.startswith((" ", ")"))), None
+    )
     source = "\n".join(lines[:end])
     if not parses(source):
         return False

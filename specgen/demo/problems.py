@@ -168,13 +168,13 @@ def _losing(rng: random.Random) -> _Problem:
 
 
 def _rows_of_chairs(rng: random.Random) -> _Problem:
-    item, place = rng.choice(ITEMS), rng.choice(["hall", "shop", "room", "garden", "store"])
+    item, position = rng.choice(ITEMS), rng.choice(["hall", "shop", "room", "garden", "store"])
     rows, each, broken = rng.randint(3, 9), rng.randint(3, 20), rng.randint(1, 8)
     whole = rows * each
     return _Problem(
-        f"There are {rows} rows of {each} {item} in a {place}. {broken} of the {item} are broken. How many are not broken?",
+        f"There are {rows} rows of {each} {item} in a {position}. {broken} of the {item} are broken. How many are not broken?",
         [
-            f"There are {product(rows, each)} {item} in the {place}.",
+            f"There are {product(rows, each)} {item} in the {position}.",
             f"So {whole} - {broken} = {whole - broken} of them are not broken.",
         ],
         whole - broken,

@@ -28,8 +28,8 @@ class Shape:
         if min(self.hidden_size, self.layers, self.heads) < 1:
             raise SpecgenError(f"the shape is {self}", "Each size has to be at least 1")
         if self.hidden_size % (2 * self.heads):
-            cure = "It has to divide into heads of an even size, for rotary positions turn pairs"
-            raise SpecgenError(f"the hidden size {self.hidden_size} does not fit {self.heads} heads", cure)
+            hint = "It has to divide into heads of an even size, for rotary positions turn pairs"
+            raise SpecgenError(f"the hidden size {self.hidden_size} does not fit {self.heads} heads", hint)
 
     @property
     def intermediate_size(self) -> int:

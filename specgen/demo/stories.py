@@ -57,16 +57,16 @@ def news_story(rng: random.Random) -> str:
 
 
 def _fire(rng: random.Random, cast: _Cast) -> _Story:
-    place = rng.choice(["school", "factory", "library", "warehouse", "hotel", "bakery", "theatre", "museum", "farm"])
+    position = rng.choice(["school", "factory", "library", "warehouse", "hotel", "bakery", "theatre", "museum", "farm"])
     return _Story(
-        f"A fire broke out at a {place} in {cast.town} on {cast.day} night.",
+        f"A fire broke out at a {position} in {cast.town} on {cast.day} night.",
         [f"About {cast.count} people had to leave the building, and no one was hurt."],
         [
             f"{cast.first} {cast.last}, a {cast.role} who lives nearby, called the fire service at once.",
             f"The cost of the damage is put at {cast.money} thousand dollars.",
             f"Fire crews from {cast.other_town} helped to put out the fire.",
         ],
-        f"About {cast.count} people had to leave a {place} in {cast.town} after a fire on {cast.day} night.",
+        f"About {cast.count} people had to leave a {position} in {cast.town} after a fire on {cast.day} night.",
     )
 
 

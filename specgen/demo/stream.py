@@ -51,11 +51,11 @@ class TokenStream:
         while len(window) < room:
             self._fill()
             left = room - len(window)
-            fitting = [place for place, tokens in enumerate(self._pool) if len(tokens) <= left]
+            fitting = [position for position, tokens in enumerate(self._pool) if len(tokens) <= left]
             if not fitting:
                 window += self._pool.pop(0)[:left]
             else:
-                window += self._pool.pop(max(fitting, key=lambda place: len(self._pool[place])))
+                window += self._pool.pop(max(fitting, key=lambda position: len(self._pool[position])))
         return window
 
     def _fill(self) -> None:

@@ -61,8 +61,8 @@ def train_tokenizer(out: Path, vocabulary_size: int = VOCABULARY_SIZE, character
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer saved in `folder`. Raises SpecgenError where there is none, or none that can be read."""
     if not (folder / "tokenizer.json").is_file():
-        cure = f"Train one first: python -m specgen.demo tokenizer {folder.parent}"
-        raise SpecgenError(f"there is no tokenizer in {folder}", cure)
+        hint = f"Train one first: python -m specgen.demo tokenizer {folder.parent}"
+        raise SpecgenError(f"there is no tokenizer in {folder}", hint)
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the Rust library raises nothing finer

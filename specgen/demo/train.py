@@ -27,9 +27,9 @@ from specgen.demo.muon import Muon
 from specgen.demo.recipe import DECAY, Recipe, Shape, learning_rate_factor
 from specgen.demo.stream import TokenStream
 from specgen.demo.tokenizer import CONTEXT_LENGTH, load_tokenizer
+from specgen.engine.model_loading import quiet_transformers
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import whole_file
-from specgen.models.load import quiet_transformers
 
 _ASLEEP = 5.0  # times as long as steps usually take: the process was stopped, or the machine asleep
 

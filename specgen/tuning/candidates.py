@@ -49,10 +49,10 @@ def grid(name: str) -> list[Given]:
     usual ones come first."""
     found = list(_combined(_GRIDS[name]))
     Random(0).shuffle(found)
-    return sorted(found, key=lambda given: unusual(name, given) > 0)
+    return sorted(found, key=lambda given: distance_from_defaults(name, given) > 0)
 
 
-def unusual(name: str, given: Given) -> int:
+def distance_from_defaults(name: str, given: Given) -> int:
     """How many of a method's settings are not what they are where nobody sets them."""
     method = METHODS[name]
     known = known_settings(method, method.policy)
@@ -72,10 +72,10 @@ def trees() -> list[Given]:
 
 def in_turn(grids: Mapping[str, Sequence[Given]]) -> Iterator[tuple[str, Given]]:
     """The methods' settings in turn: where time runs out, each has had some."""
-    for place in range(max(map(len, grids.values()), default=0)):
+    for position in range(max(map(len, grids.values()), default=0)):
         for name, settings in grids.items():
-            if place < len(settings):
-                yield name, settings[place]
+            if position < len(settings):
+                yield name, settings[position]
 
 
 def written(name: str, given: Given) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from specgen.methods import METHODS
-from specgen.tuning.candidates import Given, unusual, written
-from specgen.tuning.payoff import Payoff
+from specgen.speedup_model import SpeedupModel
+from specgen.tuning.candidates import Given, distance_from_defaults, written
 from specgen.types import SamplingParams
 
 Verdict = Literal["pays", "does not pay", "unclear"]
@@ -20,7 +20,7 @@ HOPE = 1.25  # PEARL was off by as much, either way: two processes get their cor
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Candidate:
     """A method with its best settings: expected tokens a second, and the measured ones where it was confirmed by real runs, with
     the speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed. `perplexity` is of a
     lossy method's output."""
@@ -43,26 +43,26 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TuningOutcome:
     """`methods` are in the order of their expected speed, plain decoding among them. `left_out` says of other methods why they
     were not tuned. `acceptance` is how often the target takes a draft's token, those before it being right."""
 
-    methods: Sequence[Found]
-    chosen: Found
+    methods: Sequence[Candidate]
+    chosen: Candidate
     verdict: Verdict
     sampling: SamplingParams
     prompts: int
     costs: Mapping[str, Any]
-    payoff: Payoff | None = None
+    payoff: SpeedupModel | None = None
     acceptance: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def plain(self) -> Found:
+    def plain(self) -> Candidate:
         return next(found for found in self.methods if found.name == PLAIN)
 
     @property
-    def best(self) -> Found:
+    def best(self) -> Candidate:
         """The fastest of the methods that speculate and keep the output: as measured, where it was, and then by the lower end of
         its interval. What is fast on some prompts and slow on others is no safe choice for those that nobody has seen."""
         others = [found for found in self.methods if found.name != PLAIN and found.lossless]
@@ -90,7 +90,7 @@ class Outcome:
             return None
         single = self.payoff.target_seconds[1]
         room = [
-            (sum(self.acceptance**place for place in range(k + 1)) * single - self.payoff.target_seconds[k + 1]) / k
+            (sum(self.acceptance**position for position in range(k + 1)) * single - self.payoff.target_seconds[k + 1]) / k
             for k in self.payoff.draft_lengths
         ]
         return max(room) / single if max(room, default=0.0) > 0 else None
@@ -101,7 +101,7 @@ class Outcome:
         return None if self.payoff is None else self.payoff.draft_seconds / self.payoff.target_seconds[1]
 
 
-def judged(best: Found, plain: Found) -> Verdict:
+def judged(best: Candidate, plain: Candidate) -> Verdict:
     """Whether speculation pays. An interval that holds 1 tells nothing; without real runs a tenth has to be gained at least."""
     if best.name == PLAIN:
         return "does not pay"
@@ -113,25 +113,25 @@ def judged(best: Found, plain: Found) -> Verdict:
     return "does not pay" if high < 1 or best.speedup < 1 else "unclear"
 
 
-def settled(tried: Sequence[Found]) -> Found:
+def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
     """A method's best settings: the most usual of those that are expected to be as good as the best. What is a hair faster on
     these prompts, by costs that were measured once, need not be on others."""
     best = max(entry.predicted for entry in tried)
     good = [entry for entry in tried if entry.predicted >= AS_GOOD * best]
-    chosen = min(good, key=lambda entry: (unusual(entry.name, entry.settings), -entry.predicted))
+    chosen = min(good, key=lambda entry: (distance_from_defaults(entry.name, entry.settings), -entry.predicted))
     return replace(chosen, tried=len(tried))
 
 
-def better(chain: Found, tree: Found, tried: int) -> Found:
+def better(chain: Candidate, tree: Candidate, tried: int) -> Candidate:
     """The faster of a method's chains and its trees, of which so many were tried besides."""
     best = max(chain, tree, key=lambda entry: entry.predicted)
     return replace(best, tried=chain.tried + tried)
 
 
-def finalists(rivals: Sequence[Found]) -> list[Found]:
+def shortlist(rivals: Sequence[Candidate]) -> list[Candidate]:
     """Those that are really run, the most hopeful first."""
 
-    def hoped(entry: Found) -> float:
+    def hoped(entry: Candidate) -> float:
         return entry.predicted * (HOPE if METHODS[entry.name].schedule == "parallel" else 1.0)
 
     best = max((entry.predicted for entry in rivals), default=0.0)

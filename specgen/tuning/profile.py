@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specgen import methods
 from specgen.errors import RunError, SpecgenError
 from specgen.files import load_yaml, write_whole
+from specgen.paths import pair_folder, readable
 from specgen.settings import Value
-from specgen.tuning.outcome import Outcome
-from specgen.tuning.places import pair_folder, readable
+from specgen.tuning.outcome import TuningOutcome
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
@@ -61,7 +61,7 @@ class Versions(_Part):
     transformers: Word
 
 
-class Fits(_Part):
+class ProfileKey(_Part):
     """What a profile holds for. Where anything of it differs the profile is stale."""
 
     target: Model
@@ -133,7 +133,7 @@ class Profile(_Part):
     chosen: Choice
     speedup: Positive
     sampling: Sampling
-    fits: Fits
+    fits: ProfileKey
     methods: dict[str, Tuned]
     measured: Measured
 
@@ -155,7 +155,7 @@ class Profile(_Part):
             return eesd[0].settings if eesd else None
         return self.methods[name].settings if name in self.methods else None
 
-    def misfit(self, found: Fits) -> str | None:
+    def misfit(self, found: ProfileKey) -> str | None:
         """What differs from `found`, in a few words; None where the profile holds."""
         ours, theirs = self.fits.model_dump(), found.model_dump()
         for name in ("target", "draft", "exit_layer", "versions", "machine"):
@@ -173,12 +173,12 @@ def _difference(name: str, then: Any, now: Any) -> str:
     return f"the {name} was {shown[0]}, and is {shown[1]}"
 
 
-def fits_of(pair: Pair) -> Fits:
+def profile_key_of(pair: Pair) -> ProfileKey:
     """What a profile of this pair would hold for, here and now."""
-    from specgen.bench.trace import versions
-    from specgen.models.devices import device_name
-    from specgen.models.fingerprint import weights_fingerprint
-    from specgen.tuning import store
+    from specgen import measurement_cache
+    from specgen.engine.devices import device_name
+    from specgen.engine.fingerprint import weights_fingerprint
+    from specgen.traces.trace_writer import versions
 
     found = [
         None
@@ -193,11 +193,11 @@ def fits_of(pair: Pair) -> Fits:
     ]
     assert found[0] is not None
     exit_layer = None if pair.exit_description is None else pair.exit_description.digest
-    machine, named = Machine(**store.machine()), Versions(**versions())
-    return Fits(target=found[0], draft=found[1], exit_layer=exit_layer, machine=machine, versions=named)
+    machine, named = Machine(**measurement_cache.machine()), Versions(**versions())
+    return ProfileKey(target=found[0], draft=found[1], exit_layer=exit_layer, machine=machine, versions=named)
 
 
-def default_folder(fits: Fits, temperature: float, top_p: float, top_k: int) -> Path:
+def default_folder(fits: ProfileKey, temperature: float, top_p: float, top_k: int) -> Path:
     """Where the profile of such a pair is kept: a folder a machine, device and way of sampling."""
     own = pair_folder(fits.target.name, fits.target.fingerprint, None if fits.draft is None else fits.draft.name)
     parts = [fits.machine.node, fits.target.device, fits.target.dtype]
@@ -206,7 +206,7 @@ def default_folder(fits: Fits, temperature: float, top_p: float, top_k: int) -> 
     return own / readable("-".join(part.replace("/", "-") for part in parts if part))
 
 
-def made_of(outcome: Outcome, fits: Fits) -> Profile:
+def made_of(outcome: TuningOutcome, fits: ProfileKey) -> Profile:
     sampling = outcome.sampling
     tuned = {
         found.name: Tuned(

@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from specgen import methods
-from specgen.bench.figures import Results, rows
-from specgen.bench.runner import Contest, Runner
-from specgen.bench.specs import parse_spec
+from specgen.compare.method_specs import parse_spec
+from specgen.compare.results import Results, rows
+from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.errors import SpecgenError
-from specgen.tuning.behaviour import Answer, Recorder, Tape, acceptances, record_answer
+from specgen.speedup_model import SpeedupModel
 from specgen.tuning.candidates import REPLAYED, RERUN, Given, grid, in_turn, trees
-from specgen.tuning.outcome import PLAIN, Found, Outcome, better, finalists, judged, settled
-from specgen.tuning.payoff import Payoff
-from specgen.tuning.probes import LENGTHS, LOOKING, ParallelProbe, RoundProbe
-from specgen.tuning.replay import Behaviour, cost_kind, replay
-from specgen.tuning.reruns import Reruns
-from specgen.tuning.searches import search
-from specgen.tuning.skips import tuned_skips
+from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, better, judged, nearest_to_default, shortlist
+from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, acceptances, record_answer
+from specgen.tuning.round_timing import LENGTHS, LOOKING, ParallelProbe, RoundProbe
+from specgen.tuning.settings_search import search
+from specgen.tuning.simulated_runs import SimulatedRuns
+from specgen.tuning.simulation import Behaviour, cost_kind, simulate
+from specgen.tuning.skip_search import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.bench.prompts import Prompt
+    from specgen.compare.prompts import Prompt
     from specgen.pair import Pair
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ _LADDERS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))
 _SLICES = 2
 
 
-class Watch(Protocol):
+class TuningObserver(Protocol):
     """Whoever wants to know how it goes. Nothing is timed while it is told."""
 
     def done(self, what: str, seconds: float) -> None: ...
@@ -48,7 +48,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TuningRequest:
     """What is to be tuned. `deadline` is by `time.perf_counter`; `names` None are all methods that can be."""
 
     prompts: Sequence[Prompt]
@@ -61,7 +61,7 @@ class Wanted:
 class Tuner:
     """One tuning of a pair."""
 
-    def __init__(self, pair: Pair, wanted: Wanted, watch: Watch) -> None:
+    def __init__(self, pair: Pair, wanted: TuningRequest, watch: TuningObserver) -> None:
         self._pair, self._wanted, self._watch = pair, wanted, watch
         seed = wanted.sampling.seed
         self._sampling = replace(wanted.sampling, seed=0 if seed is None else seed)
@@ -74,7 +74,7 @@ class Tuner:
     def _left(self) -> float:
         return self._wanted.deadline - time.perf_counter()
 
-    def run(self) -> Outcome:
+    def run(self) -> TuningOutcome:
         """Raises SpecgenError where not even plain decoding can go on from the prompts."""
         if "pearl" in self.names:  # a process that starts beside what is timed would slow it
             self._watch.doing("waiting for the draft's process", self._left)
@@ -126,9 +126,9 @@ class Tuner:
 
     # what the target says by itself
 
-    def _answers(self) -> tuple[list[Answer], str]:
+    def _answers(self) -> tuple[list[ReferenceOutput], str]:
         deadline = time.perf_counter() + ANSWERS * self._left
-        answers: list[Answer] = []
+        answers: list[ReferenceOutput] = []
         for prompt in self._wanted.prompts:
             if len(answers) >= FEWEST_PROMPTS and time.perf_counter() > deadline:
                 break
@@ -138,7 +138,7 @@ class Tuner:
                     record_answer(self._pair, self._ids(prompt), self._sampling)  # warms up
                 answers.append(record_answer(self._pair, self._ids(prompt), self._sampling))
             except SpecgenError as error:
-                raise type(error)(f"{prompt.label}: {error.message}", error.cure) from error
+                raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
         tokens, seconds = sum(len(answer.token_ids) for answer in answers), sum(answer.seconds for answer in answers)
         return answers, f"plain decoding gives {tokens / seconds:.1f} tokens/s on {_counted(len(answers), 'prompt')}"
 
@@ -148,7 +148,7 @@ class Tuner:
 
     # costs and behaviour
 
-    def _behaviour(self, answers: Sequence[Answer]) -> Behaviour:
+    def _behaviour(self, answers: Sequence[ReferenceOutput]) -> Behaviour:
         probes = self._timed(lambda: self._probed(answers))
         tapes = self._timed(lambda: self._taped(answers))
         slower = next((probe.slower for probe in probes.values() if isinstance(probe, ParallelProbe)), 1.0)
@@ -156,7 +156,7 @@ class Tuner:
         self.names = [name for name in self.names if cost_kind(name) in costs]
         return Behaviour(answers, tapes, costs, slower)
 
-    def _probed(self, answers: Sequence[Answer]) -> tuple[dict[str, RoundProbe | ParallelProbe], str]:
+    def _probed(self, answers: Sequence[ReferenceOutput]) -> tuple[dict[str, RoundProbe | ParallelProbe], str]:
         """Each kind of round timed in turn, more than once, so that a drifting machine is fair to all."""
         probes = self._probes(answers)
         seconds = COSTS * self._left / (len(probes) * _SLICES)
@@ -177,7 +177,7 @@ class Tuner:
         passes = ", ".join(f"{1e3 * judging.at(width, length):.3g} for {width}" for width in (6, 16))
         return probes, f"a target pass takes {1e3 * judging.at(1, length):.3g} ms for 1 token, {passes}"
 
-    def _probes(self, answers: Sequence[Answer]) -> dict[str, RoundProbe | ParallelProbe]:
+    def _probes(self, answers: Sequence[ReferenceOutput]) -> dict[str, RoundProbe | ParallelProbe]:
         behind = self._contexts(answers)
         a_pass = sum(answer.seconds for answer in answers) / sum(len(answer.token_ids) for answer in answers)
         kinds = self._kinds()
@@ -192,7 +192,7 @@ class Tuner:
         }
         return {kind: makers[kind]() for kind in kinds}
 
-    def _contexts(self, answers: Sequence[Answer]) -> list[list[int]]:
+    def _contexts(self, answers: Sequence[ReferenceOutput]) -> list[list[int]]:
         """A short beginning, and as much as the longest prompt and its answer make."""
         prompts = sorted((answer.prompt_ids for answer in answers), key=len)
         limits = [model.context_limit for model in (self._pair.target, self._pair.draft) if model is not None]
@@ -202,10 +202,10 @@ class Tuner:
         short, long = prompts[0][: min(SHORT, most)], everything[: min(wanted, most)]
         return [short, long] if len(long) > 2 * len(short) else [short]
 
-    def _taped(self, answers: Sequence[Answer]) -> tuple[dict[str, list[Tape]], str]:
+    def _taped(self, answers: Sequence[ReferenceOutput]) -> tuple[dict[str, list[RecordedDrafts]], str]:
         """What each drafter would have said along the answers."""
-        tapes: dict[str, list[Tape]] = {}
-        target, draft = self._pair.sessions
+        tapes: dict[str, list[RecordedDrafts]] = {}
+        target, draft = self._pair.runners
         drafters = {methods.METHODS[name].drafter for name in self.names}
         self._watch.doing("recording what the draft would say", self._left)
         recorders = {}
@@ -228,30 +228,30 @@ class Tuner:
         self.left_out |= dict.fromkeys(gone, why)
         self.names = [name for name in self.names if name not in gone]
 
-    # replay
+    # simulate
 
-    def _replayed(self, behaviour: Behaviour) -> tuple[list[Found], str]:
+    def _replayed(self, behaviour: Behaviour) -> tuple[list[Candidate], str]:
         """The best settings of each method, by their expected speed. Where time is short, the last settings are left out."""
         deadline = time.perf_counter() + REPLAY * self._left
-        found: dict[str, list[Found]] = {}
+        found: dict[str, list[Candidate]] = {}
         tried = 0
-        for place, (name, given) in enumerate(in_turn({name: grid(name) for name in self.names})):
-            if place % 20 == 0:
+        for position, (name, given) in enumerate(in_turn({name: grid(name) for name in self.names})):
+            if position % 20 == 0:
                 self._watch.doing(f"replaying, {tried} settings so far", self._left)
             if name in found and time.perf_counter() > deadline:
                 self.left_out.setdefault("some settings", f"time was short: {tried} were replayed")
                 break
             found.setdefault(name, []).append(self._expected(behaviour, name, given))
             tried += 1
-        ranked = sorted(map(settled, found.values()), key=lambda entry: -entry.predicted)
+        ranked = sorted(map(nearest_to_default, found.values()), key=lambda entry: -entry.predicted)
         return ranked, f"{_counted(tried, 'setting')} of {_counted(len(found), 'method')} replayed; best: {ranked[0].written}"
 
-    def _expected(self, behaviour: Behaviour, name: str, given: Given) -> Found:
-        summary = replay(behaviour, name, given, has_predictor=self._has_predictor)
+    def _expected(self, behaviour: Behaviour, name: str, given: Given) -> Candidate:
+        summary = simulate(behaviour, name, given, has_predictor=self._has_predictor)
         speed = summary.tokens_per_second or 0.0
-        return Found(name, given, methods.METHODS[name].lossless, speed, 1, summary.acceptance_rate)
+        return Candidate(name, given, methods.METHODS[name].lossless, speed, 1, summary.acceptance_rate)
 
-    def _with_reruns(self, behaviour: Behaviour, found: list[Found]) -> tuple[list[Found], str]:
+    def _with_reruns(self, behaviour: Behaviour, found: list[Candidate]) -> tuple[list[Candidate], str]:
         """Draft trees, several drafts, beams: run again on a few of the answers, against plain decoding on the same ones."""
         with_trees = "sd" in self.names and any(entry.name == "sd" for entry in found)
         grids = {**({"sd": trees()} if with_trees else {}), **{name: grid(name) for name in self.rerun}}
@@ -262,7 +262,7 @@ class Tuner:
         usual = next(entry for entry in found if entry.name == PLAIN).predicted
         share = ASKED_RERUNS if self.names == [PLAIN] else RERUNS
         searched = search(
-            Reruns(self._pair, some, self._sampling, behaviour.costs["echo"]),
+            SimulatedRuns(self._pair, some, self._sampling, behaviour.costs["echo"]),
             grids,
             time.perf_counter() + share * self._left,
             lambda what: self._watch.doing(f"running {what} again", self._left),
@@ -280,7 +280,7 @@ class Tuner:
         said = f"{shapes}; best: {max(scaled.values(), key=lambda entry: entry.predicted).written}" if scaled else shapes
         return sorted(made, key=lambda entry: -entry.predicted), said
 
-    def _with_skips(self, answers: Sequence[Answer], found: list[Found]) -> tuple[list[Found], str]:
+    def _with_skips(self, answers: Sequence[ReferenceOutput], found: list[Candidate]) -> tuple[list[Candidate], str]:
         """Where layer skipping is asked for: the layers to skip, searched for by real runs, whose speed stands for it."""
         if self._wanted.names is None or "selfsd" not in self._wanted.names:
             return found, ""
@@ -295,16 +295,16 @@ class Tuner:
 
     # confirmation
 
-    def _confirmed(self, found: list[Found]) -> tuple[list[Found], str]:
+    def _confirmed(self, found: list[Candidate]) -> tuple[list[Candidate], str]:
         """The best ones and plain decoding really run, in turn, for as long as there is time."""
         asked = self._wanted.names or ()
         rivals = [entry for entry in found if entry.name != PLAIN and (entry.lossless or entry.name in asked)]
-        rivals, sampling = self._affordable(found, finalists(rivals))
+        rivals, sampling = self._affordable(found, shortlist(rivals))
         if not rivals:
             return found, ""
         specs = [parse_spec(PLAIN), *(parse_spec(entry.written) for entry in rivals)]
         results = Results(specs, self._wanted.prompts, self._sampling.greedy)
-        contest = Contest(specs, self._wanted.prompts, 50, sampling, self._wanted.chat)
+        contest = BenchmarkConfig(specs, self._wanted.prompts, 50, sampling, self._wanted.chat)
         for step in Runner(self._pair, contest, results).steps():
             name = "" if step.spec is None else step.spec.written
             self._watch.doing(f"really running {name}", self._left)
@@ -326,7 +326,7 @@ class Tuner:
         length = f"{_counted(turns, 'turn')} of up to {sampling.max_new_tokens} tokens"
         return made, f"{_counted(len(rivals), 'method')} and plain decoding really run, {length}"
 
-    def _affordable(self, found: Sequence[Found], rivals: list[Found]) -> tuple[list[Found], SamplingParams]:
+    def _affordable(self, found: Sequence[Candidate], rivals: list[Candidate]) -> tuple[list[Candidate], SamplingParams]:
         """As many as can be run on a few prompts at least, warm-up included, in the time that is left. Answers shorter by up to a
         half are the price for runs behind all prompts: what is fast behind a few need not be behind the others."""
         tokens = self._sampling.max_new_tokens
@@ -343,13 +343,13 @@ class Tuner:
         tokens = min(tokens, max(shortest, int(fitting(len(self._wanted.prompts)))))
         return rivals, replace(self._sampling, max_new_tokens=tokens)
 
-    def _a_token(self, found: Sequence[Found], rivals: Sequence[Found]) -> float:
+    def _a_token(self, found: Sequence[Candidate], rivals: Sequence[Candidate]) -> float:
         """Seconds of the slowest of them, with some to spare."""
         return 1.2 / min(entry.predicted for entry in found if entry in rivals or entry.name == PLAIN)
 
     # the answer
 
-    def _outcome(self, behaviour: Behaviour, found: list[Found]) -> Outcome:
+    def _outcome(self, behaviour: Behaviour, found: list[Candidate]) -> TuningOutcome:
         plain = next(entry for entry in found if entry.name == PLAIN)
         draft = behaviour.costs.get("model", behaviour.costs.get("exit"))
         payoff = None
@@ -357,7 +357,7 @@ class Tuner:
             length = min(draft.judging.curves)
             echo = behaviour.costs["echo"].judging
             widths = {width: echo.at(width, length) for width in range(1, 17)}
-            payoff = Payoff(widths, draft.drafting.at(4, length) / 4, length)
+            payoff = SpeedupModel(widths, draft.drafting.at(4, length) / 4, length)
         rates = [rate for rate in acceptances(behaviour.tapes).values() if rate is not None]
         costs = {
             kind: {"drafting": cost.drafting.as_dict(), "judging": cost.judging.as_dict(), "looking": cost.looking}
@@ -365,7 +365,7 @@ class Tuner:
             for kind, cost in behaviour.costs.items()
         }
         acceptance, count = rates[0] if rates else None, len(behaviour.answers)
-        outcome = Outcome(found, plain, "does not pay", self._sampling, count, costs, payoff, acceptance, self.left_out)
+        outcome = TuningOutcome(found, plain, "does not pay", self._sampling, count, costs, payoff, acceptance, self.left_out)
         verdict = judged(outcome.best, plain)
         chosen = outcome.best if verdict == "pays" else plain
         return replace(outcome, chosen=chosen, verdict=verdict)

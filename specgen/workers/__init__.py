@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from specgen.assembly import Parts
     from specgen.decoding.parallel import ParallelDrafter
+    from specgen.factory import Components
     from specgen.methods import Settings
 
 
@@ -27,7 +27,7 @@ class DraftWorker(Protocol):
         """Wait until it can draft. Raises what kept it from that."""
         ...
 
-    def drafter(self, settings: Settings, parts: Parts, window: int) -> ParallelDrafter:
+    def drafter(self, settings: Settings, parts: Components, window: int) -> ParallelDrafter:
         """The drafts of one run, each of at most `window` tokens."""
         ...
 

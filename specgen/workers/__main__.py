@@ -15,7 +15,7 @@ def main() -> None:
     parent, memory = map(int, sys.argv[1:])
     answers = os.dup(1)
     os.dup2(2, 1)
-    from specgen.workers.serve import serve
+    from specgen.workers.worker_loop import serve
 
     serve(Channel(0, answers), parent, memory)
 

@@ -24,7 +24,7 @@ class Kind(IntEnum):
 
     LOAD = 1  # JSON: which model
     BEGIN = 2  # JSON: a run, whose number is the message's; the worker reads its prompt at once
-    DRAFT = 3  # `Asked`
+    DRAFT = 3  # `DraftRequest`
     END = 4  # JSON: the number of a run that is over
     FORGET = 5  # drop the cache
     READY = 6  # the model is loaded
@@ -32,7 +32,7 @@ class Kind(IntEnum):
     FAILED = 8  # JSON: what went wrong
 
 
-class GoneError(Exception):
+class ChannelClosedError(Exception):
     """The other side closed its end."""
 
 
@@ -44,16 +44,16 @@ class Channel:
         self._read = bytearray()
 
     def send(self, kind: Kind, serial: int, payload: bytes = b"") -> None:
-        """Raises GoneError."""
+        """Raises ChannelClosedError."""
         data = memoryview(_HEADER.pack(len(payload), kind, serial) + payload)
         try:
             while data:
                 data = data[os.write(self._out, data) :]
         except OSError as error:
-            raise GoneError from error
+            raise ChannelClosedError from error
 
     def receive(self) -> tuple[Kind, int, bytes]:
-        """The next message's kind, serial number and payload. Raises GoneError."""
+        """The next message's kind, serial number and payload. Raises ChannelClosedError."""
         self._fill(_HEADER.size)
         length, kind, serial = _HEADER.unpack_from(self._read)
         end = _HEADER.size + length
@@ -67,13 +67,13 @@ class Channel:
             try:
                 found = os.read(self._in, 1 << 20)
             except OSError as error:
-                raise GoneError from error
+                raise ChannelClosedError from error
             if not found:
-                raise GoneError
+                raise ChannelClosedError
             self._read += found
 
     def wait(self, parent: int) -> None:
-        """Until there is something to read. Raises GoneError where `parent` is not this process's parent any more.
+        """Until there is something to read. Raises ChannelClosedError where `parent` is not this process's parent any more.
 
         A parent that dies closes the pipe, unless some other child of its holds a copy of its end.
         """
@@ -81,11 +81,11 @@ class Channel:
             return
         while not select.select([self._in], [], [], _POLL)[0]:
             if os.getppid() != parent:
-                raise GoneError
+                raise ChannelClosedError
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftRequest:
     """A draft to be made: tokens committed since the last message, tokens still to be judged, what the policy is to be told
     (drafted and accepted in turn), the longest draft, the slot of the shared memory for its distributions, and the run."""
 
@@ -102,7 +102,7 @@ class Asked:
         return _ASKED.pack(*sizes, self.limit, self.slot, self.run) + numbers.tobytes()
 
     @classmethod
-    def unpack(cls, payload: bytes) -> Asked:
+    def unpack(cls, payload: bytes) -> DraftRequest:
         committed, pending, observed, *rest = _ASKED.unpack_from(payload)
         numbers = array("i", payload[_ASKED.size :]).tolist()
         end = committed + pending

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specgen.errors import RunError, SpecgenError
-from specgen.workers.channel import Channel, GoneError, Kind
+from specgen.workers.channel import Channel, ChannelClosedError, Kind
 
 _PATIENCE = 2.0  # seconds in which a worker that closed its pipe has to be gone
 WITHOUT = "Run it again, or do without a second process: -m svip"
@@ -70,7 +70,7 @@ class DraftProcess:
         data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
         try:
             self._channel.send(kind, self._serial, data)
-        except GoneError:
+        except ChannelClosedError:
             raise self._died() from None
         except BaseException:
             self.close()
@@ -91,7 +91,7 @@ class DraftProcess:
                     raise _reported(json.loads(payload))
                 if answered == serial:
                     return payload
-        except GoneError:
+        except ChannelClosedError:
             raise self._died() from None
         except SpecgenError:
             raise
@@ -144,7 +144,7 @@ def _environment() -> dict[str, str]:
 
 def _reported(failure: dict[str, Any]) -> SpecgenError:
     kind = RunError if failure["while_running"] else SpecgenError
-    return kind(failure["message"], failure["cure"])
+    return kind(failure["message"], failure["hint"])
 
 
 def _nameless_file() -> int:

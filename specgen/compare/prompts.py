@@ -1,0 +1,207 @@
+"""Prompts to compare methods on, read from files that somebody else wrote: every mistake in them is one clear line.
+
+Three forms: YAML as `examples.yaml`, JSON lines with `prompt`, and Spec-Bench's `question.jsonl`, whose questions have `turns`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import specgen
+from specgen.errors import SpecgenError, nearest
+from specgen.files import load_yaml
+
+LARGEST_JSONL = 64 << 20  # bytes
+LARGEST_YAML = 4 << 20  # read several times slower
+UNCATEGORISED = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One answer to be made. `index` counts a file's prompts from 0; `earlier` are the turns of the user before this one."""
+
+    index: int
+    text: str
+    category: str = UNCATEGORISED
+    name: str = ""
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What to call it in a message."""
+        return f"prompt {self.index}" + (f" ({self.name})" if self.name else "")
+
+
+def examples_file() -> Path:
+    """The prompts for the bundled pair: inside the wheel, or at the top of a checkout."""
+    package = Path(specgen.__file__).parent
+    inside = package / "examples.yaml"
+    return inside if inside.is_file() else package.parent / "examples.yaml"
+
+
+def load_prompts(
+    path: Path | None, *, category: str | None = None, limit: int | None = None, all_turns: bool = False
+) -> list[Prompt]:
+    """The prompts of a file (None: `examples.yaml`), those of `category`, `limit` of them taken from each category in turn.
+
+    Raises SpecgenError naming the file and the place in it.
+    """
+    if limit is not None and limit < 1:
+        raise SpecgenError(f"--limit is {limit}", "It has to be a whole number of at least 1")
+    path = examples_file() if path is None else path
+    questions = list(_questions(path))
+    if not questions:
+        raise SpecgenError(f"{path} holds no prompts", "Write some: the top of examples.yaml shows how")
+    if category is not None:
+        known = list(dict.fromkeys(question.category for question in questions))
+        if category not in known:
+            raise SpecgenError(
+                f"{path} has no category {category!r}{nearest(category, known)}", f"It has {', '.join(known[:20])}"
+            )
+        questions = [question for question in questions if question.category == category]
+    kept = questions if limit is None else _in_turn(questions, limit)
+    return [
+        Prompt(question.first_index + turn, text, question.category, question.name, question.turns[:turn])
+        for question in kept
+        for turn, text in enumerate(question.turns)
+        if turn == 0 or all_turns
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    first_index: int
+    turns: tuple[str, ...]
+    category: str
+    name: str
+
+
+def _in_turn(questions: Sequence[_Question], limit: int) -> list[_Question]:
+    """`limit` questions in the file's order: the first of each category, then the second of each, and so on."""
+    by_category: dict[str, list[_Question]] = defaultdict(list)
+    for question in questions:
+        by_category[question.category].append(question)
+    taken = [question for question in chain.from_iterable(zip_longest(*by_category.values())) if question is not None]
+    return sorted(taken[:limit], key=lambda question: question.first_index)
+
+
+def _questions(path: Path) -> Iterator[_Question]:
+    index = 0
+    for position, entry in _entries(path):
+        turns = _turns(entry, f"{path}, {position}")
+        category = _word(entry, "category", f"{path}, {position}") or UNCATEGORISED
+        name = _word(entry, "id", f"{path}, {position}") or _word(entry, "question_id", f"{path}, {position}")
+        yield _Question(index, turns, category, name)
+        index += len(turns)
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each entry, and where it stands."""
+    suffix = path.suffix.lower()
+    text = _read(path, LARGEST_YAML if suffix in (".yaml", ".yml") else LARGEST_JSONL)
+    is_lines = suffix in (".jsonl", ".json", ".ndjson") or (suffix not in (".yaml", ".yml") and text.lstrip()[:1] == "{")
+    if not is_lines and len(text) > LARGEST_YAML:
+        raise _too_large(path, LARGEST_YAML)
+    for position, entry in _json_lines(path, text) if is_lines else _yaml_entries(path, text):
+        if not isinstance(entry, dict):
+            raise SpecgenError(
+                f"{path}, {position}: {_shown(entry)} is no prompt", 'Write {"prompt": "…"} or, in YAML, prompt: …'
+            )
+        yield position, entry
+
+
+def _read(path: Path, largest: int) -> str:
+    try:
+        if path.is_dir():
+            raise SpecgenError(f"cannot read the prompts {path}: it is a folder", "Name a file in it")
+        with path.open("rb") as file:
+            data = file.read(largest + 1)
+    except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpecgenError(f"cannot read the prompts {path}: {reason}", "Name a YAML or JSONL file") from error
+    if len(data) > largest:
+        raise _too_large(path, largest)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SpecgenError(
+            f"the prompts {path} are not UTF-8 (at byte {error.start:,})", "Convert the file first, for instance with iconv"
+        ) from error
+
+
+def _too_large(path: Path, largest: int) -> SpecgenError:
+    return SpecgenError(f"the prompts {path} are larger than {largest >> 20} MB", "Name a smaller file: a part of it will do")
+
+
+def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SpecgenError(
+                f"{path}, line {number} is no JSON: {error.msg} at column {error.colno}", "Write one JSON object a line"
+            ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise SpecgenError(f"{path}, line {number} cannot be read as JSON", "Write one JSON object a line") from error
+        yield f"line {number}", entry
+
+
+def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    import yaml
+
+    try:
+        document = load_yaml(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SpecgenError(f"{path}{where} is no YAML: {problem}", "examples.yaml shows the form") from error
+    except (ValueError, RecursionError) as error:  # a date that does not exist, for one
+        raise SpecgenError(f"{path} cannot be read as YAML: {error}", "examples.yaml shows the form") from error
+    entries = document.get("prompts") if isinstance(document, dict) else document
+    if not isinstance(entries, list):
+        found = "no list of prompts" if document is None or entries is None else f"{_shown(entries)} where prompts should be"
+        raise SpecgenError(f"{path} holds {found}", "Write a list under `prompts:`, as examples.yaml does")
+    for number, entry in enumerate(entries, start=1):
+        yield f"prompt {number}", {"prompt": entry} if isinstance(entry, str) else entry
+
+
+def _turns(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    if "prompt" not in entry and "turns" not in entry:
+        raise SpecgenError(f"{where} has neither `prompt` nor `turns`", "Give it a prompt")
+    key = "prompt" if "prompt" in entry else "turns"
+    turns = [entry[key]] if key == "prompt" else entry[key]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        wanted = "text" if key == "prompt" else "a list of texts"
+        raise SpecgenError(f"{where}: `{key}` is {_shown(entry[key])}", f"It has to be {wanted}")
+    for turn in turns:
+        if not turn.strip():
+            raise SpecgenError(f"{where}: the prompt is empty", "Give the model something to go on from")
+        if any("\ud800" <= character <= "\udfff" for character in turn):
+            raise SpecgenError(f"{where}: the prompt holds half of a surrogate pair", "Write the character itself")
+    return tuple(turns)
+
+
+def _word(entry: Mapping[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise SpecgenError(f"{where}: `{key}` is {_shown(value)}", "It has to be a word")
+    return str(value)
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short, whatever it is."""
+    if isinstance(value, dict | list):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"

@@ -1,0 +1,115 @@
+"""From logits to distributions and draws, in float32 whatever the model's dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isnan
+
+import torch
+
+from specgen.types import SamplingParams
+
+_HEAD = 256  # the likeliest tokens, among which a nucleus is looked for before the whole vocabulary is sorted
+
+
+def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """The distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as transformers does each.
+
+    Tokens that tie with the k-th are kept. What is cut has probability exactly 0.
+    """
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        weakest = scores.topk(sampling.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < weakest, -torch.inf)
+    probs = scores.softmax(dim=-1)
+    return _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+
+
+def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The fewest likeliest tokens whose mass reaches `top_p`, renormalised."""
+    vocabulary = probs.shape[-1]
+    # on a CPU sorting is what sampling would spend its time on; a GPU sorts faster than it could ask whether it has to
+    widths = (_HEAD, vocabulary) if probs.device.type == "cpu" and vocabulary > _HEAD else (vocabulary,)
+    for width in widths:
+        values, order = probs.topk(width)
+        before = values.cumsum(dim=-1) - values
+        if width == vocabulary or bool((before[..., -1] >= top_p).all()):
+            break
+    kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(before >= top_p, 0.0))
+    return kept.div_(kept.sum(dim=-1, keepdim=True))
+
+
+def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One token from each distribution [..., vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
+
+    By inversion, in float64 where the device has it: the rounding of a sum over a vocabulary stays far below any sample's reach.
+    torch.multinomial draws as many random numbers as there are tokens, and its checks would stop a GPU.
+    """
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64
+    cumulative = probs.cumsum(dim=-1, dtype=exact)
+    total = cumulative[..., -1:]
+    point = torch.rand(total.shape, dtype=exact, device=probs.device, generator=generator) * total
+    token = torch.searchsorted(cumulative, point, right=True).clamp_max_(probs.shape[-1] - 1)
+    return token.masked_fill_(~(total > 0), -1)[..., 0]
+
+
+def select_token(row: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
+    """One token from the logits [vocabulary]: the likeliest, or drawn after warping; -1 where they hold a NaN."""
+    if not sampling.greedy:
+        return draw(warp(row, sampling), generator)
+    value, token = row.max(dim=-1)
+    return token.masked_fill(value.isnan(), -1)
+
+
+def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
+    """How joint likelihoods are warped: as tokens are, but at temperature 1 in greedy decoding, where one-hot likelihoods would
+    leave nothing of them but the comparison with the target's argmax."""
+    return replace(sampling, temperature=1.0) if sampling.greedy else sampling
+
+
+def argmax_tokens(logits: torch.Tensor) -> list[int]:
+    """The likeliest token of each row [rows, vocabulary], on the host; -1 where the row holds a NaN."""
+    if logits.device.type == "cpu":  # NumPy's search is an order of magnitude faster there than torch's
+        rows = logits.float().numpy()
+        found: list[int] = rows.argmax(axis=-1).tolist()
+        if not isnan(rows.max()):  # a NaN anywhere comes out of it, and is looked for row by row only then
+            return found
+        return [-1 if isnan(row[token]) else token for row, token in zip(rows, found, strict=True)]
+    values, tokens = logits.max(dim=-1)
+    on_host: list[int] = tokens.masked_fill_(values.isnan(), -1).tolist()
+    return on_host
+
+
+def figures(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative entropy (nats) and log of the top probability, each [...], of the unwarped distributions (temperature 1)."""
+    log_probs = logits.float().log_softmax(dim=-1)
+    log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
+    return torch.linalg.vecdot(log_probs.exp(), log_probs), log_probs.amax(dim=-1)
+
+
+def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
+    """For each row the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [rows, vocabulary], unwarped.
+
+    A draft that knows fewer tokens gives the others the probability 0. Where p is 0 and q is not, the divergence is cut at 1e30.
+    """
+    p = target.float().log_softmax(dim=-1)
+    q = draft.to(target.device).float().log_softmax(dim=-1)
+    q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]), value=-torch.inf)
+    overlap = torch.minimum(p, q).exp().sum(dim=-1)
+    kl = (q.exp() * (q.clamp_min(-1e30) - p.clamp_min(-1e30))).sum(dim=-1)
+    both: list[list[float]] = torch.stack((overlap.clamp(0, 1), kl.clamp(0, 1e30))).tolist()
+    return both[0], both[1]
+
+
+def to_host(*values: torch.Tensor) -> list[float]:
+    """Scalars as numbers, in one transfer where there is one to make. Ids stay exact up to 2^24."""
+    if values[0].device.type == "cpu":
+        return [value.item() for value in values]
+    together: list[float] = torch.stack([value.float() for value in values]).tolist()
+    return together
+
+
+def make_generator(device: torch.device, seed: int) -> torch.Generator:
+    made = torch.Generator(device=device)
+    made.manual_seed(seed)
+    return made

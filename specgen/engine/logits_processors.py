@@ -1,0 +1,105 @@
+"""A generation config's penalties, applied to each row as transformers applies them to its only one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import generation as rules
+
+from specgen.errors import SpecgenError
+from specgen.types import Context
+
+# What changes the logits and cannot be had here, with the values that mean "off".
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "guidance_scale": (None, 1, 1.0),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+}
+
+
+class PenaltyProcessor:
+    """Reshapes a session's logits, so that drafters and verifiers see the model as its makers configured it.
+
+    Row i is reshaped by the tokens that lead to it: the context and the draft's path.
+    """
+
+    def __init__(self, config: Any, eos_ids: Sequence[int], width: int, device: torch.device) -> None:
+        self._config, self._eos, self._width, self._device = config, list(eos_ids), width, device
+        self._context: Context | None = None
+
+    def __call__(
+        self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
+    ) -> torch.Tensor:
+        """Float32 rows [rows, width] for rows `start`, `start + 1`, ... of the context and the draft behind it.
+
+        `width` is the target's vocabulary: a draft's rows are cut to it, or padded with what is never chosen.
+        """
+        missing = self._width - logits.shape[-1]
+        logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        self._follow(context)
+        committed = self._ids[: len(context)]
+        rows = []
+        for row in range(start, len(tokens) + 1):
+            path: list[int] = []
+            node = row - 1
+            while node >= 0:
+                path.append(tokens[node])
+                node = parents[node]
+            ids = torch.cat((committed, torch.tensor(path[::-1], dtype=torch.long, device=self._device)))
+            rows.append(self._processors(ids[None], logits[row - start][None])[0])
+        return torch.stack(rows)
+
+    def _follow(self, context: Context) -> None:
+        """Keep the context's ids on the device, in a buffer that doubles, so that a row costs no transfer of all of them."""
+        if context is not self._context:
+            self._context, self._known = context, 0
+            self._ids = torch.empty(max(256, 2 * len(context)), dtype=torch.long, device=self._device)
+            self._processors = _processors(self._config, self._eos, context.prompt_length, self._device)
+        if len(context) > self._ids.shape[0]:
+            self._ids = torch.cat((self._ids, torch.empty_like(self._ids)))
+        new = context.ids[self._known :]
+        self._ids[self._known : len(context)] = torch.tensor(new, dtype=torch.long, device=self._device)
+        self._known = len(context)
+
+
+def asks_for_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
+    """Whether a model's generation config asks for penalties. Raises SpecgenError for those that cannot be had here."""
+    for field, off in _REFUSED.items():
+        value = getattr(config, field, None)
+        if value not in off:
+            raise SpecgenError(
+                f"{name}'s generation_config.json sets {field}={value!r}, which speculative decoding here cannot honour",
+                f"Take {field} out of that file",
+            )
+    return len(_processors(config, list(eos_ids), 0, torch.device("cpu"))) > 0
+
+
+def _processors(config: Any, eos: list[int], prompt_length: int, device: torch.device) -> Any:
+    """Transformers' own processors, in its order (`GenerationMixin._get_logits_processor`)."""
+    made = rules.LogitsProcessorList()
+    if config.sequence_bias is not None:
+        made.append(rules.SequenceBiasLogitsProcessor(config.sequence_bias))
+    if config.repetition_penalty not in (None, 1.0):
+        made.append(rules.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    if config.no_repeat_ngram_size:
+        made.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if config.bad_words_ids is not None:
+        made.append(rules.NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None))
+    if config.min_length and eos:
+        made.append(rules.MinLengthLogitsProcessor(config.min_length, eos, device=str(device)))
+    if config.min_new_tokens and eos:
+        made.append(rules.MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos, device=str(device)))
+    if config.suppress_tokens:
+        made.append(rules.SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(device)))
+    if config.begin_suppress_tokens:
+        made.append(rules.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=str(device)))
+    return made

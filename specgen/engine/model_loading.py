@@ -1,0 +1,257 @@
+"""Loading a causal language model from a folder or the Hugging Face hub, with every refusal in one clear line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from specgen.engine.hub import model_folder
+from specgen.engine.logits_processors import PenaltyProcessor, asks_for_penalties
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.selfcheck import check_rollback
+from specgen.engine.tokenizer import Tokenizer
+from specgen.errors import RunError, SpecgenError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLLED_BACK = frozenset({"full_attention", "sliding_attention", "attention"})  # kinds of layer that a cache position undoes
+NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from: a hub id or a folder. `label` is what to call it, where that is not its name."""
+
+    location: str
+    label: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.label or self.location
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model's files, looked at as far as that takes no time: what can be refused is refused before weights are read."""
+
+    source: ModelSource
+    folder: Path
+    config: Any
+    tokenizer: Tokenizer
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to decode with. `name` is what the user called it; `context_limit` counts tokens."""
+
+    name: str
+    model: Any
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    context_limit: int
+    rope_boundary: int | None
+    has_penalties: bool
+    folder: Path
+
+    def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
+        return new_runner(self.model, penalties)
+
+    def penalties_on(self, device: torch.device, width: int) -> PenaltyProcessor | None:
+        """What this model's generation config does to logits, for a session on `device`; None where it does nothing."""
+        return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), width, device) if self.has_penalties else None
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def limit_for(self, prompt_length: int) -> int:
+        """How long prompt and answer may be together. Where the rotary frequencies change with the length, one run stays on
+        one side of the change: a pass across it would mix the two, and no longer be the model's own. The last token is never
+        run, so it may lie beyond."""
+        if self.rope_boundary is not None and prompt_length <= self.rope_boundary:
+            return min(self.rope_boundary + 1, self.context_limit)
+        return self.context_limit
+
+
+def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
+    """Find a model's files, downloading them where needed, and read what is small. `announce` is told what is going on.
+
+    Raises SpecgenError for what is not there, is no decoder or cannot be rolled back.
+    """
+    announce(f"looking for {source.name}")
+    folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
+    with quiet_transformers():
+        config = _load_config(folder, source)
+        _check_decoder(config, source.name)
+        return PreparedModel(source, folder, config, _load_tokenizer(folder, source))
+
+
+def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
+    """Load the weights onto `device`. SpecgenError for damaged weights or other formats, RunError out of memory."""
+    name, config = prepared.name, prepared.config
+    announce(f"loading {name}")
+    model = load_weights(prepared.folder, prepared.source, dtype, device)
+    if getattr(type(model), "_is_stateful", False):
+        raise _recurrent(name, config.model_type)
+    eos_ids = _eos_ids(model, prepared.tokenizer)
+    limit, boundary = _context_limits(config.get_text_config())
+    has_penalties = asks_for_penalties(model.generation_config, sorted(eos_ids), name)
+    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, has_penalties, prepared.folder)
+    check_rollback(loaded.runner(), model, name)
+    return loaded
+
+
+def skeleton(prepared: PreparedModel) -> Any | None:
+    """The model without its weights, to see how it is built; None where its code cannot make one."""
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=prepared.source.trust_remote_code)
+    except Exception:  # noqa: BLE001  whatever it is, loading the model tells it better
+        return None
+
+
+def new_runner(model: Any, penalties: PenaltyProcessor | None = None) -> ModelRunner:
+    """A session of a loaded model."""
+    return ModelRunner(model, *_context_limits(model.config.get_text_config()), penalties)
+
+
+def _load_config(folder: Path, source: ModelSource) -> Any:
+    if not (folder / "config.json").is_file():
+        raise SpecgenError(
+            f"{source.name} is no Hugging Face model: it has no config.json",
+            "Name a model id or a folder made by save_pretrained",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+    except Exception as error:
+        raise _refusal(error, source.name, "configuration") from error
+
+
+def _check_decoder(config: Any, name: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if kinds - ROLLED_BACK:
+        raise _recurrent(name, ", ".join(sorted(kinds - ROLLED_BACK)))
+
+
+def _recurrent(name: str, what: str) -> SpecgenError:
+    return SpecgenError(
+        f"{name} keeps a state ({what}) that cannot be rolled back after a rejected draft",
+        "Take a model with attention in every layer",
+    )
+
+
+def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model from its folder, nothing checked but that its weights are all there. Errors as `load_model`'s."""
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        found = f" (only {others[0]})" if others else ""
+        raise SpecgenError(
+            f"{source.name} has no safetensors weights{found}",
+            "Other formats can run code when read: convert it to safetensors first",
+        )
+    try:
+        with quiet_transformers():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=source.trust_remote_code,
+                output_loading_info=True,
+            )
+        model = model.to(device).eval()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RunError(
+            f"{source.name} does not fit into the memory of {device}", "Try --dtype bfloat16 or a smaller model"
+        ) from error
+    except Exception as error:
+        raise _refusal(error, source.name, "weights") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise SpecgenError(
+            f"{source.name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it anew"
+        )
+    return model
+
+
+def _load_tokenizer(folder: Path, source: ModelSource) -> Tokenizer:
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code))
+    except Exception as error:
+        raise _refusal(error, source.name, "tokenizer") from error
+
+
+def _refusal(error: Exception, name: str, part: str) -> SpecgenError:
+    """Transformers' many exceptions as one line of ours."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return SpecgenError(
+            f"{name} brings Python code of its own",
+            "If you trust its authors with your machine, add --trust-remote-code",
+        )
+    if "Unrecognized configuration class" in text:
+        return SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model")
+    reason = shorten(text, 160, placeholder=" …") or type(error).__name__
+    return SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it anew")
+
+
+def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    for found in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_id):
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
+
+
+def _context_limits(config: Any) -> tuple[int, int | None]:
+    """The longest context, and the length at which the rotary frequencies change, where they do."""
+    limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    rope = getattr(config, "rope_parameters", None) or {}
+    parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    kinds = {entry.get("rope_type") for entry in parameters}
+    originals = [entry["original_max_position_embeddings"] for entry in parameters if "original_max_position_embeddings" in entry]
+    original = originals[0] if originals else getattr(config, "original_max_position_embeddings", None)
+    if "dynamic" in kinds:  # the frequencies move with every token beyond it
+        return original or limit, None
+    return limit, original if "longrope" in kinds else None
+
+
+def context_limit(config: Any) -> int:
+    """The longest context of a model with this config, in tokens; `NO_LIMIT` where it tells none."""
+    return _context_limits(config.get_text_config())[0]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Neither bars nor warnings of the library's own while it loads or saves: what matters is raised, or announced by us."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

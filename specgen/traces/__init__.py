@@ -1,0 +1,1 @@
+"""Trace files: writing, reading, summaries and statistics."""

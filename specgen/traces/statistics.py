@@ -1,0 +1,370 @@
+"""What happened in a run, as figures: entropy against acceptance, the bounds of acceptance, the bandit's belief. No torch.
+
+`drafted` tokens are those of the rounds; a token was *judged* where its fate is accepted or rejected. Entropies are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from specgen.traces.summary import Summary
+from specgen.traces.trace_reader import TracedRound, TracedRun
+from specgen.types import Round, TokenStatus
+
+EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # nats; the same for every trace, so that two can be compared
+AUTHORS_C = 0.15  # SVIP's constant where a run has none of its own
+_Z95 = 1.959964
+_Z90 = 1.644854
+_FATES = tuple(TokenStatus)
+
+
+class DraftedTokens:
+    """Every drafted token with an entropy, in arrays of the same length: a long trace takes little room.
+
+    `overlaps` (the sum of min(p, q)) and `divergences` (KL(q||p)) are NaN where they were not recorded.
+    """
+
+    def __init__(self) -> None:
+        self.entropies, self.overlaps, self.divergences = array("d"), array("d"), array("d")
+        self._fates = bytearray()
+        self.asked = False  # both distributions were to be recorded, whatever came of it
+
+    def __len__(self) -> int:
+        return len(self.entropies)
+
+    def add(self, traced: TracedRound) -> None:
+        entropies = traced.round.draft.entropies
+        count = len(entropies)
+        if not count:
+            return
+        self.asked |= bool(traced.overlap)
+        self.entropies.extend(entropies)
+        self.overlaps.extend(traced.overlap or [math.nan] * count)
+        self.divergences.extend(traced.kl or [math.nan] * count)
+        self._fates.extend(_FATES.index(status) for status in traced.round.statuses)
+
+    def status(self, position: int) -> TokenStatus:
+        return _FATES[self._fates[position]]
+
+    def recorded(self) -> Iterator[int]:
+        """The places of the tokens with both distributions' figures."""
+        for position in range(len(self)):
+            if not (
+                math.isnan(self.overlaps[position])
+                or math.isnan(self.divergences[position])
+                or math.isnan(self.entropies[position])
+            ):
+                yield position
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """The judged tokens whose draft had an entropy in [low, high): how many stood, with Wilson's 95 % interval."""
+
+    low: float
+    high: float
+    judged: int
+    accepted: int
+    mean_entropy: float
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.judged
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        n, p, z = self.judged, self.rate, _Z95
+        centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundsBin:
+    """Medians over the tokens with an entropy in [low, high): the true acceptance probability and its three lower bounds."""
+
+    low: float
+    high: float
+    count: int
+    entropy: float
+    overlap: float
+    pinsker: float
+    bretagnolle_huber: float
+    estimate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """SVIP's Figures 3 and 4 in numbers. `below_estimate` is the share of tokens whose true acceptance probability lies below
+    `1 - sqrt(c H)`, which is no bound; `ratio` the median of H(q,p) / H(q), and `measured_c` what c would follow from it."""
+
+    count: int
+    c: float
+    below_estimate: float
+    ratio: float | None
+    measured_c: float | None
+    by_entropy: tuple[BoundsBin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """What a bandit believed of the acceptance rate behind round `index`: the mean and the central 90 % of its posterior."""
+
+    index: int
+    mean: float
+    low: float
+    high: float
+
+
+def pinsker(divergence: float) -> float:
+    """1 - sqrt(KL(q||p) / 2), the cross-entropy less the entropy being the divergence (SVIP Eq. 5), clipped at 0."""
+    return max(0.0, 1 - math.sqrt(max(divergence, 0.0) / 2))
+
+
+def bretagnolle_huber(divergence: float) -> float:
+    """1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Appendix B)."""
+    return max(0.0, 1 - math.sqrt(-math.expm1(-max(divergence, 0.0))))
+
+
+def estimate(entropy: float, c: float) -> float:
+    """1 - sqrt(c H(q)), what SVIP stops by (Eq. 6), clipped at 0. No bound: it supposes a ratio of cross-entropy to entropy."""
+    return max(0.0, 1 - math.sqrt(max(c * entropy, 0.0)))
+
+
+class TraceStatistics:
+    """The figures of one run, or of several of one method. `c` is SVIP's constant of the first that has one."""
+
+    def __init__(self, method: str) -> None:
+        self.summary = Summary(method)
+        self.tokens = DraftedTokens()
+        self.runs = 0
+        self.drafts = 0  # rounds with a draft
+        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round behind a prompt, run after run
+        self.branches = False  # drafts are trees, or several at once: their tokens are nodes
+        self.prompt_tokens = 0
+        self.speeds: list[float] = []  # tokens a second, run by run
+        self._c: float | None = None
+
+    @property
+    def c(self) -> float:
+        return AUTHORS_C if self._c is None else self._c
+
+    def add(self, run: TracedRun) -> None:
+        self.runs += 1
+        self.prompt_tokens += len(run.start["prompt_ids"])
+        self._c = self._c if self._c is not None else setting(run, "c")
+        tokens, seconds = self.summary.new_tokens, self.summary.seconds
+        for traced in run.rounds:
+            self.summary.add(traced.round)
+            self._add_lengths(traced.round)
+            self.tokens.add(traced)
+        if not run.rounds and run.summary is not None:  # another program's: all that is known stands in its summary
+            self.summary.token_ids += run.summary["token_ids"]
+            self.summary.rounds += known_number(run.summary, "target_passes")
+            self.summary.drafted += known_number(run.summary, "drafted")
+            self.summary.accepted += known_number(run.summary, "accepted")
+            self.drafts += known_number(run.summary, "drafts")
+            self.summary.phase_seconds["other"] += known_number(run.summary, "seconds")
+        if self.summary.seconds > seconds:
+            self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
+
+    def _add_lengths(self, round_: Round) -> None:
+        draft = round_.draft
+        self.drafts += bool(draft.tokens)
+        self.branches |= any(parent != node - 1 for node, parent in enumerate(draft.parents))
+        if round_.index:
+            self.lengths.append(len(draft.tokens))
+            self.accepted_lengths.append(len(round_.verdict.path))
+
+    @property
+    def mean_draft_length(self) -> float | None:
+        """Over the rounds that drafted."""
+        return self.summary.drafted / self.drafts if self.drafts else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        return self.summary.accepted / self.drafts if self.drafts else None
+
+    def acceptance_by_entropy(self) -> list[Bin]:
+        """SVIP Figure 2: how often the target accepted, by the draft's entropy. Bins that hold no judged token are left out."""
+        found: dict[int, list[float]] = {}
+        accepted: dict[int, int] = {}
+        for position, entropy in enumerate(self.tokens.entropies):
+            if self.tokens.status(position) is not TokenStatus.DISCARDED and not math.isnan(entropy):
+                at = _bin(entropy)
+                found.setdefault(at, []).append(entropy)
+                accepted[at] = accepted.get(at, 0) + (self.tokens.status(position) is TokenStatus.ACCEPTED)
+        return [Bin(EDGES[at], EDGES[at + 1], len(found[at]), accepted[at], fmean(found[at])) for at in sorted(found)]
+
+    def bounds(self) -> Bounds | None:
+        """None where the trace holds no token with both distributions' figures."""
+        tokens, positions = self.tokens, list(self.tokens.recorded())
+        if not positions:
+            return None
+        by_bin: dict[int, list[int]] = {}
+        for position in positions:
+            by_bin.setdefault(_bin(tokens.entropies[position]), []).append(position)
+        below = sum(tokens.overlaps[position] < estimate(tokens.entropies[position], self.c) for position in positions)
+        # where the draft is all but certain the ratio is noise over noise
+        ratios = [
+            1 + tokens.divergences[position] / tokens.entropies[position]
+            for position in positions
+            if tokens.entropies[position] > 0.01
+        ]
+        ratio = median(ratios) if ratios else None
+        return Bounds(
+            len(positions),
+            self.c,
+            below / len(positions),
+            ratio,
+            None if ratio is None else (ratio - 1) / 2,
+            tuple(self._bounds_bin(at, by_bin[at]) for at in sorted(by_bin)),
+        )
+
+    def _bounds_bin(self, at: int, positions: Sequence[int]) -> BoundsBin:
+        tokens = self.tokens
+        divergences = [tokens.divergences[position] for position in positions]
+        entropies = [tokens.entropies[position] for position in positions]
+        return BoundsBin(
+            EDGES[at],
+            EDGES[at + 1],
+            len(positions),
+            median(entropies),
+            median(tokens.overlaps[position] for position in positions),
+            median(map(pinsker, divergences)),
+            median(map(bretagnolle_huber, divergences)),
+            median(estimate(entropy, self.c) for entropy in entropies),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as `inspect --json` gives them: a cut run's too, computed from its rounds."""
+        figures = self.summary.as_dict("", "")
+        for name in ("text", "token_ids", "finish_reason"):
+            del figures[name]
+        bounds = self.bounds()
+        return {
+            **figures,
+            "mean_draft_length": self.mean_draft_length,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
+            "bounds": None if bounds is None else _bounds_dict(bounds),
+        }
+
+
+def setting(run: TracedRun, name: str) -> float | None:
+    """A number among the run's settings; None where there is none of that name."""
+    value = run.start["settings"].get(name)
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def known_number(line: Mapping[str, Any], name: str) -> Any:
+    """A number of a line that is not checked for it; 0 where there is none."""
+    value = line.get(name)
+    return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
+
+
+def _bin(entropy: float) -> int:
+    return next(position for position in range(len(EDGES) - 1) if entropy < EDGES[position + 1] or position == len(EDGES) - 2)
+
+
+def _bin_dict(found: Bin) -> dict[str, Any]:
+    low, high = found.interval
+    return {
+        "low": found.low,
+        "high": found.high if math.isfinite(found.high) else None,
+        "judged": found.judged,
+        "accepted": found.accepted,
+        "rate": found.rate,
+        "rate_low": low,
+        "rate_high": high,
+    }
+
+
+def _bounds_dict(bounds: Bounds) -> dict[str, Any]:
+    return {
+        "tokens": bounds.count,
+        "c": bounds.c,
+        "below_estimate": bounds.below_estimate,
+        "entropy_ratio": bounds.ratio,
+        "measured_c": bounds.measured_c,
+        "by_entropy": [
+            {
+                "low": found.low,
+                "high": found.high if math.isfinite(found.high) else None,
+                "tokens": found.count,
+                "entropy": found.entropy,
+                "acceptance": found.overlap,
+                "pinsker": found.pinsker,
+                "bretagnolle_huber": found.bretagnolle_huber,
+                "estimate": found.estimate,
+            }
+            for found in bounds.by_entropy
+        ],
+    }
+
+
+def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
+    """The bandit's posterior behind at most `most` rounds, the last one among them. Empty where no policy told of one."""
+    known = [round_ for round_ in rounds if _has_posterior(round_)]
+    step = max(1, math.ceil(len(known) / most))
+    return [_belief(round_) for round_ in known[(len(known) - 1) % step :: step]]
+
+
+def _has_posterior(round_: Round) -> bool:
+    """Beta-TS tells the two parameters of its Beta distribution, Cali-TS mean and deviation of its normal one."""
+    state = round_.policy_state or {}
+    return (state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0) or _is_normal(state)
+
+
+def _is_normal(state: Mapping[str, float]) -> bool:
+    return 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0
+
+
+def _belief(round_: Round) -> Posterior:
+    state = round_.policy_state or {}
+    if _is_normal(state):  # theta is clipped to [0, 1] when it is drawn
+        mean, half = state["mean"], _Z90 * state["deviation"]
+        return Posterior(round_.index, mean, max(mean - half, 0.0), min(mean + half, 1.0))
+    alpha, beta = state["alpha"], state["beta"]
+    return Posterior(round_.index, alpha / (alpha + beta), beta_quantile(alpha, beta, 0.05), beta_quantile(alpha, beta, 0.95))
+
+
+def beta_quantile(alpha: float, beta: float, share: float) -> float:
+    """The value below which Beta(alpha, beta) lies with probability `share`, by bisection; exact to 1e-6."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        if _beta_below(alpha, beta, middle) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _beta_below(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (Lentz's method)."""
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    if x < (a + 1) / (a + b + 2):
+        return front * _beta_fraction(a, b, x) / a
+    return 1 - front * _beta_fraction(b, a, 1 - x) / b
+
+
+def _beta_fraction(a: float, b: float, x: float) -> float:
+    tiny = 1e-300
+    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
+    value = d
+    for m in range(1, 400):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            c = (1 + term / c) or tiny
+            d = 1 / ((1 + term * d) or tiny)
+            value *= c * d
+        if abs(c * d - 1) < 1e-10:
+            break
+    return value

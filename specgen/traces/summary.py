@@ -1,0 +1,155 @@
+"""Rounds folded into figures. Metrics are defined once, here; imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from specgen.energy import Energy
+from specgen.types import PHASES, Round
+
+
+class Summary:
+    """Counts over one run or several. Rates are fractions, None where nothing was drafted."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.token_ids: list[int] = []
+        self.rounds = 0
+        self.drafts = 0  # rounds with a draft
+        self.drafted = 0
+        self.accepted = 0
+        self.rejections = 0
+        self.parallel = False  # rounds were drafted beside the target's passes, as PEARL does
+        self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.log_likelihood: float | None = None
+        self.energy: Energy | None = None
+        self.unsplit_seconds = 0.0  # of runs that tell no phases: not ours
+
+    def add(self, round_: Round) -> None:
+        self.rounds += 1
+        self.token_ids += round_.token_ids
+        self.drafts += bool(round_.draft.tokens)
+        self.drafted += len(round_.draft.tokens)
+        self.accepted += len(round_.verdict.path)
+        self.rejections += round_.verdict.source == "correction"
+        self.parallel |= round_.mode in ("pre-verify", "post-verify")
+        for phase, seconds in round_.seconds.items():
+            self.phase_seconds[phase] += seconds
+
+    def add_log_likelihood(self, nats: float) -> None:
+        """That of one run's output under the target at temperature 1; once for each run, or the perplexity means nothing."""
+        self.log_likelihood = nats + (self.log_likelihood or 0.0)
+
+    def add_energy(self, energy: Energy) -> None:
+        """What one run took; likewise."""
+        self.energy = energy if self.energy is None else self.energy + energy
+
+    def include(self, line: Mapping[str, Any]) -> None:
+        """Count a whole run by its summary line, which in a comparison has `drafts` too."""
+        self.rounds += line["rounds"]
+        self.token_ids += line["token_ids"]
+        self.drafts += line["drafts"]
+        self.drafted += line["drafted"]
+        self.accepted += line["accepted"]
+        self.rejections += line.get("rejections", 0)
+        if line["phase_seconds"] is None:
+            self.unsplit_seconds += line["seconds"]
+        else:
+            for phase, seconds in line["phase_seconds"].items():
+                self.phase_seconds[phase] += seconds
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def target_passes(self) -> int:
+        """Each round has one pass of the target, the prefill too."""
+        return self.rounds
+
+    @property
+    def seconds(self) -> float:
+        """Time spent decoding, prefill included; what a consumer did between rounds is not in it."""
+        return sum(self.phase_seconds.values()) + self.unsplit_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.new_tokens / self.seconds if self.seconds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted of drafted (EESD Eq. 11)."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def draft_share(self) -> float | None:
+        """Accepted draft tokens of all generated ones (EESD Eq. 12)."""
+        return self.accepted / self.new_tokens if self.drafted and self.new_tokens else None
+
+    @property
+    def harmonic_mean(self) -> float | None:
+        rate, share = self.acceptance_rate, self.draft_share
+        if rate is None or share is None:
+            return None
+        return 2 * rate * share / (rate + share) if rate + share else 0.0
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Generated tokens a target pass: 1 for plain decoding."""
+        return self.new_tokens / self.target_passes if self.target_passes else None
+
+    @property
+    def mean_accepted_run(self) -> float | None:
+        """Accepted draft tokens a rejection: how far the draft gets until it is refused, over as many rounds as that takes
+        (PEARL, Table 4). Not to be mistaken for block efficiency. None where nothing was refused."""
+        return self.accepted / self.rejections if self.rejections else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-likelihood of the generated tokens; None where it was not measured or is no number."""
+        if self.log_likelihood is None or not self.new_tokens:
+            return None
+        mean = -self.log_likelihood / self.new_tokens
+        return math.exp(mean) if mean < 700 else None
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Above idle; None where there is no counter."""
+        if self.energy is None or self.energy.joules is None or not self.new_tokens:
+            return None
+        return self.energy.joules / self.new_tokens
+
+    @property
+    def mean_draft_length(self) -> float | None:
+        """Drafted tokens a draft; rounds without one do not count."""
+        return self.drafted / self.drafts if self.drafts else None
+
+    def share_of_time(self, phase: str) -> float:
+        return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
+
+    def as_dict(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """The summary line of a trace (its keys are a promise), less its `type`."""
+        return {
+            "method": self.method,
+            "text": text,
+            "token_ids": self.token_ids,
+            "new_tokens": self.new_tokens,
+            "finish_reason": finish_reason,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "rounds": self.rounds,
+            "target_passes": self.target_passes,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "draft_share": self.draft_share,
+            "harmonic_mean": self.harmonic_mean,
+            "block_efficiency": self.block_efficiency,
+            "mean_accepted_run": self.mean_accepted_run,
+            "perplexity": self.perplexity,
+            "joules_per_token": self.joules_per_token,
+            "energy": None if self.energy is None else self.energy.as_dict(),
+            "phase_seconds": dict(self.phase_seconds),
+        }

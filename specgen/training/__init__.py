@@ -1,0 +1,1 @@
+"""Training of what drafts: exit layers, predictors and distilled draft models."""

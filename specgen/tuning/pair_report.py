@@ -1,0 +1,184 @@
+"""What can be said of a pair before it is run: plain facts, as the report and the JSON line hold them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specgen.errors import SpecgenError
+from specgen.methods import METHODS, Method
+from specgen.speedup_model import ACCEPTANCES, SpeedupModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model by its files. `weight_bytes` and `cache_bytes` (a token's keys and values) are at the dtype that it would run in;
+    `context_limit` is None where the model tells none."""
+
+    name: str
+    family: str
+    parameters: int
+    layers: int
+    hidden: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    cache_bytes: int
+    context_limit: int | None
+    table_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A place where two tokenizers differ: a token id with the text that each has for it, None where it has none."""
+
+    token_id: int
+    target: str | None
+    draft: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """Two tokenizers compared. `refusal` says why the pair cannot be used, None where it can. `probe` is a text that they cut
+    differently, with the ids of both, though their tables fit; None where all probes agree."""
+
+    target_size: int
+    draft_size: int
+    shared: int
+    differences: tuple[Difference, ...]
+    refusal: str | None
+    probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether a method can run on this pair, else why not and what to do."""
+
+    ready: bool
+    why: str = ""
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ready": self.ready, "why": self.why, "cure": self.hint}  # the keys' names are promised
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport:
+    """All of it. `free_bytes` is the target's device's, None where the system does not tell; `payoff` is there once measured."""
+
+    target: ModelFacts
+    draft: ModelFacts | None
+    tokenizers: TokenizerFacts | None
+    free_bytes: int | None
+    methods: Mapping[str, Readiness]
+    payoff: SpeedupModel | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.target.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
+
+    @property
+    def context_limit(self) -> int | None:
+        """As long as a run can get: the target's. Where the draft's is shorter, drafting ends there."""
+        return self.target.context_limit
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Keys and values of both models at their full contexts; None where the target knows no end."""
+        if self.context_limit is None:
+            return None
+        draft = (
+            self.draft.cache_bytes * min(self.draft.context_limit or self.context_limit, self.context_limit) if self.draft else 0
+        )
+        return self.target.cache_bytes * self.context_limit + draft
+
+    def as_dict(self) -> dict[str, Any]:
+        """The line of `inspect --json`, less its type."""
+        return {
+            "target": asdict(self.target),
+            "draft": None if self.draft is None else asdict(self.draft),
+            "tokenizers": None if self.tokenizers is None else asdict(self.tokenizers),
+            "weight_bytes": self.weight_bytes,
+            "cache_bytes": self.cache_bytes,
+            "free_bytes": self.free_bytes,
+            "methods": {name: readiness.as_dict() for name, readiness in self.methods.items()},
+            "measured": None if self.payoff is None else _measured(self.payoff),
+        }
+
+
+def _measured(payoff: SpeedupModel) -> dict[str, Any]:
+    return {
+        "context_length": payoff.context_length,
+        "target_seconds": {str(width): seconds for width, seconds in payoff.target_seconds.items()},
+        "draft_seconds": payoff.draft_seconds or None,
+        "cost_ratio": payoff.cost_ratio,
+        "pearl_window": payoff.window,
+        "pays_from": {str(k): payoff.pays_from(k) for k in payoff.draft_lengths},
+        "expected": [
+            {"acceptance": chance, "draft_length": k, "speedup": gain}
+            for chance, (k, gain) in ((chance, payoff.best(chance)) for chance in ACCEPTANCES)
+        ],
+    }
+
+
+def readiness(
+    method: Method,
+    *,
+    has_draft: bool,
+    refusal: str | None,
+    no_exit: tuple[str, str] | None,
+    unlike_llama: str | None = None,
+) -> Readiness:
+    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run.
+
+    `no_exit` says why there is no exit layer, and the way to one; `unlike_llama` is the target's family where its layers cannot
+    be run one by one.
+    """
+    if method.splits_target and unlike_llama is not None:
+        why = f"needs a model built as Llama is, and {unlike_llama} is not"
+        return Readiness(False, why, "take a draft model, or lookup")
+    if method.needs_exit_layer and no_exit is not None:
+        return Readiness(False, *no_exit)
+    if not method.needs_draft_model:
+        return Readiness(True, "needs no draft model")
+    if not has_draft:
+        return Readiness(False, "no draft model", "name one with --draft")
+    if refusal is not None:
+        return Readiness(False, "the tokenizers differ", "take a draft of the target's family")
+    return Readiness(True)
+
+
+def all_methods(
+    *, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None, unlike_llama: str | None = None
+) -> dict[str, Readiness]:
+    """Of every method, what `readiness` says."""
+    return {
+        name: readiness(method, has_draft=has_draft, refusal=refusal, no_exit=no_exit, unlike_llama=unlike_llama)
+        for name, method in METHODS.items()
+    }
+
+
+def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:
+    """With what a loaded pair refused when a run with the method was planned."""
+    return {
+        name: Readiness(False, refused[name].message, refused[name].hint) if name in refused and entry.ready else entry
+        for name, entry in found.items()
+    }
+
+
+def first_differences(target: Mapping[str, int], draft: Mapping[str, int], most: int = 5) -> tuple[int, tuple[Difference, ...]]:
+    """How many tokens have the same id in both, and the first ids whose tokens differ. A table may lack ids."""
+    ours, theirs = ({id_: token for token, id_ in table.items()} for table in (target, draft))
+    shared = sum(theirs.get(id_) == token for id_, token in ours.items())
+    differing = (id_ for id_ in sorted(ours.keys() | theirs.keys()) if ours.get(id_) != theirs.get(id_))
+    found = [Difference(id_, ours.get(id_), theirs.get(id_)) for id_, _ in zip(differing, range(most), strict=False)]
+    return shared, tuple(found)
+
+
+PROBES: Sequence[str] = (
+    "def add(a, b):\n    return a + b\n",
+    "Where is Oslo? It's in Norway, 59.9° N.",
+    "  two spaces,\ttabs\r\nand “quotes” – naïve café",
+    "数学は楽しい 🙂 1234567890",
+)

@@ -1,0 +1,121 @@
+"""The answer as it comes: each round's text in one write, the draft's tokens apart from the target's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.types import Round
+from specgen.ui.sanitize import streamed
+
+
+class Detokenizer(Protocol):
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text and who proposed it."""
+
+    text: str
+    drafted: bool
+
+
+class AnswerText:
+    """Rounds to pieces of text. Holds back what may yet turn out to be a stop string, and ends before one."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._held: list[Piece] = []
+        self._ended = False
+        self.text = ""
+
+    def add(self, round_: Round) -> list[Piece]:
+        """What can be shown after this round."""
+        accepted = len(round_.verdict.path)
+        for position, token in enumerate(round_.token_ids):
+            self._held.append(Piece(self._detokenizer.push(token), drafted=position < accepted))
+        return self._release(self._safe_length())
+
+    def finish(self) -> list[Piece]:
+        """What was held back until now."""
+        self._held.append(Piece(self._detokenizer.flush(), drafted=False))
+        self._safe_length()
+        return self._release(sum(len(piece.text) for piece in self._held))
+
+    def _safe_length(self) -> int:
+        """How much of the held text is certain to be part of the answer; cuts it where a stop string begins."""
+        held = "".join(piece.text for piece in self._held)
+        if self._ended:
+            held = ""
+        starts = [held.index(text) for text in self._stop if text in held]
+        if starts:
+            self._ended = True
+            held = held[: min(starts)]
+        self._held = _cut(self._held, len(held))[0]
+        if self._ended:
+            return len(held)
+        return len(held) - max((_overlap(held, text) for text in self._stop), default=0)
+
+    def _release(self, length: int) -> list[Piece]:
+        released, self._held = _cut(self._held, length)
+        self.text += "".join(piece.text for piece in released)
+        return released
+
+
+def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces that make up the first `length` characters, and those behind them."""
+    front: list[Piece] = []
+    back: list[Piece] = []
+    for piece in pieces:
+        taken = min(length, len(piece.text))
+        front.append(Piece(piece.text[:taken], piece.drafted))
+        back.append(Piece(piece.text[taken:], piece.drafted))
+        length -= taken
+    return [piece for piece in front if piece.text], [piece for piece in back if piece.text]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class AnswerView:
+    """Writes pieces to standard output: coloured and made safe on a terminal, as they are into a pipe."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._at_line_start = True
+        self._begun = False
+
+    def show(self, pieces: Sequence[Piece]) -> None:
+        text = "".join(piece.text for piece in pieces)
+        if not text:
+            return
+        self._at_line_start = text.endswith("\n")
+        if not (self._console.is_terminal or sys.stdout.isatty()):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        styled = Text()
+        for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
+            shown = streamed("".join(piece.text for piece in group))
+            if not self._begun and not styled:
+                shown = shown.removeprefix(" ")  # what parts the first word from the prompt, which is not shown
+            styled.append(shown, "token.accepted" if drafted else "token.target")
+        self._begun = True
+        self._console.print(styled, end="")
+
+    def end(self) -> None:
+        """Finish the last line."""
+        if not self._at_line_start:
+            self.show([Piece("\n", drafted=False)])

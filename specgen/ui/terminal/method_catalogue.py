@@ -1,0 +1,56 @@
+"""A method described for people: what it is, where it comes from, what can be set."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.methods import FEEDS, POLICIES, Method, known_settings
+
+
+def _fitting(method: Method) -> list[str]:
+    """The policies that its drafter can feed."""
+    return [name for name, policy in POLICIES.items() if policy.signals <= FEEDS[method.drafter]]
+
+
+def method_line(method: Method) -> dict[str, Any]:
+    """The same for `--json`. Bounds are null where there are none."""
+    settings = {
+        name: {
+            "default": setting.default,
+            "help": setting.help,
+            "low": setting.low if math.isfinite(setting.low) else None,
+            "high": setting.high if math.isfinite(setting.high) else None,
+            "choices": list(setting.choices),
+        }
+        for name, setting in known_settings(method, method.policy).items()
+    }
+    return {
+        "type": "method",
+        "name": method.name,
+        "paper": method.paper,
+        "lossless": method.lossless,
+        "needs_draft_model": method.needs_draft_model,
+        "needs_exit_layer": method.needs_exit_layer,
+        "policy": method.policy,
+        "policies": _fitting(method) if method.any_policy else [],
+        "settings": settings,
+    }
+
+
+def method_card(console: Console, method: Method) -> None:
+    """Name, paper and whether it is lossless; a line a setting, with its default."""
+    head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
+    head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
+    if method.needs_draft_model:
+        head.append("  needs a draft model", "quiet")
+    console.print(head)
+    if method.any_policy:
+        fitting = ", ".join(_fitting(method))
+        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {fitting}, with its settings", "quiet"))
+    for name, setting in known_settings(method, method.policy).items():
+        default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))

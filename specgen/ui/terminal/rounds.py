@@ -1,0 +1,166 @@
+"""One line a round, as in EESD's Figure 6: what was drafted, what stood, what the target said instead, what ended the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.types import Round, TokenStatus
+from specgen.ui.sanitize import inline
+
+LEAD = 12  # columns before a round's text: its number and how many were kept
+MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's rounds, in a column of their own
+MODE = 6  # its columns
+NARROW = 80  # below this the reason follows the text
+Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
+_STYLES: Mapping[Kind, str] = {
+    "accepted": "token.accepted",
+    "rejected": "token.rejected",
+    "discarded": "token.discarded",
+    "own": "token.target",
+    "cross": "mark.rejected",
+    "mark": "mark",
+    "space": "none",
+}
+_MARKS = {"correction": "→", "bonus": "⊕"}
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a round's line and what it is: tokens by their fate, the target's own, the marks between them."""
+
+    text: str
+    kind: Kind
+
+
+def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+    """A round's line: the draft by fate, `✗` before the first refused token, then the target's own behind its mark.
+
+    `shown` is the text of token ids on one line. Of a tree the accepted path stands, `²` behind a token that was the second
+    candidate of its place, and the refused candidates as `a|b`; its other branches are left out.
+    """
+    is_chain = all(parent == node - 1 for node, parent in enumerate(round_.draft.parents))
+    line = _chain(round_, shown) if is_chain else _tree(round_, shown)
+    if line:
+        line[0] = Part(line[0].text.removeprefix(" "), line[0].kind)
+        line = line if line[0].text else line[1:]
+    if round_.verdict.token is not None:
+        own = shown([round_.verdict.token])
+        if round_.verdict.source is None:
+            line.append(Part(own.removeprefix(" "), "own"))
+        else:
+            line += [Part(" ", "space"), Part(_MARKS[round_.verdict.source], "mark"), Part(own, "own")]
+    return line
+
+
+def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+    line: list[Part] = []
+    statuses = zip(round_.draft.tokens, round_.statuses, strict=True)
+    for status, group in groupby(statuses, key=lambda entry: entry[1]):
+        text = shown([token for token, _ in group])
+        if status is TokenStatus.REJECTED:
+            line += [Part(" " * (text[:1] == " "), "space"), Part("✗", "cross")]
+            text = text.removeprefix(" ")
+        line.append(Part(text, status.value))
+    return line
+
+
+def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+    draft = round_.draft
+    line: list[Part] = []
+    for node in round_.verdict.path:
+        siblings = [other for other, parent in enumerate(draft.parents) if parent == draft.parents[node]]
+        rank = siblings.index(node) + 1
+        line.append(Part(shown([draft.tokens[node]]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
+    refused = [draft.tokens[node] for node, status in enumerate(round_.statuses) if status is TokenStatus.REJECTED]
+    if refused:
+        line += [Part(" ", "space"), Part("✗", "cross")]
+        line.append(Part("|".join(shown([token]).removeprefix(" ") for token in refused), "rejected"))
+    return line
+
+
+class RoundsView:
+    """`text_of` turns ids into text for display. `parallel` rounds are PEARL's, `window` a line that says how it was found;
+    `branches` where drafts are trees, of which the legend says how they stand."""
+
+    def __init__(
+        self,
+        console: Console,
+        text_of: Callable[[Sequence[int]], str],
+        eos_ids: Collection[int],
+        prompt_length: int,
+        *,
+        parallel: bool = False,
+        window: str = "",
+        branches: bool = False,
+    ) -> None:
+        self._console, self._text_of, self._eos_ids, self._prompt_length = console, text_of, eos_ids, prompt_length
+        self._parallel, self._window, self._branches = parallel, window, branches
+        self._lead = LEAD + MODE * parallel
+
+    def legend(self) -> None:
+        line = Text()
+        line.append("accepted", "token.accepted").append("   ")
+        line.append("✗", "mark.rejected").append("rejected", "token.rejected").append("   ")
+        line.append("discarded", "token.discarded").append("   ")
+        line.append("→", "mark").append("correction", "token.target").append("   ")
+        line.append("⊕", "mark").append("bonus", "token.target")
+        key = Text("3/5 accepted of drafted", "quiet")
+        if line.cell_len + 3 + key.cell_len <= self._console.width:
+            self._console.print(line.append("   ").append_text(key))
+        else:
+            self._print_wrapped(line)
+            self._print_wrapped(key)
+        if self._branches:
+            self._print_wrapped(Text("a|b: candidates of one place   ²: the second of them was right", "quiet"))
+        if self._parallel:
+            ahead = "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
+            for told in filter(None, (ahead, self._window)):
+                self._print_wrapped(Text(told, "quiet"))
+
+    def _print_wrapped(self, line: Text) -> None:
+        for part in line.wrap(self._console, self._console.width):
+            part.rstrip()
+            self._console.print(part)
+
+    def show(self, round_: Round) -> None:
+        drafted = len(round_.draft.tokens)
+        kept = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
+        text = self._tokens(round_)
+        reason = Text(self._reason(round_), "quiet")
+        width = self._console.width
+        column = width - self._lead
+        if width >= NARROW:
+            column -= len(reason) + 2
+        else:
+            text.append("  ").append_text(reason)
+        lines = text.wrap(self._console, max(column, 20))
+        lines[0].rstrip()
+        mode = f"  {MODES.get(round_.mode, ''):<{MODE - 2}}" if self._parallel else ""
+        row = Text().append(f"{round_.index:>3}{mode}{kept:>7}  ", "quiet").append_text(lines[0])
+        if width >= NARROW and reason:
+            row.append(" " * (width - row.cell_len - reason.cell_len)).append_text(reason)
+        for line in lines[1:]:
+            line.rstrip()
+            row.append("\n" + " " * self._lead).append_text(line)
+        self._console.print(row)
+
+    def _reason(self, round_: Round) -> str:
+        if round_.mode == "prefill":
+            return f"prompt, {self._prompt_length:,} token{'s' * (self._prompt_length != 1)}"
+        return round_.draft.stop_reason or ""
+
+    def _tokens(self, round_: Round) -> Text:
+        """The draft's tokens by fate, then the target's own."""
+        return Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
+
+    def _shown(self, tokens: Sequence[int]) -> str:
+        if tokens and tokens[-1] in self._eos_ids:
+            return (self._shown(tokens[:-1]) if tokens[:-1] else "") + "<eos>"
+        return inline(self._text_of(tokens))

@@ -1,0 +1,230 @@
+"""`inspect` in a terminal: a run's figures as compact charts of text, at any width from 40 columns on, several side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
+from specgen.types import Round
+from specgen.ui.html.trace_page import ENDED, LOSSY, Shown
+from specgen.ui.sanitize import draft_length, inline
+from specgen.ui.terminal.rounds import MODES, RoundsView
+
+NARROWEST = 44  # columns that a run needs beside another
+_GAP = 4
+_EIGHTHS = "▁▂▃▄▅▆▇█"
+_PHASES = (
+    ("prompt", "prefill"),
+    ("drafting", "draft"),
+    ("verifying", "verify"),
+    ("sampling", "sample"),
+    ("other", "other"),
+)
+
+
+def show(console: Console, shown: Sequence[Shown], most_rounds: int | None) -> None:
+    """All that the traces tell. `most_rounds` is how many to show of each run: 40 of one, none of several by default."""
+    limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
+    for entry in shown:
+        if limit and entry.run.rounds:
+            _show_rounds(console, entry, limit, is_only=len(shown) == 1)
+    if len(shown) > 1:
+        for line in _table(shown, console.width):
+            console.print(line)
+    columns = max(1, min(len(shown), (console.width + _GAP) // (NARROWEST + _GAP)))
+    width = min((console.width + _GAP) // columns - _GAP, 100)
+    for start in range(0, len(shown), columns):
+        blocks = [list(block(entry, width)) for entry in shown[start : start + columns]]
+        for row in zip_longest(*blocks, fillvalue=Text()):
+            console.print(_beside(row, width))
+
+
+def _beside(cells: Sequence[Text], width: int) -> Text:
+    line = Text()
+    for cell in cells[:-1]:
+        line.append_text(cell).append(" " * (width - cell.cell_len + _GAP))
+    line.append_text(cells[-1])
+    line.rstrip()
+    return line
+
+
+def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -> None:
+    run, texts = entry.run, entry.run.texts()
+    if not is_only:
+        console.print(Text(entry.label, "strong"))
+    ended = {run.rounds[-1].round.token_ids[-1]} if run.finish_reason == "eos" and run.rounds[-1].round.token_ids else set()
+
+    def text_of(ids: Sequence[int]) -> str:
+        return "".join(texts[token] for token in ids)
+
+    parallel = any(traced.round.mode in MODES for traced in run.rounds)
+    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel, branches=entry.anatomy.branches)
+    view.legend()
+    for traced in run.rounds[:limit]:
+        view.show(traced.round)
+    if len(run.rounds) > limit:
+        rest = len(run.rounds) - limit
+        console.print(Text(f"and {rest:,} more round{'s' * (rest != 1)}: --rounds {len(run.rounds)}", "quiet"))
+    console.print()
+
+
+def block(entry: Shown, width: int) -> Iterator[Text]:
+    """One method's figures over all its runs, and the shown run's course, in lines of at most `width` columns."""
+    anatomy, run = entry.anatomy, entry.run
+    summary = anatomy.summary
+    yield from _wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
+    for note in run.notes:
+        yield from _wrapped(Text().append("note: ", "bad").append(note), width)
+    yield from _wrapped(Text("  ").join(_figures(anatomy)), width)
+    if run.finish_reason is not None and anatomy.runs == 1:
+        yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
+    yield Text()
+    if summary.seconds:
+        yield from _titled("where the time went", f"{summary.seconds:.3g} s", width)
+        for name, phase in _PHASES:
+            if share := summary.share_of_time(phase):
+                yield _bar(f"{name:<10}", share, f"{share:>4.0%}", width, "bar" if phase != "draft" else "token.accepted")
+        yield Text()
+    rounds = [traced.round for traced in run.rounds]
+    if summary.drafted:
+        yield from _lengths(anatomy, width)
+    if bins := anatomy.acceptance_by_entropy():
+        yield from _by_entropy(bins, width)
+    if bounds := anatomy.bounds():
+        yield from _bounds(bounds, width)
+    yield from _posterior(rounds, width)
+
+
+def _where(entry: Shown) -> str:
+    start = entry.run.start
+    models = f"{start['target']} + {start['draft']}" if start["draft"] else start["target"]
+    temperature = start["sampling"].get("temperature")
+    how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
+    runs = f", {entry.anatomy.runs} runs" if entry.anatomy.runs > 1 else ""
+    varying = "".join(f", {name} {values}" for name, values in entry.varying.items())
+    return inline(f"{models}, {start['device']} {start['dtype']}, {how}{runs}{varying}")
+
+
+def _figures(anatomy: TraceStatistics) -> Iterator[Text]:
+    summary = anatomy.summary
+    yield Text(f"{summary.new_tokens:,} tokens")
+    if summary.tokens_per_second:
+        yield Text(f"{summary.tokens_per_second:.1f} tokens/s")
+    if summary.acceptance_rate is not None and summary.draft_share is not None:
+        yield Text(f"{summary.acceptance_rate:.0%} ").append("accepted", "token.accepted")
+        yield Text(f"{summary.draft_share:.0%} of the text from the draft")
+    if summary.block_efficiency is not None:
+        yield Text(f"{summary.block_efficiency:.2f} tokens a pass")
+
+
+def _titled(title: str, figure: str, width: int) -> Iterator[Text]:
+    yield from _wrapped(Text().append(title, "strong").append(f"  {figure}" if figure else "", "quiet"), width)
+
+
+def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
+    """A label, a figure, and a bar over what is left of the width; half a cell is the smallest step."""
+    room = min(width - len(label) - len(figure) - 6, 40)
+    halves = round(2 * room * share) or (1 if share else 0)
+    return Text(f"  {label}{figure}  ").append("━" * (halves // 2) + "╸" * (halves % 2), style)
+
+
+def _lengths(anatomy: TraceStatistics, width: int) -> Iterator[Text]:
+    """Over the rounds of all runs. The tokens of a tree are nodes, only one path of which can be accepted."""
+    means = f"mean {anatomy.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
+    longest = max(anatomy.lengths, default=0)
+    if longest:
+        means += f", {'most' if anatomy.branches else 'longest'} {longest}"
+    yield from _titled("draft nodes, accepted length" if anatomy.branches else "draft length, accepted length", means, width)
+    courses = (("drafted", anatomy.lengths, "bar.plain"), ("accepted", anatomy.accepted_lengths, "token.accepted"))
+    for name, lengths, style in courses if longest else ():
+        yield Text(f"  {name:<10}").append(_spark(lengths, longest, width - 12), style)
+    yield Text()
+
+
+def _spark(values: Sequence[float], top: float, columns: int) -> str:
+    """One character a value, means of neighbours where they are too many; a blank is nothing at all."""
+    group = math.ceil(len(values) / columns) or 1
+    means = [sum(part) / len(part) for part in (values[at : at + group] for at in range(0, len(values), group))]
+    return "".join(" " if mean <= 0 else _EIGHTHS[min(7, int(8 * mean / top))] for mean in means)
+
+
+def _by_entropy(bins: Sequence[Bin], width: int) -> Iterator[Text]:
+    yield from _titled("how often the draft was right, by its entropy", "nats; of so many tokens", width)
+    for found in bins:
+        yield _bar(
+            f"{_span(found.low, found.high):<10}", found.rate, f"{found.rate:>4.0%} {found.judged:>6,}", width, "token.accepted"
+        )
+    yield Text()
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:g}–{high:g}" if math.isfinite(high) else f"{low:g} and up"
+
+
+def _bounds(bounds: Bounds, width: int) -> Iterator[Text]:
+    title = "how likely acceptance was, and its lower bounds"
+    yield from _titled(title, f"medians by entropy, {bounds.count:,} tokens", width)
+    yield Text(f"  {'entropy':<10}{'true':>6}{'Pinsker':>8}{'B–H':>6}{'1−√cH':>7}", "quiet")
+    for found in bounds.by_entropy:
+        line = Text(f"  {_span(found.low, found.high):<10}").append(f"{found.overlap:>6.2f}", "token.accepted")
+        yield line.append(f"{found.pinsker:>8.2f}{found.bretagnolle_huber:>6.2f}{found.estimate:>7.2f}")
+    yield from _wrapped(Text(f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}", "quiet"), width)
+    if bounds.ratio is not None and bounds.measured_c is not None:
+        told = f"cross-entropy {bounds.ratio:.2f} times the entropy: c would be {bounds.measured_c:.2f}"
+        yield from _wrapped(Text(told, "quiet"), width)
+    yield Text()
+
+
+def _posterior(rounds: Sequence[Round], width: int) -> Iterator[Text]:
+    found = posteriors(rounds, max(width - 12, 1))
+    if not found:
+        return
+    last = found[-1]
+    yield from _titled(
+        "Thompson sampling", f"θ {last.mean:.2f} ({last.low:.2f}–{last.high:.2f}) behind round {last.index:,}", width
+    )
+    for name, figure in _EDGES:
+        yield Text(f"  {name:<10}").append(_spark([figure(belief) for belief in found], 1.0, width - 12), "bar")
+    yield Text()
+
+
+_EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
+    ("95% below", lambda belief: belief.high),
+    ("mean", lambda belief: belief.mean),
+    ("5% below", lambda belief: belief.low),
+)
+
+
+def _wrapped(line: Text, width: int) -> Iterator[Text]:
+    for part in line.wrap(Console(width=width), width):
+        part.rstrip()
+        yield part
+
+
+def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
+    """A line a method; narrow windows lose columns from the right, never names."""
+    heads = ("tokens/s", "accepted", "a pass", "drafted", "runs")
+    names = max(6, *(len(inline(entry.label)) for entry in shown))
+    names = min(names, max(6, width - 11))
+    kept = max(1, min(len(heads), (width - names) // 10))
+    yield Text(" " * names + "".join(f"{head:>10}" for head in heads[:kept]), "quiet")
+    for entry in shown:
+        summary, length = entry.anatomy.summary, entry.anatomy.mean_draft_length
+        cells = (
+            f"{summary.tokens_per_second:.1f}" if summary.tokens_per_second else "",
+            "" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}",
+            f"{summary.block_efficiency or 0:.2f}",
+            draft_length(length, branches=entry.anatomy.branches),
+            f"{entry.anatomy.runs}",
+        )
+        label = Text(inline(entry.label))
+        label.truncate(names, overflow="ellipsis", pad=True)
+        yield label.append("".join(f"{cell:>10}" for cell in cells[:kept]))
+    if not all(entry.lossless for entry in shown):
+        yield from _wrapped(Text(LOSSY, "quiet"), width)
+    yield Text()
