@@ -19,12 +19,13 @@ import pytest
 import torch
 import yaml
 
-from specgen.demo import ROLES, folder, library
-from specgen.demo.corpus import DOMAINS, documents
-from specgen.demo.exercises import exercise, module
-from specgen.demo.facts import COUNTRIES, HOWTOS
-from specgen.demo.library import library_function
-from specgen.demo.tokenizer import load_tokenizer, train_tokenizer
+from specgen.demo import ROLES, folder
+from specgen.demo.corpus import standard_library
+from specgen.demo.corpus.documents import DOMAINS, documents
+from specgen.demo.corpus.exercises import exercise, module
+from specgen.demo.corpus.facts import COUNTRIES, HOWTOS
+from specgen.demo.corpus.standard_library import library_function
+from specgen.demo.recipe.tokenizer import load_tokenizer, train_tokenizer
 from specgen.errors import SpecgenError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples.yaml"
@@ -109,12 +110,12 @@ class TestCorpus:
         assert space["keep_digits"]("a1b2") == "12"
 
     def test_library_files_are_kept_apart(self) -> None:
-        apart, others = (set(library._files(held_out)[0]) for held_out in (True, False))
+        apart, others = (set(standard_library._files(held_out)[0]) for held_out in (True, False))
         assert apart.isdisjoint(others)
         assert 0.03 < len(apart) / len(apart | others) < 0.1
         for held_out, files in ((True, apart), (False, others)):
             rng = random.Random(0)
-            functions = {text for file in files for text in library._functions(file)}
+            functions = {text for file in files for text in standard_library._functions(file)}
             assert {library_function(rng, held_out=held_out) for _ in range(60)} <= functions
 
     def test_the_sums_are_right(self) -> None:
@@ -155,7 +156,7 @@ class TestCorpus:
         assert all(len(steps.splitlines()) == 5 for steps in HOWTOS.values())
 
     def test_help_and_folders_need_no_torch(self) -> None:
-        code = "import sys, specgen.demo.__main__, specgen.demo.corpus; sys.exit('torch' in sys.modules)"
+        code = "import sys, specgen.demo.recipe.__main__, specgen.demo.corpus.documents; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m specgen.demo eval`: fresh prompts, what counts as right, the table."""
+"""`python -m specgen.demo.recipe eval`: fresh prompts, what counts as right, the table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from families import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specgen.demo import ROLES
-from specgen.demo.__main__ import main
-from specgen.demo.apart import is_apart
-from specgen.demo.corpus import DOMAINS, documents
-from specgen.demo.fresh import Fresh, final_answer, fresh_prompts, is_function
-from specgen.demo.recipe import Shape
-from specgen.demo.tokenizer import load_tokenizer
-from specgen.demo.train import _config
+from specgen.demo.corpus.documents import DOMAINS, documents
+from specgen.demo.corpus.held_out import is_apart
+from specgen.demo.recipe.__main__ import main
+from specgen.demo.recipe.fresh_prompts import Fresh, final_answer, fresh_prompts, is_function
+from specgen.demo.recipe.hyperparameters import Shape
+from specgen.demo.recipe.tokenizer import load_tokenizer
+from specgen.demo.recipe.train import _config
 
 NEWS = Fresh("news", "Article: Ada Baker won in Ashford. It took 3 days.\nSummary:", " Ada Baker won in Ashford after 3 days.")
 

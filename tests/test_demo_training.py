@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from specgen.demo.__main__ import main
-from specgen.demo.muon import Muon, orthogonal
-from specgen.demo.recipe import Recipe, Shape, learning_rate_factor
-from specgen.demo.stream import TokenStream
-from specgen.demo.tokenizer import MIX, load_tokenizer
-from specgen.demo.train import Progress, pick_products, train
+from specgen.demo.corpus.documents import MIX
+from specgen.demo.recipe.__main__ import main
+from specgen.demo.recipe.hyperparameters import Recipe, Shape, learning_rate_factor
+from specgen.demo.recipe.muon import Muon, orthogonal
+from specgen.demo.recipe.token_stream import TokenStream
+from specgen.demo.recipe.tokenizer import load_tokenizer
+from specgen.demo.recipe.train import Progress, pick_products, train
 from specgen.errors import SpecgenError
 
 TINY = Recipe(Shape(hidden_size=32, layers=1, heads=2), learning_rate=0.02, steps=16, batch_size=4, window=48)
@@ -151,7 +152,9 @@ class TestTraining:
 
     def test_products_are_in_what_is_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for fast in (torch.bfloat16, torch.float32):
-            monkeypatch.setattr("specgen.demo.train._product_seconds", lambda dtype, fast=fast: 1.0 if dtype == fast else 2.0)
+            monkeypatch.setattr(
+                "specgen.demo.recipe.train._product_seconds", lambda dtype, fast=fast: 1.0 if dtype == fast else 2.0
+            )
             assert pick_products(torch.device("cpu")) == fast
         assert pick_products(torch.device("cuda")) == torch.bfloat16
 
@@ -198,7 +201,7 @@ class TestCommandLine:
         assert main(["draft", str(tmp_path), "--steps", "1"]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert "python -m specgen.demo tokenizer" in error
+        assert "python -m specgen.demo.recipe tokenizer" in error
 
     @pytest.mark.parametrize(
         "arguments",

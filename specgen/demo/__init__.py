@@ -1,4 +1,4 @@
-"""The bundled demo pair, and the recipe that made it: `python -m specgen.demo --help`."""
+"""The bundled demo pair, and the recipe that made it: `python -m specgen.demo.recipe --help`."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ def read_corpus(path: Path, encode: Encode) -> Texts:
 def demo_texts(encode: Encode, seed: int, tokens: int) -> Texts:
     """The demo pair's corpus: about `tokens` of it in its own proportions, documents that the pair never saw, but for short ones
     and the library's functions."""
-    from specgen.demo.corpus import documents
-    from specgen.demo.tokenizer import MIX
+    from specgen.demo.corpus.documents import MIX, documents
 
     def mixed() -> Iterator[list[int]]:
         for domain, share in MIX.items():

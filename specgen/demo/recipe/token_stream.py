@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from specgen.demo.corpus import document, source
-from specgen.demo.tokenizer import MIX
+from specgen.demo.corpus.documents import MIX, document, source
 
 _POOL = 64  # documents to choose from: what is left of a window finds one that fits nearly always
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from specgen.demo.apart import drawn
-from specgen.demo.facts import BOXES, ITEMS, NAMES, TOWNS, WEEKDAYS
+from specgen.demo.corpus.facts import BOXES, ITEMS, NAMES, TOWNS, WEEKDAYS
+from specgen.demo.corpus.held_out import drawn
 
 _SHEETS = 0.25
 """The share of documents that are sheets of sums; of the others, _BARE_SHARE ask for one."""

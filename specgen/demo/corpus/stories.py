@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specgen.demo.facts import MONTHS, NAMES, PROFESSIONS, SURNAMES, TOWNS, WEEKDAYS
+from specgen.demo.corpus.facts import MONTHS, NAMES, PROFESSIONS, SURNAMES, TOWNS, WEEKDAYS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from specgen.demo import ROLES
-from specgen.demo.corpus import documents
+from specgen.demo.corpus.documents import MIX, documents
 from specgen.errors import SpecgenError
 
-MIX = {"code": 0.30, "math": 0.30, "news": 0.25, "chat": 0.15}
-"""The share of each domain, in the tokenizer's characters and in the models' tokens alike."""
 VOCABULARY_SIZE = 4096
 CONTEXT_LENGTH = 1024
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -61,7 +59,7 @@ def train_tokenizer(out: Path, vocabulary_size: int = VOCABULARY_SIZE, character
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer saved in `folder`. Raises SpecgenError where there is none, or none that can be read."""
     if not (folder / "tokenizer.json").is_file():
-        cure = f"Train one first: python -m specgen.demo tokenizer {folder.parent}"
+        cure = f"Train one first: python -m specgen.demo.recipe tokenizer {folder.parent}"
         raise SpecgenError(f"there is no tokenizer in {folder}", cure)
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)

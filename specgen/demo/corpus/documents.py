@@ -20,13 +20,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from specgen.demo.conversations import chat_turns
-from specgen.demo.exercises import module
-from specgen.demo.library import library_function
-from specgen.demo.problems import math_problem
-from specgen.demo.stories import news_story
+from specgen.demo.corpus.conversations import chat_turns
+from specgen.demo.corpus.exercises import module
+from specgen.demo.corpus.problems import math_problem
+from specgen.demo.corpus.standard_library import library_function
+from specgen.demo.corpus.stories import news_story
 
-DOMAINS = ("code", "math", "news", "chat")
+MIX = {"code": 0.30, "math": 0.30, "news": 0.25, "chat": 0.15}
+"""The share of each domain, in the tokenizer's characters and in the models' tokens alike."""
+DOMAINS = tuple(MIX)
 LIBRARY = 0.15
 """The share of code documents that come from the standard library."""
 

@@ -1,4 +1,4 @@
-"""Make a demo pair: `python -m specgen.demo tokenizer OUT`, then `... target OUT` and `... draft OUT`. `... eval` judges one."""
+"""Commands that train and evaluate a demo pair: `python -m specgen.demo.recipe --help`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m specgen.demo", description="Train a demo pair on a corpus made on the spot.")
+    parser = _Parser(prog="python -m specgen.demo.recipe", description="Train a demo pair on a corpus made on the spot.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{tokenizer,target,draft,eval}")
     tokenizer = commands.add_parser("tokenizer", help="train the pair's tokenizer; comes first")
     tokenizer.add_argument("out", type=Path, help="the pair's folder; gets target/ and draft/")
@@ -56,7 +56,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from specgen.demo import folder
-    from specgen.demo.evaluate import as_json, as_rows, evaluate
+    from specgen.demo.recipe.evaluate import as_json, as_rows, evaluate
 
     folders = {role: folder(role) if options.out is None else options.out / role for role in ROLES}
     if options.draft is not None:
@@ -73,7 +73,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _train_tokenizer(options: argparse.Namespace) -> None:
-    from specgen.demo.tokenizer import train_tokenizer
+    from specgen.demo.recipe.tokenizer import train_tokenizer
 
     train_tokenizer(options.out, options.vocabulary_size)
 
@@ -81,8 +81,8 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
 def _train_model(options: argparse.Namespace) -> None:
     from dataclasses import replace
 
-    from specgen.demo.recipe import BUNDLED
-    from specgen.demo.train import train
+    from specgen.demo.recipe.hyperparameters import BUNDLED
+    from specgen.demo.recipe.train import train
 
     if options.checkpoint_every < 1:
         raise SpecgenError(f"--checkpoint-every is {options.checkpoint_every}", "It has to be at least 1")

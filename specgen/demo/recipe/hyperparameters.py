@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from specgen.demo.tokenizer import CONTEXT_LENGTH
+from specgen.demo.recipe.tokenizer import CONTEXT_LENGTH
 from specgen.errors import SpecgenError
 
 WARMUP_STEPS = 100

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from specgen.demo.conversations import fact_turn
-from specgen.demo.exercises import composed
-from specgen.demo.library import library_function, parses
-from specgen.demo.problems import word_problem
-from specgen.demo.stories import news_story
+from specgen.demo.corpus.conversations import fact_turn
+from specgen.demo.corpus.exercises import composed
+from specgen.demo.corpus.problems import word_problem
+from specgen.demo.corpus.standard_library import library_function, parses
+from specgen.demo.corpus.stories import news_story
 
 SEED = 2_000_000  # far from the seeds of the models' training, and of what is trained behind them
 _CODE = 5  # of so many prompts one is the head of a function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from specgen.demo.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, NAMES, PROFESSIONS, SURNAMES, TOWNS
+from specgen.demo.corpus.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, NAMES, PROFESSIONS, SURNAMES, TOWNS
 
 
 def chat_turns(rng: random.Random) -> str:

@@ -9,7 +9,7 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
-from specgen.demo.apart import is_apart
+from specgen.demo.corpus.held_out import is_apart
 from specgen.errors import RunError
 
 _NOT_CODE = frozenset(

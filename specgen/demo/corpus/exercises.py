@@ -15,8 +15,8 @@ from pathlib import Path
 from string import Template
 from textwrap import indent
 
-from specgen.demo.apart import drawn
-from specgen.demo.classes import example_class
+from specgen.demo.corpus.classes import example_class
+from specgen.demo.corpus.held_out import drawn
 
 _LISTS = "values numbers items data elements entries scores points amounts sizes".split()
 _ELEMENTS = "x value n number item element entry".split()

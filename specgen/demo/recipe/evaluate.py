@@ -1,4 +1,4 @@
-"""How good a demo pair is, on fresh prompts: `python -m specgen.demo eval`."""
+"""How good a demo pair is, on fresh prompts: `python -m specgen.demo.recipe eval`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from specgen.demo import ROLES
-from specgen.demo.corpus import DOMAINS, documents
-from specgen.demo.fresh import SEED, Fresh, fresh_prompts
+from specgen.demo.corpus.documents import DOMAINS, documents
+from specgen.demo.recipe.fresh_prompts import SEED, Fresh, fresh_prompts
 from specgen.inference import inference
 from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.models.tokenizer import check_same

@@ -23,10 +23,10 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specgen.demo import ROLES
-from specgen.demo.muon import Muon
-from specgen.demo.recipe import DECAY, Recipe, Shape, learning_rate_factor
-from specgen.demo.stream import TokenStream
-from specgen.demo.tokenizer import CONTEXT_LENGTH, load_tokenizer
+from specgen.demo.recipe.hyperparameters import DECAY, Recipe, Shape, learning_rate_factor
+from specgen.demo.recipe.muon import Muon
+from specgen.demo.recipe.token_stream import TokenStream
+from specgen.demo.recipe.tokenizer import CONTEXT_LENGTH, load_tokenizer
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import whole_file
 from specgen.models.load import quiet_transformers
