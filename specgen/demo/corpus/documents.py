@@ -1,24 +1,25 @@
-"""Text for the demo pair, made on the spot: no download, and the same documents for the same seed.
+"""Generated training documents: the same seed gives the same documents, and nothing is downloaded.
 
-Four domains, the ones that speculative-decoding papers evaluate on:
+There are four domains, modelled on the data sets on which papers about speculative decoding evaluate:
 
-    code   function exercises, and short functions of the standard library (PSF licence), as HumanEval is code
-    math   word problems with worked answers, as GSM8K
-    news   a short article and its one-sentence summary, as XSum
-    chat   one to three turns of questions and answers, as MT-Bench
+    code   exercises (a function with its docstring), classes, and short functions of Python's standard library (HumanEval)
+    math   word problems with worked answers, and sums (GSM8K)
+    news   a short article and its one-sentence summary (XSum)
+    chat   one to three turns of questions and answers (MT-Bench)
 
-Easy tokens (boilerplate, a phrase begun) and hard ones (a name, a digit, a fact) alternate, which is what a
-draft-length policy has to tell apart. Everything but the library's functions is this project's own text and depends on
-the seed alone; another version of Python has other library functions.
+In all of them easy tokens (boilerplate, the rest of a phrase) alternate with hard ones (names, digits, facts): draft-length
+policies have something to tell apart. All text was written for this project, except the standard library's functions (PSF
+licence), which differ between Python versions.
 
-Held out are a sixteenth of the library's files, of the names of exercises and of word problems (apart.py), for good; news and
-chat are kept apart by a seed of their own.
+One in 16 of the library's files, of the generated function names and of the word problems is held out from training
+(held_out.py). News and chat have no held-out names: a seed that training does not use gives other documents.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from specgen.demo.corpus.conversations import chat_turns
 from specgen.demo.corpus.exercises import module
@@ -26,32 +27,51 @@ from specgen.demo.corpus.problems import math_problem
 from specgen.demo.corpus.standard_library import library_function
 from specgen.demo.corpus.stories import news_story
 
-MIX = {"code": 0.30, "math": 0.30, "news": 0.25, "chat": 0.15}
-"""The share of each domain, in the tokenizer's characters and in the models' tokens alike."""
-DOMAINS = tuple(MIX)
-LIBRARY = 0.15
-"""The share of code documents that come from the standard library."""
+DOMAIN_SHARES = {"code": 0.30, "math": 0.30, "news": 0.25, "chat": 0.15}
+"""The share of each domain: of the characters for the tokenizer, of the tokens for the models."""
+DOMAINS = tuple(DOMAIN_SHARES)
 
-_TEMPLATES: dict[str, Callable[[random.Random], str]] = {"news": news_story, "chat": chat_turns}
+_Encoded = TypeVar("_Encoded", bound=Sequence[object])
+_LIBRARY_SHARE = 0.15  # of the code documents
+
+
+def sample(size: int, seed: int, encode: Callable[[str], _Encoded]) -> Iterator[_Encoded]:
+    """Encoded training documents, one domain after the other, until each domain has its share of `size` in total.
+
+    A document's size is the length of what `encode` returns for it: its number of characters or of tokens.
+    """
+    for domain, share in DOMAIN_SHARES.items():
+        left = int(size * share)
+        for text in documents(domain, seed):
+            encoded = encode(text)
+            left -= len(encoded)
+            yield encoded
+            if left <= 0:
+                break
 
 
 def documents(domain: str, seed: int, *, held_out: bool = False) -> Iterator[str]:
-    """Endless documents of one domain of DOMAINS; with `held_out` of what is kept apart from training, as far as
-    that is kept apart: classics, sheets of sums and chat are not."""
-    rng = source(domain, seed)
+    """Documents of one of DOMAINS, without end.
+
+    With `held_out` they use only held-out library files, function names and word problems. Classic functions, classes and
+    sheets of sums are never held out, so they also appear there.
+    """
+    rng = document_rng(domain, seed)
     while True:
         yield document(domain, rng, held_out=held_out)
 
 
-def source(domain: str, seed: int) -> random.Random:
-    """What decides the documents of a domain."""
+def document_rng(domain: str, seed: int) -> random.Random:
+    """The random generator for the documents of one domain."""
     return random.Random(f"{domain}-{seed}")
 
 
 def document(domain: str, rng: random.Random, *, held_out: bool = False) -> str:
-    """The next document of a domain."""
+    """The next document of a domain; `held_out` as in documents()."""
+    if domain == "news":
+        return news_story(rng)
+    if domain == "chat":
+        return chat_turns(rng)
     if domain == "math":
         return math_problem(rng, held_out=held_out)
-    if domain != "code":
-        return _TEMPLATES[domain](rng)
-    return (library_function if rng.random() < LIBRARY else module)(rng, held_out=held_out)
+    return (library_function if rng.random() < _LIBRARY_SHARE else module)(rng, held_out=held_out)

@@ -1,22 +1,22 @@
 """Function exercises: a signature, a docstring that says what to do, and the body that does it.
 
-Most are put together (what to go through, which elements count, what is done with them), and an
-evaluation may ask for names that training never sees; the others are the classics, with names that change.
+Two thirds are composed of a condition, a change and a form (a sum, a count, a list, ...); some of their names are held out from
+training. The others are classic functions (classics.txt) with varying variable names.
 """
 
-# ruff: noqa: SIM905  (words in a row are read with more ease than quoted ones)
+# ruff: noqa: SIM905 (a string of words is easier to read than a list of quoted words)
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Template
 from textwrap import indent
 
 from specgen.demo.corpus.classes import example_class
-from specgen.demo.corpus.held_out import drawn
+from specgen.demo.corpus.held_out import draw
 
 _LISTS = "values numbers items data elements entries scores points amounts sizes".split()
 _ELEMENTS = "x value n number item element entry".split()
@@ -25,15 +25,21 @@ _LETTERS = "c char letter ch".split()
 _TABLES = "counts prices ages scores table mapping stock grades".split()
 _KEYS = "key name k label".split()
 _LIMITS = "limit bound threshold k minimum".split()
+_VERBS = ["get", "find", "select", "take", "list"]
+_CLASSIC_SHARE = 1 / 3  # of the exercises
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece of an exercise: the expression, how a docstring says it, how a function's name does."""
+    """Part of a composed function: its code, its description in the docstring, and its part of the function's name.
+
+    `$x` and other names with a dollar sign are placeholders. The code of a form has two more: `{test}` is the condition and
+    `{value}` the changed element.
+    """
 
     code: str
-    said: str
-    named: str
+    description: str
+    name: str
 
 
 _CONDITIONS = [
@@ -76,23 +82,68 @@ _LETTER_CONDITIONS = [
     _Part("$x == '$letter'", "letters equal to '$letter'", "${letter}"),
     _Part("$x != '$letter'", "letters other than '$letter'", "not_${letter}"),
 ]
-_CLASSICS = 1 / 3
-"""The share of exercises that are classics."""
-_STARTS = ["get", "find", "select", "take", "list"]
-
-
-def exercise(rng: random.Random, *, held_out: bool = False) -> str:
-    """A function with its docstring and body."""
-    return _classic(rng) if rng.random() < _CLASSICS else composed(rng, held_out=held_out)
-
-
-def composed(rng: random.Random, *, held_out: bool = False) -> str:
-    """A function that was put together; with `held_out` one whose name no function in training has (others may do the same)."""
-    return drawn(_COMPOSED, rng, _name, held_out=held_out)
+_LOOP = "for $x in $xs:\n    if {test}:\n        "
+_TABLE_LOOP = "for $key, $x in $xs.items():\n    if {test}:\n        "
+_REDUCTIONS = [
+    _Part("$total = 0\n" + _LOOP + "$total += $x\nreturn $total", "the sum of the $xs that are", "sum"),
+    _Part("count = 0\n" + _LOOP + "count += 1\nreturn count", "how many of the $xs are", "count"),
+    _Part(_LOOP + "return True\nreturn False", "whether any of the $xs is", "any"),
+    _Part("for $x in $xs:\n    if not {test}:\n        return False\nreturn True", "whether all of the $xs are", "all"),
+    _Part("$total = 1\n" + _LOOP + "$total *= $x\nreturn $total", "the product of the $xs that are", "product"),
+    _Part(_LOOP + "return $x\nreturn None", "the first of the $xs that is", "first"),
+    _Part(
+        "for i, $x in enumerate($xs):\n    if {test}:\n        return i\nreturn -1",
+        "the index of the first of the $xs that is",
+        "index",
+    ),
+    _Part(
+        "best = None\nfor $x in $xs:\n    if {test} and (best is None or $x > best):\n        best = $x\nreturn best",
+        "the largest of the $xs that are",
+        "max",
+    ),
+    _Part(
+        "best = None\nfor $x in $xs:\n    if {test} and (best is None or $x < best):\n        best = $x\nreturn best",
+        "the smallest of the $xs that are",
+        "min",
+    ),
+]
+_REDUCING_EXPRESSIONS = {
+    "sum": "return sum($x for $x in $xs if {test})",
+    "count": "return sum(1 for $x in $xs if {test})",
+    "any": "return any({test} for $x in $xs)",
+    "all": "return all({test} for $x in $xs)",
+    "max": "return max($x for $x in $xs if {test})",
+    "min": "return min($x for $x in $xs if {test})",
+    "first": "return next($x for $x in $xs if {test})",
+}
+_SELECTIONS = [
+    "$result = []\n" + _LOOP + "$result.append({value})\nreturn $result",
+    "return [{value} for $x in $xs if {test}]",
+]
+_LETTER_FORMS = [
+    _Part("count = 0\n" + _LOOP + "count += 1\nreturn count", "the number of", "count"),
+    _Part("return sum(1 for $x in $xs if {test})", "the number of", "count"),
+    _Part("return ''.join($x for $x in $xs if {test})", "a string of the", "keep"),
+    _Part("$result = ''\n" + _LOOP + "$result += $x\nreturn $result", "a string of the", "keep"),
+    _Part("return [$x for $x in $xs if {test}]", "a list of the", "list"),
+    _Part(_LOOP + "return True\nreturn False", "whether there are", "has"),
+]
+_TABLE_FORMS = [
+    _Part("$result = []\n" + _TABLE_LOOP + "$result.append($key)\nreturn $result", "the keys of $xs whose values are", "keys"),
+    _Part("return [$key for $key, $x in $xs.items() if {test}]", "the keys of $xs whose values are", "keys"),
+    _Part("return {{$key: $x for $key, $x in $xs.items() if {test}}}", "a dictionary of the $xs that are", "only"),
+    _Part("$result = {{}}\n" + _TABLE_LOOP + "$result[$key] = $x\nreturn $result", "a dictionary of the $xs that are", "only"),
+    _Part("return sum($x for $x in $xs.values() if {test})", "the sum of the $xs that are", "total"),
+    _Part(
+        "count = 0\nfor $x in $xs.values():\n    if {test}:\n        count += 1\nreturn count",
+        "the number of $xs that are",
+        "number",
+    ),
+]
 
 
 def module(rng: random.Random, *, held_out: bool = False) -> str:
-    """Up to three exercises, or a class, as a small file; sometimes with a docstring of its own in front."""
+    """A small Python file: one to three exercises or a class, sometimes with a module docstring."""
     if rng.random() < 0.2:
         parts = [example_class(rng)]
     else:
@@ -103,159 +154,22 @@ def module(rng: random.Random, *, held_out: bool = False) -> str:
     return "\n\n\n".join(parts)
 
 
-def _name(function: str) -> str:
+def exercise(rng: random.Random, *, held_out: bool = False) -> str:
+    """A function with its docstring and body. `held_out` applies to composed functions only."""
+    return _classic(rng) if rng.random() < _CLASSIC_SHARE else composed_function(rng, held_out=held_out)
+
+
+def composed_function(rng: random.Random, *, held_out: bool = False) -> str:
+    """A composed function whose name is held out from training (`held_out`) or is not.
+
+    Only the name is held out: a function with another name may have the same body.
+    """
+    return draw(_COMPOSED, rng, _signature_start, held_out=held_out)
+
+
+def _signature_start(function: str) -> str:
+    """`def` and the function's name."""
     return function.split("(", 1)[0]
-
-
-def _names(rng: random.Random) -> dict[str, str]:
-    return {
-        "xs": rng.choice(_LISTS),
-        "x": rng.choice(_ELEMENTS),
-        "limit": rng.choice(_LIMITS),
-        "small": str(rng.randint(2, 9)),
-        "large": str(rng.randint(10, 99)),
-        "letter": rng.choice("abcdefghijklmnoprstuw"),
-        "result": rng.choice(["result", "found", "output", "kept"]),
-        "total": rng.choice(["total", "result", "answer"]),
-        "Return": rng.choice(["Return", "Give back", "Compute", "Return"]),
-    }
-
-
-def _function(rng: random.Random, name: str, arguments: str, doc: str, body: str, names: dict[str, str]) -> str:
-    quoted = f'"""{doc}"""' if rng.random() < 0.9 else f'"""\n{doc}\n"""'
-    text = f"def {name}({arguments}):\n{indent(quoted, '    ')}\n{indent(body, '    ')}"
-    # Twice: what is put in has places of its own.
-    return Template(Template(text).substitute(names)).substitute(names)
-
-
-def _arguments(first: str, *parts: _Part) -> str:
-    return first + (", $limit" if any("$limit" in part.code for part in parts) else "")
-
-
-def _reducing(rng: random.Random) -> str:
-    """One number of a list: how many, which sum, whether all."""
-    names, which = _names(rng), rng.choice(_CONDITIONS)
-    kind, said = rng.choice(
-        [
-            ("sum", "the sum of the $xs that are"),
-            ("count", "how many of the $xs are"),
-            ("any", "whether any of the $xs is"),
-            ("all", "whether all of the $xs are"),
-            ("product", "the product of the $xs that are"),
-            ("first", "the first of the $xs that is"),
-            ("index", "the index of the first of the $xs that is"),
-            ("max", "the largest of the $xs that are"),
-            ("min", "the smallest of the $xs that are"),
-        ]
-    )
-    loops = {
-        "sum": "$total = 0\nfor $x in $xs:\n    if {c}:\n        $total += $x\nreturn $total",
-        "count": "count = 0\nfor $x in $xs:\n    if {c}:\n        count += 1\nreturn count",
-        "any": "for $x in $xs:\n    if {c}:\n        return True\nreturn False",
-        "all": "for $x in $xs:\n    if not {c}:\n        return False\nreturn True",
-        "product": "$total = 1\nfor $x in $xs:\n    if {c}:\n        $total *= $x\nreturn $total",
-        "first": "for $x in $xs:\n    if {c}:\n        return $x\nreturn None",
-        "index": "for i, $x in enumerate($xs):\n    if {c}:\n        return i\nreturn -1",
-        "max": "best = None\nfor $x in $xs:\n    if {c} and (best is None or $x > best):\n        best = $x\nreturn best",
-        "min": "best = None\nfor $x in $xs:\n    if {c} and (best is None or $x < best):\n        best = $x\nreturn best",
-    }
-    short = {
-        "sum": "return sum($x for $x in $xs if {c})",
-        "count": "return sum(1 for $x in $xs if {c})",
-        "any": "return any({c} for $x in $xs)",
-        "all": "return all({c} for $x in $xs)",
-        "max": "return max($x for $x in $xs if {c})",
-        "min": "return min($x for $x in $xs if {c})",
-        "first": "return next($x for $x in $xs if {c})",
-    }
-    body = short[kind] if kind in short and rng.random() < 0.35 else loops[kind]
-    doc = f"$Return {said} {which.said}."
-    return _function(rng, f"{kind}_{which.named}", _arguments("$xs", which), doc, body.format(c=which.code), names)
-
-
-def _selecting(rng: random.Random) -> str:
-    """A list of some elements, perhaps changed."""
-    names, which, change = _names(rng), rng.choice(_CONDITIONS), rng.choice(_CHANGES)
-    start = rng.choice(_STARTS)
-    changed = rng.random() < 0.4
-    value = change.code if changed else "$x"
-    doc = f"$Return a list of the $xs that are {which.said}" + (f", {change.said}." if changed else ".")
-    name = f"{start}_{which.named}" + (f"_{change.named}" if changed else "")
-    body = rng.choice(
-        [
-            "$result = []\nfor $x in $xs:\n    if {c}:\n        $result.append({v})\nreturn $result",
-            "return [{v} for $x in $xs if {c}]",
-        ]
-    ).format(c=which.code, v=value)
-    return _function(rng, name, _arguments("$xs", which), doc, body, names)
-
-
-def _changing(rng: random.Random) -> str:
-    """A list with every element changed."""
-    names, change = _names(rng), rng.choice(_CHANGES)
-    body = rng.choice(
-        [
-            "$result = []\nfor $x in $xs:\n    $result.append({v})\nreturn $result",
-            "return [{v} for $x in $xs]",
-            "for i in range(len($xs)):\n    $xs[i] = {w}\nreturn $xs",
-        ]
-    ).format(v=change.code, w=change.code.replace("$x", "$xs[i]"))
-    doc = f"$Return the $xs, each {change.said}."
-    return _function(rng, f"{rng.choice(['all', 'make', 'each'])}_{change.named}", "$xs", doc, body, names)
-
-
-def _letters(rng: random.Random) -> str:
-    """What is in a string."""
-    names, which = _names(rng), rng.choice(_LETTER_CONDITIONS)
-    names |= {"xs": rng.choice(_TEXTS), "x": rng.choice(_LETTERS)}
-    kind, said, body = rng.choice(
-        [
-            ("count", "the number of", "count = 0\nfor $x in $xs:\n    if {c}:\n        count += 1\nreturn count"),
-            ("count", "the number of", "return sum(1 for $x in $xs if {c})"),
-            ("keep", "a string of the", "return ''.join($x for $x in $xs if {c})"),
-            ("keep", "a string of the", "$result = ''\nfor $x in $xs:\n    if {c}:\n        $result += $x\nreturn $result"),
-            ("list", "a list of the", "return [$x for $x in $xs if {c}]"),
-            ("has", "whether there are", "for $x in $xs:\n    if {c}:\n        return True\nreturn False"),
-        ]
-    )
-    doc = f"$Return {said} {which.said} in $xs."
-    return _function(rng, f"{kind}_{which.named}", "$xs", doc, body.format(c=which.code), names)
-
-
-def _tables(rng: random.Random) -> str:
-    """What is in a dictionary."""
-    names, which = _names(rng), rng.choice(_CONDITIONS)
-    names |= {"xs": rng.choice(_TABLES), "key": rng.choice(_KEYS), "x": "value"}
-    kind, said, body = rng.choice(
-        [
-            (
-                "keys",
-                "the keys of $xs whose values are",
-                "$result = []\nfor $key, $x in $xs.items():\n    if {c}:\n        $result.append($key)\nreturn $result",
-            ),
-            ("keys", "the keys of $xs whose values are", "return [$key for $key, $x in $xs.items() if {c}]"),
-            ("only", "a dictionary of the $xs that are", "return {{$key: $x for $key, $x in $xs.items() if {c}}}"),
-            (
-                "only",
-                "a dictionary of the $xs that are",
-                "$result = {{}}\nfor $key, $x in $xs.items():\n    if {c}:\n        $result[$key] = $x\nreturn $result",
-            ),
-            ("total", "the sum of the $xs that are", "return sum($x for $x in $xs.values() if {c})"),
-            (
-                "number",
-                "the number of $xs that are",
-                "count = 0\nfor $x in $xs.values():\n    if {c}:\n        count += 1\nreturn count",
-            ),
-        ]
-    )
-    doc = f"$Return {said} {which.said}."
-    return _function(rng, f"{kind}_{which.named}", _arguments("$xs", which), doc, body.format(c=which.code), names)
-
-
-@cache
-def _classics() -> tuple[str, ...]:
-    text = (Path(__file__).parent / "classics.txt").read_text(encoding="utf-8")
-    return tuple(part.strip() for part in text.split("\n\n"))
 
 
 def _classic(rng: random.Random) -> str:
@@ -271,4 +185,85 @@ def _classic(rng: random.Random) -> str:
     return Template(rng.choice(_classics())).substitute(names)
 
 
-_COMPOSED: list[Callable[[random.Random], str]] = [_reducing, _reducing, _selecting, _changing, _letters, _tables]
+@cache
+def _classics() -> tuple[str, ...]:
+    text = (Path(__file__).parent / "classics.txt").read_text(encoding="utf-8")
+    return tuple(part.strip() for part in text.split("\n\n"))
+
+
+def _names(rng: random.Random) -> dict[str, str]:
+    """Random values for the placeholders."""
+    return {
+        "xs": rng.choice(_LISTS),
+        "x": rng.choice(_ELEMENTS),
+        "limit": rng.choice(_LIMITS),
+        "small": str(rng.randint(2, 9)),
+        "large": str(rng.randint(10, 99)),
+        "letter": rng.choice("abcdefghijklmnoprstuw"),
+        "result": rng.choice(["result", "found", "output", "kept"]),
+        "total": rng.choice(["total", "result", "answer"]),
+        "Return": rng.choice(["Return", "Give back", "Compute", "Return"]),
+    }
+
+
+def _reduction(rng: random.Random) -> str:
+    """A function that computes one value from the elements of a list that meet a condition."""
+    names, condition, form = _names(rng), rng.choice(_CONDITIONS), rng.choice(_REDUCTIONS)
+    if form.name in _REDUCING_EXPRESSIONS and rng.random() < 0.35:
+        form = replace(form, code=_REDUCING_EXPRESSIONS[form.name])
+    return _conditional(rng, form, condition, names)
+
+
+def _selection(rng: random.Random) -> str:
+    """A function that returns the elements of a list that meet a condition, sometimes changed."""
+    names, condition, change, verb = _names(rng), rng.choice(_CONDITIONS), rng.choice(_CHANGES), rng.choice(_VERBS)
+    changed = rng.random() < 0.4
+    name = f"{verb}_{condition.name}" + (f"_{change.name}" if changed else "")
+    doc = f"$Return a list of the $xs that are {condition.description}" + (f", {change.description}." if changed else ".")
+    body = rng.choice(_SELECTIONS).format(test=condition.code, value=change.code if changed else "$x")
+    return _function(rng, name, doc, body, names)
+
+
+def _mapping(rng: random.Random) -> str:
+    """A function that changes every element of a list."""
+    names, change = _names(rng), rng.choice(_CHANGES)
+    body = rng.choice(
+        [
+            f"$result = []\nfor $x in $xs:\n    $result.append({change.code})\nreturn $result",
+            f"return [{change.code} for $x in $xs]",
+            f"for i in range(len($xs)):\n    $xs[i] = {change.code.replace('$x', '$xs[i]')}\nreturn $xs",
+        ]
+    )
+    name = f"{rng.choice(['all', 'make', 'each'])}_{change.name}"
+    return _function(rng, name, f"$Return the $xs, each {change.description}.", body, names)
+
+
+def _on_text(rng: random.Random) -> str:
+    """A function of the letters of a string that meet a condition."""
+    names, condition = _names(rng), rng.choice(_LETTER_CONDITIONS)
+    names |= {"xs": rng.choice(_TEXTS), "x": rng.choice(_LETTERS)}
+    return _conditional(rng, rng.choice(_LETTER_FORMS), replace(condition, description=f"{condition.description} in $xs"), names)
+
+
+def _on_table(rng: random.Random) -> str:
+    """A function of the entries of a dictionary whose values meet a condition."""
+    names, condition = _names(rng), rng.choice(_CONDITIONS)
+    names |= {"xs": rng.choice(_TABLES), "key": rng.choice(_KEYS), "x": "value"}
+    return _conditional(rng, rng.choice(_TABLE_FORMS), condition, names)
+
+
+def _conditional(rng: random.Random, form: _Part, condition: _Part, names: dict[str, str]) -> str:
+    doc = f"$Return {form.description} {condition.description}."
+    return _function(rng, f"{form.name}_{condition.name}", doc, form.code.format(test=condition.code), names)
+
+
+def _function(rng: random.Random, name: str, doc: str, body: str, names: dict[str, str]) -> str:
+    """A function's text with its placeholders replaced by `names`."""
+    arguments = "$xs, $limit" if "$limit" in body else "$xs"
+    quoted = f'"""{doc}"""' if rng.random() < 0.9 else f'"""\n{doc}\n"""'
+    text = f"def {name}({arguments}):\n{indent(quoted, '    ')}\n{indent(body, '    ')}"
+    return Template(text).substitute(names)
+
+
+_COMPOSED: list[Callable[[random.Random], str]] = [_reduction, _reduction, _selection, _mapping, _on_text, _on_table]
+"""A generator that is listed twice is drawn twice as often."""

@@ -1,4 +1,7 @@
-"""What training never sees, so that an evaluation may ask for it: by a checksum of its own, whatever the seed."""
+"""Held-out names: one in 16 files, functions and questions is never used in training, so that an evaluation can use it.
+
+A checksum of the name decides, so the choice is the same for every seed.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,24 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-_Thing = TypeVar("_Thing")
+_Item = TypeVar("_Item")
 _ONE_IN = 16
 
 
-def is_apart(name: str) -> bool:
-    """Whether a file, a function or a question is kept apart from training."""
+def is_held_out(name: str) -> bool:
+    """Whether the file, function or question of this name is held out from training."""
     return hashlib.sha256(name.encode()).digest()[0] % _ONE_IN == 0
 
 
-def drawn(
-    draws: Sequence[Callable[[random.Random], _Thing]], rng: random.Random, name: Callable[[_Thing], str], *, held_out: bool
-) -> _Thing:
-    """The next of any of `draws` whose name is kept apart, or with `held_out` false is not."""
+def draw(
+    generators: Sequence[Callable[[random.Random], _Item]],
+    rng: random.Random,
+    name_of: Callable[[_Item], str],
+    *,
+    held_out: bool,
+) -> _Item:
+    """Generate items with random `generators` until one has a name that is held out (`held_out`) or is not (otherwise)."""
     while True:
-        thing = rng.choice(draws)(rng)
-        if is_apart(name(thing)) == held_out:
-            return thing
+        item = rng.choice(generators)(rng)
+        if is_held_out(name_of(item)) == held_out:
+            return item

@@ -1,4 +1,4 @@
-"""How good a demo pair is, on fresh prompts: `python -m specgen.demo.recipe eval`."""
+"""Evaluation of a demo pair on fresh prompts: `python -m specgen.demo.recipe eval`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from specgen.demo import ROLES
 from specgen.demo.corpus.documents import DOMAINS, documents
-from specgen.demo.recipe.fresh_prompts import SEED, Fresh, fresh_prompts
+from specgen.demo.recipe.fresh_prompts import SEED, FreshPrompt, fresh_prompts
 from specgen.inference import inference
 from specgen.models.load import LoadedModel, Source, load_model, prepare
 from specgen.models.tokenizer import check_same
 from specgen.tuning.selftext import continuations
 
-NEW_TOKENS = 160
-_AT_ONCE = 64  # answers that grow side by side
-_LOSS_DOCUMENTS = 40  # of each category
+_NEW_TOKENS = 160
+_BATCH_SIZE = 64
+_LOSS_DOCUMENTS = 40  # per category
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one model in one category: mean held-out `loss` (nats a token), shares of answers that are `right` and that `copied` all
-    names and numbers they had to (None where there is nothing to copy)."""
+class ModelScores:
+    """One model's scores in one category: the mean held-out `loss` in nats per token, the share of answers that are `right`, and
+    the share that `copied` all names and numbers of the prompt that they had to (None if there are none)."""
 
     loss: float
     right: float
@@ -35,125 +35,129 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Category:
-    """Both models' figures. `agreement`: how often the draft's likeliest token is the target's, on the target's own answers."""
+class CategoryScores:
+    """Both models' scores in one category.
+
+    `agreement` is the share of tokens in the target's greedy answers that are the draft's most likely tokens as well.
+    """
 
     prompts: int
-    target: Figures
-    draft: Figures
+    target: ModelScores
+    draft: ModelScores
     agreement: float
 
 
 def evaluate(
-    folders: dict[str, Path], prompts: int, seed: int = 0, announce: Callable[[str], None] = lambda _: None
-) -> dict[str, Category]:
-    """By category; `folders` are those of the target and the draft. Raises SpecgenError for models that cannot be loaded, or
-    whose tokenizers differ."""
+    folders: dict[str, Path], count: int, seed: int = 0, announce: Callable[[str], None] = lambda _: None
+) -> dict[str, CategoryScores]:
+    """Scores by category for the models in `folders` (keys: ROLES) on `count` fresh prompts.
+
+    Raises SpecgenError if a model cannot be loaded or the tokenizers differ.
+    """
     models = {role: _load(folders[role], role) for role in ROLES}
     check_same(models["target"].tokenizer, models["draft"].tokenizer, *map(str, (folders["target"], folders["draft"])))
-    fresh = fresh_prompts(prompts, seed)
+    prompts = fresh_prompts(count, seed)
     answers: dict[str, list[list[int]]] = {}
     for role, model in models.items():
-        announce(f"the {role} answers")
-        answers[role] = _answers(model, fresh)
-    announce("held-out loss and agreement")
-    found = {}
+        announce(f"generating the {role}'s answers")
+        answers[role] = _greedy_answers(model, prompts)
+    announce("measuring held-out loss and agreement")
+    scores = {}
     for category in DOMAINS:
-        places = [place for place, one in enumerate(fresh) if one.category == category]
-        asked = [fresh[place] for place in places]
-        if not asked:
+        indices = [index for index, prompt in enumerate(prompts) if prompt.category == category]
+        if not indices:
             continue
-        figures = {
-            role: _figures(model, asked, [answers[role][place] for place in places], category, seed)
-            for role, model in models.items()
-        }
-        agreement = _agreement(models, asked, [answers["target"][place] for place in places])
-        found[category] = Category(len(asked), figures["target"], figures["draft"], agreement)
-    return found
+        chosen = [prompts[index] for index in indices]
+        by_role = {role: [answers[role][index] for index in indices] for role in ROLES}
+        target, draft = (_scores(models[role], chosen, by_role[role], category, seed) for role in ROLES)
+        agreement = _agreement(models["draft"], chosen, by_role["target"])
+        scores[category] = CategoryScores(len(chosen), target, draft, agreement)
+    return scores
 
 
-def as_rows(found: dict[str, Category]) -> list[list[str]]:
-    """The table, its head first: target and draft behind one another in each cell."""
+def table_rows(scores: dict[str, CategoryScores]) -> list[list[str]]:
+    """The header row, a row per category and the row of means. Most cells are `target / draft`."""
     rows = [["", "prompts", "held-out loss", "right", "names, numbers", "agreement"]]
-    for name, category in found.items():
+    for name, category in scores.items():
         pair = (category.target, category.draft)
-        copied = ["–" if one.copied is None else f"{one.copied:.0%}" for one in pair]
         rows.append(
             [
                 name,
                 str(category.prompts),
                 " / ".join(f"{one.loss:.2f}" for one in pair),
                 " / ".join(f"{one.right:.0%}" for one in pair),
-                " / ".join(copied),
+                " / ".join("–" if one.copied is None else f"{one.copied:.0%}" for one in pair),
                 f"{category.agreement:.0%}",
             ]
         )
-    mean = summary(found)
-    losses, rights = ([mean[role][name] for role in ROLES] for name in ("loss", "right"))
-    means = [" / ".join(f"{loss:.2f}" for loss in losses), " / ".join(f"{right:.0%}" for right in rights)]
-    return [*rows, ["mean", "", *means, "", f"{mean['agreement']:.0%}"]]
+    mean = means(scores)
+    loss = " / ".join(f"{mean[role]['loss']:.2f}" for role in ROLES)
+    right = " / ".join(f"{mean[role]['right']:.0%}" for role in ROLES)
+    return [*rows, ["mean", "", loss, right, "", f"{mean['agreement']:.0%}"]]
 
 
-def summary(found: dict[str, Category]) -> dict[str, Any]:
-    """Means over the categories."""
+def means(scores: dict[str, CategoryScores]) -> dict[str, Any]:
+    """Means over the categories, which all count the same."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
     return {
         **{
-            role: {name: mean([getattr(getattr(one, role), name) for one in found.values()]) for name in ("loss", "right")}
+            role: {name: mean([getattr(getattr(one, role), name) for one in scores.values()]) for name in ("loss", "right")}
             for role in ROLES
         },
-        "agreement": mean([one.agreement for one in found.values()]),
+        "agreement": mean([one.agreement for one in scores.values()]),
     }
 
 
-def as_json(found: dict[str, Category]) -> dict[str, Any]:
-    return {"type": "demo-eval", "categories": {name: asdict(one) for name, one in found.items()}, "mean": summary(found)}
+def as_json(scores: dict[str, CategoryScores]) -> dict[str, Any]:
+    return {"type": "demo-eval", "categories": {name: asdict(one) for name, one in scores.items()}, "mean": means(scores)}
 
 
 def _load(folder: Path, role: str) -> LoadedModel:
-    return load_model(prepare(Source(str(folder), role), _silent), torch.device("cpu"), torch.float32, _silent)
+    prepared = prepare(Source(str(folder), role), lambda _: None)
+    return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
 
 
-def _silent(_: str) -> None:
-    """Loading a model this small is not worth a word."""
+def _greedy_answers(model: LoadedModel, prompts: Sequence[FreshPrompt]) -> list[list[int]]:
+    """Token ids of the model's greedy answer to each prompt. A batch has prompts of similar length, to need little padding."""
+    ids = [model.tokenizer.encode(prompt.prompt) for prompt in prompts]
+    by_length = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+    answers: list[list[int]] = [[] for _ in ids]
+    for start in range(0, len(by_length), _BATCH_SIZE):
+        batch = by_length[start : start + _BATCH_SIZE]
+        max_length = min(model.context_limit, len(ids[batch[-1]]) + _NEW_TOKENS)
+        texts = continuations(model, [ids[index] for index in batch], max_length, greedy=True)
+        for index, text in zip(batch, texts, strict=True):
+            answers[index] = text[len(ids[index]) :]
+    return answers
 
 
-def _answers(model: LoadedModel, fresh: Sequence[Fresh]) -> list[list[int]]:
-    """Ids of what the model says behind each prompt, greedy. Prompts of about one length go together: little padding."""
-    prompts = [model.tokenizer.encode(one.prompt) for one in fresh]
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    found: list[list[int]] = [[] for _ in prompts]
-    for start in range(0, len(order), _AT_ONCE):
-        places = order[start : start + _AT_ONCE]
-        longest = min(model.context_limit, max(len(prompts[place]) for place in places) + NEW_TOKENS)
-        texts = continuations(model, [prompts[place] for place in places], longest, greedy=True)
-        for place, text in zip(places, texts, strict=True):
-            found[place] = text[len(prompts[place]) :]
-    return found
-
-
-def _figures(model: LoadedModel, asked: Sequence[Fresh], answers: Sequence[list[int]], category: str, seed: int) -> Figures:
-    texts = [_said(model, ids) for ids in answers]
-    right = [one.is_right(text) for one, text in zip(asked, texts, strict=True)]
-    copied = [one.copies(text) for one, text in zip(asked, texts, strict=True) if category in ("math", "news")]
-    judged = [good for good in copied if good is not None]
-    return Figures(
+def _scores(
+    model: LoadedModel, prompts: Sequence[FreshPrompt], answers: Sequence[list[int]], category: str, seed: int
+) -> ModelScores:
+    texts = [_answer_text(model, ids) for ids in answers]
+    right = [prompt.is_right(text) for prompt, text in zip(prompts, texts, strict=True)]
+    copied: list[bool] = []
+    if category in ("math", "news"):
+        results = [prompt.copied_all(text) for prompt, text in zip(prompts, texts, strict=True)]
+        copied = [result for result in results if result is not None]
+    return ModelScores(
         loss=_held_out_loss(model, category, seed),
         right=sum(right) / len(right),
-        copied=sum(judged) / len(judged) if judged else None,
+        copied=sum(copied) / len(copied) if copied else None,
     )
 
 
-def _said(model: LoadedModel, ids: Sequence[int]) -> str:
-    """An answer's text, up to where the model takes the user's part."""
+def _answer_text(model: LoadedModel, ids: Sequence[int]) -> str:
+    """The text of an answer, up to where the model starts to write the user's next question."""
     return model.tokenizer.text_of([token for token in ids if token not in model.eos_ids]).split("\nUser:")[0]
 
 
 @inference
 def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
+    """Mean cross-entropy in nats per token over held-out documents."""
     total = tokens = 0.0
     for text in islice(documents(category, SEED + seed, held_out=True), _LOSS_DOCUMENTS):
         ids = torch.tensor([*model.tokenizer.encode_long(text), *sorted(model.eos_ids)[:1]])
@@ -164,13 +168,13 @@ def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
 
 
 @inference
-def _agreement(models: dict[str, LoadedModel], asked: Sequence[Fresh], answers: Sequence[list[int]]) -> float:
-    """Over all tokens of the target's answers."""
-    right = total = 0
-    for one, answer in zip(asked, answers, strict=True):
-        prompt = models["target"].tokenizer.encode(one.prompt)
-        logits = models["draft"].model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
-        guesses = logits[len(prompt) - 1 : -1].argmax(dim=-1)
-        right += int((guesses == torch.tensor(answer)).sum())
+def _agreement(draft: LoadedModel, prompts: Sequence[FreshPrompt], answers: Sequence[list[int]]) -> float:
+    """The share of the answers' tokens that are the draft's most likely tokens. Both models have the same tokenizer."""
+    equal = total = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        prompt_ids = draft.tokenizer.encode(prompt.prompt)
+        logits = draft.model(input_ids=torch.tensor([prompt_ids + answer]), use_cache=False).logits[0]
+        most_likely = logits[len(prompt_ids) - 1 : -1].argmax(dim=-1)
+        equal += int((most_likely == torch.tensor(answer)).sum())
         total += len(answer)
-    return right / total
+    return equal / total

@@ -1,22 +1,25 @@
-"""What decides a demo model: its shape, the learning rate and its course, the batches, the budget."""
+"""Hyperparameters of a demo model: shape, learning rate and its schedule, batches, training budget."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from specgen.demo.recipe.tokenizer import CONTEXT_LENGTH
 from specgen.errors import SpecgenError
 
+CONTEXT_LENGTH = 1024
 WARMUP_STEPS = 100
-DECAY = 0.25
-HEAD_SIZE = 32
-_LONG_EVERY = 4
+DECAY_SHARE = 0.25  # of the budget
+_HEAD_SIZE = 32
+_LONG_BATCH_EVERY = 4  # steps of the decay phase
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's size; without `heads`, one for every 32 of `hidden_size`. SpecgenError where sizes do not fit."""
+    """The size of a Llama model. `heads` 0 stands for one head per 32 of `hidden_size`.
+
+    Raises SpecgenError if a size is below 1, or if the heads would not have the same even size (rotary positions need it even).
+    """
 
     hidden_size: int
     layers: int
@@ -24,12 +27,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         if not self.heads:
-            object.__setattr__(self, "heads", max(1, self.hidden_size // HEAD_SIZE))
+            object.__setattr__(self, "heads", max(1, self.hidden_size // _HEAD_SIZE))
         if min(self.hidden_size, self.layers, self.heads) < 1:
             raise SpecgenError(f"the shape is {self}", "Each size has to be at least 1")
         if self.hidden_size % (2 * self.heads):
-            cure = "It has to divide into heads of an even size, for rotary positions turn pairs"
-            raise SpecgenError(f"the hidden size {self.hidden_size} does not fit {self.heads} heads", cure)
+            raise SpecgenError(
+                f"the hidden size {self.hidden_size} does not fit {self.heads} heads", "All heads need the same, even size"
+            )
 
     @property
     def intermediate_size(self) -> int:
@@ -38,11 +42,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides the weights, the corpus and the machine aside. Raises SpecgenError where a value makes no sense.
+    """All hyperparameters of a training run. Raises SpecgenError for values that are out of range.
 
-    The budget is `minutes` of training time or a number of optimizer `steps`, one of the two. A step takes `batch_size`
-    windows of `window` tokens; while the learning rate falls every fourth step as many tokens in the longest windows that there
-    are places for, which attention makes dear.
+    The budget is either `minutes` of training time or a number of optimizer `steps`. A batch has `batch_size` sequences of
+    `training_length` tokens.
     """
 
     shape: Shape
@@ -50,7 +53,7 @@ class Recipe:
     minutes: float | None = None
     steps: int | None = None
     batch_size: int = 8
-    window: int = 256
+    training_length: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -60,27 +63,34 @@ class Recipe:
         for name, value in (("budget", budget), ("learning rate", self.learning_rate), ("batch size", self.batch_size)):
             if value is None or not math.isfinite(value) or value <= 0:
                 raise SpecgenError(f"the {name} is {value}", "It has to be above 0")
-        if not 1 <= self.window <= CONTEXT_LENGTH:
-            raise SpecgenError(f"the window is {self.window}", f"It has to lie between 1 and {CONTEXT_LENGTH} tokens")
+        if not 1 <= self.training_length <= CONTEXT_LENGTH:
+            raise SpecgenError(
+                f"the training sequences have {self.training_length} tokens", f"It has to be 1 to {CONTEXT_LENGTH} tokens"
+            )
 
-    def windows(self, step: int, *, falling: bool) -> tuple[int, int]:
-        """How many windows a step takes, and of how many tokens."""
-        if not falling or step % _LONG_EVERY or self.batch_size * self.window < CONTEXT_LENGTH:
-            return self.batch_size, self.window
-        return self.batch_size * self.window // CONTEXT_LENGTH, CONTEXT_LENGTH
+    def batch_shape(self, step: int, *, decaying: bool) -> tuple[int, int]:
+        """The number of sequences in a step's batch, and their length in tokens.
+
+        In the decay phase every fourth batch has sequences of CONTEXT_LENGTH tokens, so that the model learns all positions. They
+        are not used more often because attention over long sequences is expensive. The number of tokens stays the same.
+        """
+        tokens = self.batch_size * self.training_length
+        if not decaying or step % _LONG_BATCH_EVERY or tokens < CONTEXT_LENGTH:
+            return self.batch_size, self.training_length
+        return tokens // CONTEXT_LENGTH, CONTEXT_LENGTH
 
 
 BUNDLED = {
     "target": Recipe(Shape(hidden_size=128, layers=12), learning_rate=4e-3, minutes=90),
     "draft": Recipe(Shape(hidden_size=48, layers=2, heads=3), learning_rate=8e-3, minutes=5),
 }
-"""Of the bundled pair, on two CPU cores. With a GPU, or days, larger shapes pay."""
+"""The recipes of the bundled pair, which was trained on two CPU cores."""
 
 
-def learning_rate_factor(step: int, share: float) -> float:
-    """Linear warm-up, a long stable phase, and a linear fall to nothing over the last DECAY of the budget's share.
+def learning_rate_factor(step: int, budget_spent: float) -> float:
+    """Warmup-stable-decay schedule (Hu et al. 2024, arXiv 2404.06395), between 0 and 1; `budget_spent` is a share from 0 to 1.
 
-    Warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395): up to the fall nothing depends on the budget, so that a run can
-    be prolonged from there.
+    A linear warmup, then a constant learning rate, then a linear decay to 0 over the last DECAY_SHARE of the budget. Nothing
+    before the decay depends on the budget, so a run can be continued from there with a larger one.
     """
-    return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, (1 - share) / DECAY))
+    return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, (1 - budget_spent) / DECAY_SHARE))

@@ -1,8 +1,7 @@
-"""Muon (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982): momentum, made orthogonal, for the matrices.
+"""Muon optimizer for matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982).
 
-torch.optim.Muon does the same matrix by matrix and in bfloat16. Here matrices of one shape go together, and on a processor
-without units for bfloat16 in float32: there that is twice as fast, and the difference between an optimizer that pays
-and one that eats what it gains.
+torch.optim.Muon computes the same, but one matrix at a time and always in bfloat16, which is slow on a CPU without bfloat16
+instructions. Here matrices of the same shape are stacked, and the dtype of the products can be chosen.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 
 import torch
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, steepest at zero
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic Newton-Schulz iteration
 _ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """For hidden matrices alone; embeddings, norms and heads belong to AdamW.
+    """Nesterov momentum, made orthogonal, for hidden matrices. Embeddings, norms and heads need another optimizer.
 
-    The update of an [m, n] matrix is scaled by 0.2 √max(m, n), so that its root mean square is AdamW's and one learning rate
-    fits matrices of every shape. `products` is the dtype of the iteration.
+    The update of an [m, n] matrix is scaled by 0.2 √max(m, n): its root mean square is about that of AdamW's update, so that one
+    learning rate suits all shapes. `dtype` is the dtype of the Newton-Schulz iteration.
     """
 
     def __init__(
@@ -30,10 +29,10 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.1,
-        products: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.products = products
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -50,22 +49,22 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(matrices, list(updates.unbind()), alpha=-group["lr"] * scale)
 
     def _updates(self, matrices: list[torch.Tensor], momentum: float) -> torch.Tensor:
-        """Nesterov momentum of each, made orthogonal [matrices, m, n]."""
-        moments, gradients = [], []
+        """The orthogonalized Nesterov momentum of `matrices`: [number of matrices, m, n]."""
+        momenta, gradients = [], []
         for matrix in matrices:
             assert matrix.grad is not None
             state = self.state[matrix]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
-            moments.append(state["momentum_buffer"])
+            momenta.append(state["momentum_buffer"])
             gradients.append(matrix.grad)
-        torch._foreach_lerp_(moments, gradients, 1 - momentum)
-        ahead = torch._foreach_lerp(gradients, moments, momentum)
-        return orthogonal(torch.stack(ahead).to(self.products)).to(matrices[0].dtype)
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        nesterov = torch._foreach_lerp(gradients, momenta, momentum)
+        return orthogonalize(torch.stack(nesterov).to(self.dtype)).to(matrices[0].dtype)
 
 
-def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """About the nearest orthogonal matrix of each [..., m, n]: singular values end between 0.7 and 1.2 (Newton-Schulz)."""
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Approximately the nearest orthogonal matrix of each [..., m, n]: singular values become 0.7 to 1.2 (Newton-Schulz)."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

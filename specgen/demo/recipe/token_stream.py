@@ -1,4 +1,4 @@
-"""The corpus as training batches: windows of whole documents without end, that an interrupted run can take up again."""
+"""Training batches from the generated documents. The stream's state can be saved and restored."""
 
 from __future__ import annotations
 
@@ -6,66 +6,63 @@ from typing import Any
 
 import torch
 
-from specgen.demo.corpus.documents import MIX, document, source
+from specgen.demo.corpus.documents import DOMAIN_SHARES, document, document_rng
 
-_POOL = 64  # documents to choose from: what is left of a window finds one that fits nearly always
+_POOL_SIZE = 64  # documents to choose from: almost always one of them fits into what is left of a sequence
 
 
 class TokenStream:
-    """Windows in the proportions of MIX, documents wrapped in <s> ... </s>; the same for the same seed and corpus.
+    """Token sequences packed from documents in the proportions of DOMAIN_SHARES. The same seed gives the same sequences.
 
-    Documents are packed whole, the longest that still fits each time, so that an article and its summary are in one window. The
-    few tokens that are left in the end are the beginning of one more; its rest is dropped, which costs nothing, for documents are
-    made on the spot. So no token is padding.
+    Each document is wrapped in <s> ... </s>. A sequence starts with the oldest document of a pool, then takes the longest one
+    that fits, again and again. Documents stay whole, so an article and its summary are in the same sequence; only the last
+    document is cut off where the sequence ends, and its rest is dropped. There are no padding tokens.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._sources = {domain: source(domain, seed) for domain in MIX}
-        self._used = dict.fromkeys(MIX, 0)  # tokens, by domain
-        self._pool: list[list[int]] = []  # the oldest first
+        self._rngs = {domain: document_rng(domain, seed) for domain in DOMAIN_SHARES}
+        self._used = dict.fromkeys(DOMAIN_SHARES, 0)  # tokens per domain
+        self._pool: list[list[int]] = []  # oldest first
 
-    def batch(self, size: int, window: int) -> torch.Tensor:
-        """The next `size` windows: int64 [size, window + 1], on the CPU."""
-        return torch.tensor([self._next_window(window + 1) for _ in range(size)], dtype=torch.int64)
+    def batch(self, size: int, length: int) -> torch.Tensor:
+        """The next `size` sequences, int64 [size, length + 1] on the CPU: `length` inputs and, one token later, their labels."""
+        return torch.tensor([self._next_sequence(length + 1) for _ in range(size)], dtype=torch.int64)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, in numbers, lists and tuples."""
+        """The state of the stream, made of numbers, lists and tuples."""
         return {
-            "sources": {domain: rng.getstate() for domain, rng in self._sources.items()},
+            "rngs": {domain: rng.getstate() for domain, rng in self._rngs.items()},
             "used": dict(self._used),
-            "pool": [list(document) for document in self._pool],
+            "pool": [list(tokens) for tokens in self._pool],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken from a stream of the same corpus."""
-        for domain, numbers in state["sources"].items():
-            self._sources[domain].setstate(numbers)
+        """Continue from what state() returned for a stream with the same tokenizer and corpus."""
+        for domain, rng_state in state["rngs"].items():
+            self._rngs[domain].setstate(rng_state)
         self._used = dict(state["used"])
-        self._pool = [list(document) for document in state["pool"]]
+        self._pool = [list(tokens) for tokens in state["pool"]]
 
-    def _next_window(self, room: int) -> list[int]:
-        self._fill()
-        window = self._pool.pop(0)[:room]  # the oldest: no document waits for ever
-        while len(window) < room:
-            self._fill()
-            left = room - len(window)
-            fitting = [place for place, tokens in enumerate(self._pool) if len(tokens) <= left]
-            if not fitting:
-                window += self._pool.pop(0)[:left]
-            else:
-                window += self._pool.pop(max(fitting, key=lambda place: len(self._pool[place])))
-        return window
+    def _next_sequence(self, length: int) -> list[int]:
+        self._fill_pool()
+        sequence = self._pool.pop(0)[:length]  # the oldest, so that no document stays in the pool for ever
+        while len(sequence) < length:
+            self._fill_pool()
+            room = length - len(sequence)
+            fitting = [index for index, tokens in enumerate(self._pool) if len(tokens) <= room]
+            longest = max(fitting, key=lambda index: len(self._pool[index]), default=0)
+            sequence += self._pool.pop(longest)[:room]
+        return sequence
 
-    def _fill(self) -> None:
-        while len(self._pool) < _POOL:
-            # The domain that lags most behind its share.
-            domain = min(MIX, key=lambda name: self._used[name] / MIX[name])
-            tokens = self._encode(document(domain, self._sources[domain]))
+    def _fill_pool(self) -> None:
+        while len(self._pool) < _POOL_SIZE:
+            domain = min(DOMAIN_SHARES, key=lambda name: self._used[name] / DOMAIN_SHARES[name])  # furthest below its share
+            tokens = self._encode(document(domain, self._rngs[domain]))
             self._used[domain] += len(tokens)
             self._pool.append(tokens)
 
     def _encode(self, text: str) -> list[int]:
-        # Past the wrapper, which costs more than the encoding of a short document.
+        # Calling the transformers wrapper would take longer than encoding a short document.
         ids = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return [self._tokenizer.bos_token_id, *ids, self._tokenizer.eos_token_id]

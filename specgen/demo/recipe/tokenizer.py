@@ -1,8 +1,7 @@
-"""The pair's one tokenizer: byte-level byte-pair encoding, trained on the corpus, with a chat template."""
+"""The demo pair's tokenizer: byte-level byte-pair encoding trained on the generated documents, with a chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +9,30 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from specgen.demo import ROLES
-from specgen.demo.corpus.documents import MIX, documents
+from specgen.demo.corpus.documents import sample
+from specgen.demo.recipe.hyperparameters import CONTEXT_LENGTH
 from specgen.errors import SpecgenError
 
-VOCABULARY_SIZE = 4096
-CONTEXT_LENGTH = 1024
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-SMALLEST_VOCABULARY = len((PAD, BOS, EOS)) + 256  # every byte has its token, so that no text is out of reach
+_PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
+_MIN_VOCABULARY = len((_PAD, _BOS, _EOS)) + 256  # a token for each byte, so that any text can be encoded
 
-# The corpus's own form of a conversation: "User: ...\nAssistant: ...\nUser: ..."
-CHAT_TEMPLATE = (
+# The form of the corpus: "User: ...\nAssistant: ...\nUser: ..."
+_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
     "{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: '}[m['role']] + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\nAssistant:' }}{% endif %}"
 )
 
 
-def train_tokenizer(out: Path, vocabulary_size: int = VOCABULARY_SIZE, characters: int = 3_000_000) -> None:
-    """Train on about `characters` of the corpus (seed 0) and save to `out`/target and `out`/draft.
+def train_tokenizer(out: Path, vocabulary_size: int, characters: int = 3_000_000) -> None:
+    """Train a tokenizer on about `characters` of the corpus (seed 0) and save it to `out`/target and `out`/draft.
 
-    Byte-pair encoding breaks ties by order, so the same text gives the same tokenizer. Raises SpecgenError where
-    `vocabulary_size` has no room for the 256 bytes and the special tokens.
+    Raises SpecgenError if `vocabulary_size` is too small for the 256 bytes and the special tokens.
     """
-    if vocabulary_size < SMALLEST_VOCABULARY:
-        raise SpecgenError(f"the vocabulary size is {vocabulary_size}", f"It has to be at least {SMALLEST_VOCABULARY}")
+    if vocabulary_size < _MIN_VOCABULARY:
+        raise SpecgenError(f"the vocabulary size is {vocabulary_size}", f"It has to be at least {_MIN_VOCABULARY}")
     bpe = Tokenizer(models.BPE())
-    # A token for each digit: sums are learned digit by digit, and 128 and 129 have two of three in common.
+    # One token per digit, because the model learns sums digit by digit.
     digits = pre_tokenizers.Digits(individual_digits=True)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
@@ -43,35 +40,26 @@ def train_tokenizer(out: Path, vocabulary_size: int = VOCABULARY_SIZE, character
         vocab_size=vocabulary_size,
         min_frequency=2,
         show_progress=False,
-        special_tokens=[PAD, BOS, EOS],
+        special_tokens=[_PAD, _BOS, _EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator(_sample(characters), trainer=trainer)
-    begin = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
-    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    bpe.train_from_iterator(sample(characters, seed=0, encode=str), trainer=trainer)
+    add_bos = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, bpe.token_to_id(_BOS))])
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), add_bos])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=_BOS, eos_token=_EOS, pad_token=_PAD)
     tokenizer.model_max_length = CONTEXT_LENGTH
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = _CHAT_TEMPLATE
     for role in ROLES:
         tokenizer.save_pretrained(out / role)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer saved in `folder`. Raises SpecgenError where there is none, or none that can be read."""
+    """Load the tokenizer that was saved in `folder`. Raises SpecgenError if there is none or if it cannot be read."""
     if not (folder / "tokenizer.json").is_file():
-        cure = f"Train one first: python -m specgen.demo.recipe tokenizer {folder.parent}"
-        raise SpecgenError(f"there is no tokenizer in {folder}", cure)
+        raise SpecgenError(
+            f"there is no tokenizer in {folder}", f"Train it first: python -m specgen.demo.recipe tokenizer {folder.parent}"
+        )
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # the Rust library raises nothing finer
-        raise SpecgenError(f"the tokenizer in {folder} cannot be read", "Train it anew") from error
-
-
-def _sample(characters: int) -> Iterator[str]:
-    """Documents in the proportions of MIX."""
-    for domain, share in MIX.items():
-        budget, stream = int(characters * share), documents(domain, seed=0)
-        while budget > 0:
-            text = next(stream)
-            budget -= len(text)
-            yield text
+    except Exception as error:  # the tokenizers library has no exception types of its own
+        raise SpecgenError(f"the tokenizer in {folder} cannot be read", "Train it again") from error

@@ -1,9 +1,11 @@
-"""Train a target or a draft on the corpus: a small Llama, saved in bfloat16 as a Hugging Face folder.
+"""Training of a demo model: a small Llama, saved as a Hugging Face folder with bfloat16 weights.
 
-One loop for CPU and CUDA: Muon for the matrices and AdamW for the rest, over float32 weights, with products in bfloat16 on
-CUDA and on a CPU in what is faster there. A budget in minutes gives what a machine can do in that time; a budget in steps
-gives the same weights on the same machine every time, interrupted or not. A checkpoint beside the folder carries an
-interrupted run. One more is kept from where the learning rate began to fall: with a larger budget training goes on from there.
+The same loop runs on CPU and CUDA. Weights are float32; Muon optimizes the matrices and AdamW everything else. Matrix products
+use bfloat16 on CUDA, and the faster of bfloat16 and float32 on a CPU. With a budget in steps, two runs on the same machine give
+the same weights, even if one of them was interrupted. With a budget in minutes, the number of steps depends on the machine.
+
+There are two checkpoint files, next to the model's folder. ROLE.checkpoint.pt resumes an interrupted run. ROLE.stable.pt is the
+state at the start of the learning rate's decay, from which the run can be continued with a larger budget.
 """
 
 from __future__ import annotations
@@ -15,64 +17,56 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the customary name
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specgen.demo import ROLES
-from specgen.demo.recipe.hyperparameters import DECAY, Recipe, Shape, learning_rate_factor
+from specgen.demo.recipe.hyperparameters import CONTEXT_LENGTH, DECAY_SHARE, Recipe, Shape, learning_rate_factor
 from specgen.demo.recipe.muon import Muon
 from specgen.demo.recipe.token_stream import TokenStream
-from specgen.demo.recipe.tokenizer import CONTEXT_LENGTH, load_tokenizer
+from specgen.demo.recipe.tokenizer import load_tokenizer
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import whole_file
+from specgen.models.devices import pick_device
 from specgen.models.load import quiet_transformers
-
-_ASLEEP = 5.0  # times as long as steps usually take: the process was stopped, or the machine asleep
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands: `share` of the budget spent (0 to 1), mean `loss` (nats per token) since the last report."""
+    """Progress of a training run. `loss` is the mean since the last report, in nats per token."""
 
     step: int
     tokens: int
-    share: float
+    budget_spent: float  # a share from 0 to 1
     loss: float
     tokens_per_second: float
 
 
 def print_progress(progress: Progress) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     line = (
-        f"step {progress.step}  {progress.tokens / 1e6:.2f}M tokens  {progress.share:.0%} of the budget  "
+        f"step {progress.step}  {progress.tokens / 1e6:.2f}M tokens  {progress.budget_spent:.0%} of the budget  "
         f"loss {progress.loss:.3f}  {progress.tokens_per_second:,.0f} tokens/s"
     )
     print(line, file=sys.stderr, flush=True)
 
 
-def pick_device(name: str = "auto") -> torch.device:
-    """`cpu`, `cuda`, or with `auto` CUDA where there is one. Raises SpecgenError for a device that is not there."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise SpecgenError("there is no CUDA device here", "Take --device cpu")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
-
-
-def pick_products(device: torch.device) -> torch.dtype:
-    """The dtype that products are fast in: bfloat16 on CUDA. On a CPU it can be four times slower: both are tried."""
+def pick_matmul_dtype(device: torch.device) -> torch.dtype:
+    """The dtype for matrix products: bfloat16 on CUDA; on a CPU, where bfloat16 may be slow, the faster one in a short test."""
     if device.type == "cuda":
         return torch.bfloat16
-    return min((torch.float32, torch.bfloat16), key=_product_seconds)
+    return min((torch.float32, torch.bfloat16), key=_matmul_seconds)
 
 
-def _product_seconds(dtype: torch.dtype) -> float:
+def _matmul_seconds(dtype: torch.dtype) -> float:
     a = torch.ones(512, 512, dtype=dtype)
     seconds = []
-    for _ in range(4):  # the first one sets things up
+    for _ in range(4):  # the first one is a warmup
         start = time.perf_counter()
         a @ a
         seconds.append(time.perf_counter() - start)
@@ -89,16 +83,19 @@ def train(
     report_every: int = 50,
     checkpoint_every: int = 500,
 ) -> None:
-    """Train `role` with the tokenizer in `out`/`role`, and save the weights there.
+    """Train the model for `role` with the tokenizer in `out`/`role`, and save it to that folder.
 
-    Writes a checkpoint every `checkpoint_every` steps, and goes on from it where one of the same recipe is found; else from
-    the end of the stable phase of a run with a smaller budget. Raises SpecgenError for a missing tokenizer or another recipe's
-    checkpoint, RunError where training fails.
+    Starts from the interrupted run's checkpoint if there is one, else from the one at the start of the decay. `device` is cpu,
+    cuda or auto (cuda if it is available). `report_every` and `checkpoint_every` are in steps. Raises SpecgenError if the
+    tokenizer or the device is missing, the checkpoint is from a different recipe or the budget is already spent, and RunError if
+    the loss is not finite or the memory is exhausted.
     """
     if role not in ROLES:
         raise SpecgenError(f"the role is {role!r}", f"It has to be one of {', '.join(ROLES)}")
     folder, checkpoint, stable = out / role, out / f"{role}.checkpoint.pt", out / f"{role}.stable.pt"
-    run = _Run(recipe, load_tokenizer(folder), pick_device(device))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = _TrainingRun(recipe, load_tokenizer(folder), pick_device(device))
     settings = _settings(recipe, folder)
 
     def save(path: Path) -> None:
@@ -108,65 +105,59 @@ def train(
     for path in (checkpoint, stable):
         if path.exists():
             run.restore(_read_checkpoint(path, settings, _budget(recipe)))
-            print(f"going on from step {run.step} ({path})", file=sys.stderr)
+            print(f"resuming from step {run.step} ({path})", file=sys.stderr)
             break
-    if run.share >= 1:
-        raise SpecgenError(f"the budget is spent: {run.step} steps are done", "Give a larger one to prolong the run")
+    if run.budget_spent >= 1:
+        raise SpecgenError(f"the budget is already spent: {run.step} steps are done", "Give a larger budget to continue the run")
     try:
-        _loop(run, report, report_every, checkpoint_every, lambda falling: save(stable if falling else checkpoint))
+        _training_loop(run, report, report_every, checkpoint_every, partial(save, checkpoint), partial(save, stable))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise RunError("the device ran out of memory", "Take a smaller batch size or shape") from error
+        raise RunError("the device ran out of memory", "Use a smaller batch size or model") from error
     with quiet_transformers():
         run.model.to(torch.bfloat16).save_pretrained(folder)
     checkpoint.unlink(missing_ok=True)
 
 
-class _Run:
-    """A model in training, and all that has to be kept to go on with it later."""
+class _TrainingRun:
+    """A model in training, with everything that has to be saved to resume it."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any, device: torch.device) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.device = device
-        self.products = pick_products(device)
-        self.model = LlamaForCausalLM(_config(recipe.shape, tokenizer)).to(device).train()
-        self.optimizers = _optimizers(self.model, recipe.learning_rate, self.products)
+        self.matmul_dtype = pick_matmul_dtype(device)
+        self.model = LlamaForCausalLM(model_config(recipe.shape, tokenizer)).to(device).train()
+        self.optimizers = _optimizers(self.model, recipe.learning_rate, self.matmul_dtype)
         self.stream = TokenStream(tokenizer, recipe.seed)
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
-        self.falling = False
-        self._usual: float | None = None  # seconds of a step
+        self.decaying = False
 
     @property
-    def share(self) -> float:
-        """How much of the budget is spent."""
+    def budget_spent(self) -> float:
+        """The share of the budget that is spent."""
         if self.recipe.steps is not None:
             return self.step / self.recipe.steps
         assert self.recipe.minutes is not None
         return self.seconds / (60 * self.recipe.minutes)
 
-    def spend(self, seconds: float) -> None:
-        """A step took so long; what is many times as long as usual was no training."""
-        self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * min(seconds, _ASLEEP * self._usual)
-        self.seconds += min(seconds, _ASLEEP * self._usual)
-
     def advance(self) -> torch.Tensor:
-        """One optimizer step. Returns its loss, left on the device: reading it would make the host wait."""
+        """Do one optimizer step. Returns the loss as a tensor on the device, so that the host need not wait for it."""
         recipe = self.recipe
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * learning_rate_factor(self.step, self.share)
-        windows = self.stream.batch(*recipe.windows(self.step, falling=self.falling))
-        self.tokens += windows[:, 1:].numel()
-        if self.device.type == "cuda":  # only from pinned memory does a copy run beside the host
-            windows = windows.pin_memory()
-        windows = windows.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.products == torch.bfloat16):
-            logits = self.model(input_ids=windows[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+                group["lr"] = recipe.learning_rate * learning_rate_factor(self.step, self.budget_spent)
+        batch = self.stream.batch(*recipe.batch_shape(self.step, decaying=self.decaying))
+        self.tokens += batch[:, 1:].numel()
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()  # needed for an asynchronous copy
+        batch = batch.to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.matmul_dtype == torch.bfloat16):
+            logits = self.model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -183,59 +174,62 @@ class _Run:
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "falling": self.falling,
-            "narrow": self.products == torch.bfloat16,
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+            "decaying": self.decaying,
+            "bfloat16": self.matmul_dtype == torch.bfloat16,
+            "rng": torch.get_rng_state(),
+            "cuda_rngs": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what state() returned."""
         self.model.load_state_dict(state["model"])
-        self.products = torch.bfloat16 if state["narrow"] else torch.float32
-        self.optimizers = _optimizers(self.model, self.recipe.learning_rate, self.products)
-        for optimizer, before in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(before)
+        self.matmul_dtype = torch.bfloat16 if state["bfloat16"] else torch.float32
+        self.optimizers = _optimizers(self.model, self.recipe.learning_rate, self.matmul_dtype)
+        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         self.stream.restore(state["stream"])
-        self.step, self.tokens, self.seconds, self.falling = (state[n] for n in ("step", "tokens", "seconds", "falling"))
-        torch.set_rng_state(state["random"])
-        if self.device.type == "cuda" and len(state["random_cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["random_cuda"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.seconds, self.decaying = state["seconds"], state["decaying"]
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and len(state["cuda_rngs"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda_rngs"])
 
 
-def _loop(
-    run: _Run,
+def _training_loop(
+    run: _TrainingRun,
     report: Callable[[Progress], None],
     report_every: int,
     checkpoint_every: int,
-    save: Callable[[bool], None],
+    save_checkpoint: Callable[[], None],
+    save_stable: Callable[[], None],
 ) -> None:
-    """Train until the budget is spent. `save` is told whether it is the end of the stable phase that has to be kept."""
-    began, tokens_before = run.seconds, run.tokens
-    losses, counted = torch.zeros((), device=run.device), 0
-    while run.share < 1:
-        if run.share >= 1 - DECAY and not run.falling:
-            save(True)
-            run.falling = True
+    """Train until the budget is spent."""
+    seconds_before, tokens_before = run.seconds, run.tokens
+    loss_sum, steps = torch.zeros((), device=run.device), 0
+    while run.budget_spent < 1:
+        if run.budget_spent >= 1 - DECAY_SHARE and not run.decaying:
+            save_stable()
+            run.decaying = True
         start = time.monotonic()
-        losses += run.advance()
-        counted += 1
-        run.spend(time.monotonic() - start)
-        if run.step % report_every == 0 or run.step % checkpoint_every == 0 or run.share >= 1:
+        loss_sum += run.advance()
+        steps += 1
+        run.seconds += time.monotonic() - start
+        if run.step % report_every == 0 or run.step % checkpoint_every == 0 or run.budget_spent >= 1:
             start = time.monotonic()
-            loss = losses.item() / counted
-            # Only now is the work so far done, on CUDA too.
-            run.seconds += time.monotonic() - start
+            loss = loss_sum.item() / steps
+            run.seconds += time.monotonic() - start  # on CUDA, item() waits until the steps are done
             if not math.isfinite(loss):
-                raise RunError(f"the loss is {loss} at step {run.step}", "Take a smaller learning rate")
-            rate = (run.tokens - tokens_before) / (run.seconds - began)
-            report(Progress(run.step, run.tokens, min(run.share, 1.0), loss, rate))
-            losses.zero_()
-            counted = 0
+                raise RunError(f"the loss is {loss} at step {run.step}", "Use a smaller learning rate")
+            rate = (run.tokens - tokens_before) / (run.seconds - seconds_before)
+            report(Progress(run.step, run.tokens, min(run.budget_spent, 1.0), loss, rate))
+            loss_sum.zero_()
+            steps = 0
         if run.step % checkpoint_every == 0:
-            save(False)
+            save_checkpoint()
 
 
-def _config(shape: Shape, tokenizer: Any) -> Any:
+def model_config(shape: Shape, tokenizer: Any) -> Any:
+    """The transformers configuration of a model of this shape."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=CONTEXT_LENGTH,
@@ -252,18 +246,18 @@ def _config(shape: Shape, tokenizer: Any) -> Any:
     )
 
 
-def _optimizers(model: Any, learning_rate: float, products: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest; no weight decay for norms, which have no business at zero."""
+def _optimizers(model: Any, learning_rate: float, matmul_dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embeddings and (without weight decay) the norms."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     embeddings = {"params": [model.get_input_embeddings().weight], "weight_decay": 0.1}
-    groups = [embeddings, {"params": vectors, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
-    return [Muon(matrices, learning_rate, products=products), adam]
+    groups = [embeddings, {"params": norms, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    return [Muon(matrices, learning_rate, dtype=matmul_dtype), adamw]
 
 
 def _settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What has to be the same for a run to go on: another tokenizer, another Python's code make another stream."""
+    """What has to be the same to resume a run: the recipe, and what decides the token stream (tokenizer, Python version)."""
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     fixed = {name: value for name, value in asdict(recipe).items() if name not in ("minutes", "steps")}
     return {**fixed, "tokenizer": digest, "python": platform.python_version()}
@@ -274,16 +268,16 @@ def _budget(recipe: Recipe) -> str:
 
 
 def _read_checkpoint(path: Path, settings: dict[str, Any], budget: str) -> dict[str, Any]:
-    """Before the learning rate falls any budget will do, behind that the same one alone."""
+    """The run's state in a checkpoint. Its settings have to be the same; so has the budget once the learning rate decays."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         run: dict[str, Any] = saved["run"]
         before: dict[str, Any] = {**saved["settings"], "budget": saved["budget"]}
-    except Exception as error:  # zip, pickle and torch each have their own way to say it
-        raise SpecgenError(f"the checkpoint {path} cannot be read", "Delete it to begin anew") from error
-    now = settings | {"budget": budget if run["falling"] else before["budget"]}
+        now = settings | {"budget": budget if run["decaying"] else before["budget"]}
+    except Exception as error:  # zip, pickle and torch raise different types
+        raise SpecgenError(f"the checkpoint {path} cannot be read", "Delete it to start again") from error
     changed = [name for name in now if before.get(name) != now[name]]
     if changed:
         what = ", ".join(f"{name}: {before.get(name)}, now {now[name]}" for name in changed)
-        raise SpecgenError(f"{path} is another run's ({what})", "Give the same options, or delete it to begin anew")
+        raise SpecgenError(f"the checkpoint {path} is from a different run ({what})", "Use the same options, or delete it")
     return run
