@@ -1,4 +1,4 @@
-"""Training demo models: token stream, optimizer, the loop with its checkpoints, the command line."""
+"""Training demo models: token stream, the loop with its checkpoints, the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from specgen.demo.corpus.documents import DOMAIN_SHARES
 from specgen.demo.recipe.__main__ import main
 from specgen.demo.recipe.hyperparameters import Recipe, Shape, learning_rate_factor
-from specgen.demo.recipe.muon import Muon, orthogonalize
 from specgen.demo.recipe.token_stream import TokenStream
 from specgen.demo.recipe.tokenizer import load_tokenizer
 from specgen.demo.recipe.train import Progress, pick_matmul_dtype, train
@@ -58,35 +57,6 @@ class TestStream:
         stream.batch(100, length=200)
         used = stream.state()["used"]
         assert {domain: tokens / sum(used.values()) for domain, tokens in used.items()} == pytest.approx(DOMAIN_SHARES, abs=0.03)
-
-
-class TestMuon:
-    @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 72)])
-    def test_updates_are_approximately_orthogonal(self, shape: tuple[int, int]) -> None:
-        matrices = orthogonalize(torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)))
-        assert matrices.shape == (3, *shape)
-        values = torch.linalg.svdvals(matrices)
-        assert 0.5 < values.min() < values.max() < 1.3
-
-    def test_it_is_torch_s_muon_except_for_rounding(self) -> None:
-        torch.manual_seed(0)
-        start = [torch.randn(8, 12), torch.randn(12, 8), torch.randn(8, 12)]
-        gradients = [[torch.randn_like(matrix) for matrix in start] for _ in range(3)]
-        found = []
-        for make in (
-            lambda matrices: Muon(matrices, 0.1),
-            lambda matrices: torch.optim.Muon(matrices, 0.1, adjust_lr_fn="match_rms_adamw"),
-        ):
-            matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
-            optimizer = make(matrices)
-            for step in gradients:
-                for matrix, gradient in zip(matrices, step, strict=True):
-                    matrix.grad = gradient.clone()
-                optimizer.step()
-            found.append([matrix.detach() for matrix in matrices])
-        for ours, theirs, before in zip(*found, start, strict=True):
-            # torch's iterations are in bfloat16
-            assert (ours - theirs).norm() < 0.05 * (ours - before).norm()
 
 
 class Interruption:
