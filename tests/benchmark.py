@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen import demo
-from specgen.demo.fresh import fresh_prompts
+from specgen.demo.recipe.fresh_prompts import fresh_prompts
 from specgen.methods import find, resolve
 
 PLAIN = "transformers"
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=0, help="torch's own choice where 0")
     parser.add_argument("--only", default="", help="these rows alone, between commas, plain decoding aside")
-    parser.add_argument("--held-out", action="store_true", help="fresh prompts of python -m specgen.demo eval")
+    parser.add_argument("--held-out", action="store_true", help="fresh prompts of python -m specgen.demo.recipe eval")
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -24,7 +24,7 @@ from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
 
 import specgen
-from specgen.demo.tokenizer import train_tokenizer
+from specgen.demo.recipe.tokenizer import train_tokenizer
 from specgen.pair import Pair
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side

@@ -1,4 +1,4 @@
-"""The demo pair and its recipe: corpus, tokenizer, training loop, bundled weights, and the example prompts."""
+"""The bundled demo pair, the corpus and tokenizer it was trained with, and the example prompts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ import pytest
 import torch
 import yaml
 
-from specgen.demo import ROLES, folder, library
-from specgen.demo.corpus import DOMAINS, documents
-from specgen.demo.exercises import exercise, module
-from specgen.demo.facts import COUNTRIES, HOWTOS
-from specgen.demo.library import library_function
-from specgen.demo.tokenizer import load_tokenizer, train_tokenizer
+from specgen.demo import ROLES, folder
+from specgen.demo.corpus import standard_library
+from specgen.demo.corpus.documents import DOMAINS, documents
+from specgen.demo.corpus.exercises import exercise, module
+from specgen.demo.corpus.facts import COUNTRIES, HOWTOS
+from specgen.demo.corpus.standard_library import library_function
+from specgen.demo.recipe.tokenizer import load_tokenizer, train_tokenizer
 from specgen.errors import SpecgenError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples.yaml"
 
 
 def value(side: str) -> int:
-    """Of one side of an equation: products before sums."""
+    """The value of one side of an equation with +, - and *."""
     total = 0
     for term in re.findall(r"-? ?\d+(?: \* \d+)*", side):
         total += (-1 if term[0] == "-" else 1) * math.prod(map(int, re.findall(r"\d+", term)))
@@ -48,7 +49,7 @@ def first(domain: str, count: int, seed: int = 0) -> list[str]:
 
 class TestCorpus:
     @pytest.mark.parametrize("domain", DOMAINS)
-    def test_the_seed_decides(self, domain: str) -> None:
+    def test_documents_depend_only_on_the_seed(self, domain: str) -> None:
         assert first(domain, 30) == first(domain, 30)
         assert first(domain, 30) != first(domain, 30, seed=1)
 
@@ -56,10 +57,10 @@ class TestCorpus:
         ("domain", "digest"),
         [("math", "00b4746ab41499c1"), ("news", "2c77059c123a6e9d"), ("chat", "07b550c5c4bdbf51")],
     )
-    def test_a_checkpoint_finds_the_templates_as_they_were(self, domain: str, digest: str) -> None:
+    def test_generated_documents_do_not_change(self, domain: str, digest: str) -> None:
         assert digest_of(first(domain, 200)) == digest
 
-    def test_a_checkpoint_finds_the_exercises_as_they_were(self) -> None:
+    def test_generated_modules_do_not_change(self) -> None:
         rng = random.Random(0)
         assert digest_of([module(rng) for _ in range(200)]) == "08a926a25de7436a"
 
@@ -75,64 +76,64 @@ class TestCorpus:
             ),
         ],
     )
-    def test_every_form_turns_up(self, domain: str, openings: list[str]) -> None:
+    def test_all_forms_occur(self, domain: str, openings: list[str]) -> None:
         texts = first(domain, 300)
         for opening in openings:
             assert any(re.search(opening, text, re.MULTILINE) for text in texts), opening
 
-    def test_the_forms_have_their_marks(self) -> None:
-        marks = re.compile(r"Question: .+\nAnswer: .+ The answer is \d+\.|Sums:(\n\d.* = \d+\.){6,16}")
-        assert all(marks.fullmatch(text) for text in first("math", 200))
+    def test_documents_have_the_form_of_their_domain(self) -> None:
+        problem = re.compile(r"Question: .+\nAnswer: .+ The answer is \d+\.|Sums:(\n\d.* = \d+\.){6,16}")
+        assert all(problem.fullmatch(text) for text in first("math", 200))
         assert all(re.fullmatch(r"Article: .+\nSummary: .+\.", text) for text in first("news", 200))
         chats = first("chat", 200)
         assert all(re.match(r"User: .+\nAssistant: .+", text) for text in chats)
         assert {text.count("User: ") for text in chats} == {1, 2, 3}
 
-    def test_the_code_is_python(self) -> None:
+    def test_code_is_valid_python(self) -> None:
         for text in first("code", 300):
             ast.parse(text)
         rng = random.Random(1)
         assert not any("$" in module(rng) for _ in range(300))
 
-    def test_exercises_do_what_they_say(self) -> None:
+    def test_exercises_do_what_their_names_say(self) -> None:
         rng = random.Random(5)
-        found = {text.split("(")[0]: text for text in (exercise(rng) for _ in range(3000))}
-        space: dict[str, Any] = {}
+        functions = {text.split("(")[0]: text for text in (exercise(rng) for _ in range(3000))}
+        namespace: dict[str, Any] = {}
         for name in ("is_prime", "gcd", "median", "bubble_sort", "sum_even", "binary_search", "keep_digits"):
-            exec(found[f"def {name}"], space)
-        assert [n for n in range(20) if space["is_prime"](n)] == [2, 3, 5, 7, 11, 13, 17, 19]
-        assert space["gcd"](48, 36) == 12
-        assert space["median"]([5, 1, 4]) == 4
-        assert space["bubble_sort"]([3, 1, 2]) == [1, 2, 3]
-        assert space["sum_even"]([1, 2, 4]) == 6
-        assert space["binary_search"]([1, 4, 9], 9) == 2
-        assert space["keep_digits"]("a1b2") == "12"
+            exec(functions[f"def {name}"], namespace)
+        assert [n for n in range(20) if namespace["is_prime"](n)] == [2, 3, 5, 7, 11, 13, 17, 19]
+        assert namespace["gcd"](48, 36) == 12
+        assert namespace["median"]([5, 1, 4]) == 4
+        assert namespace["bubble_sort"]([3, 1, 2]) == [1, 2, 3]
+        assert namespace["sum_even"]([1, 2, 4]) == 6
+        assert namespace["binary_search"]([1, 4, 9], 9) == 2
+        assert namespace["keep_digits"]("a1b2") == "12"
 
-    def test_library_files_are_kept_apart(self) -> None:
-        apart, others = (set(library._files(held_out)[0]) for held_out in (True, False))
-        assert apart.isdisjoint(others)
-        assert 0.03 < len(apart) / len(apart | others) < 0.1
-        for held_out, files in ((True, apart), (False, others)):
+    def test_held_out_library_files_are_not_trained(self) -> None:
+        held_out_files, trained = (set(standard_library._files(held_out)[0]) for held_out in (True, False))
+        assert held_out_files.isdisjoint(trained)
+        assert 0.03 < len(held_out_files) / len(held_out_files | trained) < 0.1
+        for held_out, files in ((True, held_out_files), (False, trained)):
             rng = random.Random(0)
-            functions = {text for file in files for text in library._functions(file)}
+            functions = {text for file in files for text in standard_library._functions(file)}
             assert {library_function(rng, held_out=held_out) for _ in range(60)} <= functions
 
-    def test_the_sums_are_right(self) -> None:
+    def test_equations_are_correct(self) -> None:
         for text in first("math", 400):
-            sums = re.findall(r"\d+(?: [*+-] \d+)+(?: = \d+(?: [*+-] \d+)*)+", text)
-            assert sums, text
-            for equation in sums:
+            equations = re.findall(r"\d+(?: [*+-] \d+)+(?: = \d+(?: [*+-] \d+)*)+", text)
+            assert equations, text
+            for equation in equations:
                 assert len({value(side) for side in equation.split(" = ")}) == 1, text
             if not text.startswith("Sums:"):
-                assert text.endswith(f"The answer is {sums[-1].rsplit(' = ', 1)[1]}.")
+                assert text.endswith(f"The answer is {equations[-1].rsplit(' = ', 1)[1]}.")
 
-    def test_a_summary_says_what_the_article_says(self) -> None:
+    def test_summaries_use_names_and_numbers_of_the_article(self) -> None:
         for text in first("news", 300):
             article, summary = text.split("\nSummary: ")
-            told = re.findall(r"[A-Z][a-z]+|\d+", summary.split(" ", 1)[1])
-            assert set(told) <= set(re.findall(r"[A-Z][a-z]+|\d+", article)), text
+            copied = re.findall(r"[A-Z][a-z]+|\d+", summary.split(" ", 1)[1])
+            assert set(copied) <= set(re.findall(r"[A-Z][a-z]+|\d+", article)), text
 
-    def test_the_assistant_counts_and_adds(self) -> None:
+    def test_chat_arithmetic_and_spelling_are_correct(self) -> None:
         text = "\n".join(first("chat", 600))
         for a, b, result in re.findall(r"(\d+) \+ (\d+) = (\d+)", text):
             assert int(a) + int(b) == int(result)
@@ -143,29 +144,29 @@ class TestCorpus:
         for word, spelled in re.findall(r"The word (\w+) is spelled ([A-Z-]+)\.", text):
             assert spelled.replace("-", "").lower() == word
 
-    def test_what_has_to_be_repeated_is_repeated(self) -> None:
+    def test_chat_repeats_words_correctly(self) -> None:
         text = "\n".join(first("chat", 600))
-        asked = re.findall(r"(Repeat these words|Say this backwards): (.+)\.\nAssistant: (.+)\.", text)
-        assert {how for how, _, _ in asked} == {"Repeat these words", "Say this backwards"}
-        for how, words, answer in asked:
+        exchanges = re.findall(r"(Repeat these words|Say this backwards): (.+)\.\nAssistant: (.+)\.", text)
+        assert {how for how, _, _ in exchanges} == {"Repeat these words", "Say this backwards"}
+        for how, words, answer in exchanges:
             assert answer.split(", ") == words.split(", ")[:: 1 if how.startswith("Repeat") else -1]
 
-    def test_the_facts_are_whole(self) -> None:
+    def test_facts_are_complete(self) -> None:
         assert all(len(row) == 5 and all(row) for row in COUNTRIES)
         assert all(len(steps.splitlines()) == 5 for steps in HOWTOS.values())
 
-    def test_help_and_folders_need_no_torch(self) -> None:
-        code = "import sys, specgen.demo.__main__, specgen.demo.corpus; sys.exit('torch' in sys.modules)"
+    def test_help_and_corpus_do_not_import_torch(self) -> None:
+        code = "import sys, specgen.demo.recipe.__main__, specgen.demo.corpus.documents; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class TestTokenizer:
     @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 東京 🚀", "  two  spaces ", "User: Hi\nAssistant:"])
-    def test_any_text_comes_back(self, tokenizers: Path, text: str) -> None:
+    def test_decoding_restores_any_text(self, tokenizers: Path, text: str) -> None:
         tokenizer = load_tokenizer(tokenizers / "target")
         assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
-    def test_a_token_for_each_digit(self, tokenizers: Path) -> None:
+    def test_each_digit_is_one_token(self, tokenizers: Path) -> None:
         tokenizer = load_tokenizer(tokenizers / "target")
         digits = [token for token in tokenizer.get_vocab() if any(c in string.digits for c in token)]
         assert sorted(digits) == list(string.digits)
@@ -176,30 +177,30 @@ class TestTokenizer:
         assert tokenizer("one").input_ids[0] == tokenizer.bos_token_id
         assert len(tokenizer) == 400
 
-    def test_the_chat_template_is_the_corpus_form(self, tokenizers: Path) -> None:
+    def test_the_chat_template_gives_the_form_of_the_corpus(self, tokenizers: Path) -> None:
         turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "Why?")]
         messages = [{"role": role, "content": content} for role, content in turns]
         tokenizer = load_tokenizer(tokenizers / "target")
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == "<s>User: Hi\nAssistant: Hello.\nUser: Why?\nAssistant:"
 
-    def test_both_roles_have_the_same(self, tokenizers: Path) -> None:
+    def test_both_roles_have_the_same_tokenizer(self, tokenizers: Path) -> None:
         target, draft = ((tokenizers / role / "tokenizer.json").read_bytes() for role in ROLES)
         assert target == draft
 
-    def test_a_vocabulary_without_room_for_bytes(self, tmp_path: Path) -> None:
+    def test_a_vocabulary_too_small_for_bytes_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SpecgenError, match="at least 259"):
             train_tokenizer(tmp_path, vocabulary_size=258)
 
 
 class TestBundledPair:
     @pytest.mark.parametrize("role", ROLES)
-    def test_weights_are_safetensors_alone(self, role: str) -> None:
+    def test_the_only_data_file_is_safetensors(self, role: str) -> None:
         data = {path.name for path in folder(role).iterdir() if path.suffix not in {".json", ".jinja"}}
         assert data == {"model.safetensors"}
 
     @pytest.mark.parametrize("role", ROLES)
-    def test_it_loads(self, role: str) -> None:
+    def test_models_load_and_know_a_fact(self, role: str) -> None:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder(role), local_files_only=True)
@@ -211,7 +212,7 @@ class TestBundledPair:
             logits = model(input_ids=prompt.input_ids).logits
         assert tokenizer.decode(logits[0, -1].argmax().item()) == " France"
 
-    def test_another_role(self) -> None:
+    def test_an_unknown_role_is_refused(self) -> None:
         with pytest.raises(ValueError, match="target, draft"):
             folder("judge")
 
@@ -229,11 +230,11 @@ class TestExamples:
         assert min(counts.values()) >= 7
         assert len(examples) >= 28
 
-    def test_no_two_are_the_same(self, examples: list[dict[str, str]]) -> None:
+    def test_ids_and_prompts_are_unique(self, examples: list[dict[str, str]]) -> None:
         for name in ("id", "prompt"):
             assert len({example[name] for example in examples}) == len(examples)
 
-    def test_they_have_the_forms_of_the_corpus(self, examples: list[dict[str, str]]) -> None:
+    def test_prompts_have_the_forms_of_the_corpus(self, examples: list[dict[str, str]]) -> None:
         forms = {"math": r"Question: .+\nAnswer:", "news": r"Article: .+\nSummary:", "chat": r"User: .+\nAssistant:"}
         for example in examples:
             assert set(example) == {"id", "category", "prompt"}
@@ -242,6 +243,6 @@ class TestExamples:
             assert re.match(form, example["prompt"]), example["id"]
 
     @pytest.mark.parametrize("domain", DOMAINS)
-    def test_they_are_not_the_training_text(self, examples: list[dict[str, str]], domain: str) -> None:
+    def test_prompts_are_not_in_the_training_text(self, examples: list[dict[str, str]], domain: str) -> None:
         trained = "\n\n".join(first(domain, 3000))
         assert not any(example["prompt"] in trained for example in examples if example["category"] == domain)

@@ -1,4 +1,4 @@
-"""`python -m specgen.demo eval`: fresh prompts, what counts as right, the table."""
+"""`python -m specgen.demo.recipe eval`: fresh prompts, the check of answers, scores and their table."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from families import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specgen.demo import ROLES
-from specgen.demo.__main__ import main
-from specgen.demo.apart import is_apart
-from specgen.demo.corpus import DOMAINS, documents
-from specgen.demo.fresh import Fresh, final_answer, fresh_prompts, is_function
-from specgen.demo.recipe import Shape
-from specgen.demo.tokenizer import load_tokenizer
-from specgen.demo.train import _config
+from specgen.demo.corpus.documents import DOMAINS, documents
+from specgen.demo.corpus.held_out import is_held_out
+from specgen.demo.recipe.__main__ import main
+from specgen.demo.recipe.fresh_prompts import FreshPrompt, final_answer, fresh_prompts, starts_with_function
+from specgen.demo.recipe.hyperparameters import Shape
+from specgen.demo.recipe.tokenizer import load_tokenizer
+from specgen.demo.recipe.train import model_config
 
-NEWS = Fresh("news", "Article: Ada Baker won in Ashford. It took 3 days.\nSummary:", " Ada Baker won in Ashford after 3 days.")
+NEWS = FreshPrompt(
+    "news", "Article: Ada Baker won in Ashford. It took 3 days.\nSummary:", " Ada Baker won in Ashford after 3 days."
+)
 
 
 def question(text: str) -> str:
@@ -28,41 +30,41 @@ def question(text: str) -> str:
 
 
 class TestFreshPrompts:
-    def test_a_fifth_is_code(self) -> None:
+    def test_one_in_five_is_code_and_all_differ(self) -> None:
         prompts = fresh_prompts(200)
         assert [sum(one.category == domain for one in prompts) for domain in DOMAINS] == [40, 53, 53, 54]
         assert fresh_prompts(200) == prompts
         assert len({one.prompt for one in prompts}) == 200
         assert not {one.prompt for one in fresh_prompts(200, seed=1)} >= {one.prompt for one in prompts if one.category == "math"}
 
-    def test_training_never_asks_them(self) -> None:
-        asked = fresh_prompts(200)
-        assert all(is_apart(question(one.prompt)) for one in asked if one.category == "math")
+    def test_prompts_are_held_out_from_training(self) -> None:
+        prompts = fresh_prompts(200)
+        assert all(is_held_out(question(one.prompt)) for one in prompts if one.category == "math")
         trained = [text for text in islice(documents("math", 0), 2000) if " has " in text or " finds " in text]
         assert len(trained) > 300
-        assert not any(is_apart(question(text)) for text in trained)
-        heads = [one.prompt for one in asked if one.category == "code"][::2]  # the exercises
-        assert all(is_apart(head.split("(")[0]) for head in heads)
+        assert not any(is_held_out(question(text)) for text in trained)
+        heads = [one.prompt for one in prompts if one.category == "code"][::2]  # composed functions
+        assert all(is_held_out(head.split("(")[0]) for head in heads)
         code = "\n".join(islice(documents("code", 0), 3000))
         assert not any(head in code for head in heads)
 
-    def test_the_corpus_own_answers_are_right(self) -> None:
+    def test_answers_of_the_corpus_are_right(self) -> None:
         for one in fresh_prompts(200):
             assert one.is_right(one.answer), one
-            assert one.copies(one.answer) in (True, None), one
+            assert one.copied_all(one.answer) in (True, None), one
 
-    def test_nothing_is_wrong_where_it_is_copied(self) -> None:
-        assert NEWS.copies(" Ada Baker won in Ashford after 3 days.") is True
-        assert NEWS.copies(" Ada Baker won in Milford after 3 days.") is False
-        assert NEWS.copies(" Ada Baker won in Ashford after 2 days.") is False
+    def test_news_answers_have_to_be_exact(self) -> None:
+        assert NEWS.copied_all(" Ada Baker won in Ashford after 3 days.") is True
+        assert NEWS.copied_all(" Ada Baker won in Milford after 3 days.") is False
+        assert NEWS.copied_all(" Ada Baker won in Ashford after 2 days.") is False
         assert NEWS.is_right("Ada Baker won in Ashford after 3 days.")
         assert not NEWS.is_right(" Ada Baker won in Ashford after 3 days!")
-        assert Fresh("math", "Question: Why?\nAnswer:", " The answer is 1.").copies(" no") is None
+        assert FreshPrompt("math", "Question: Why?\nAnswer:", " The answer is 1.").copied_all(" no") is None
 
     def test_the_final_answer(self) -> None:
         assert final_answer(" 2 + 2 = 5. The answer is 5.") == "5"
         assert final_answer(" The answer is 5") is None
-        math = Fresh("math", "Question: What is 2 + 2?\nAnswer:", " 2 + 2 = 4. The answer is 4.")
+        math = FreshPrompt("math", "Question: What is 2 + 2?\nAnswer:", " 2 + 2 = 4. The answer is 4.")
         assert math.is_right("Four. The answer is 4.")
         assert not math.is_right(" The answer is 44.")
 
@@ -70,10 +72,10 @@ class TestFreshPrompts:
         ("text", "good"),
         [
             ('def f(x):\n    """Doc."""\n    return x', True),
-            ('def f(x):\n    """Doc."""\n    return x\n\n\ndef g(', True),  # what follows has no say
+            ('def f(x):\n    """Doc."""\n    return x\n\n\ndef g(', True),  # text after the function is ignored
             ("def f(\n    x,\n):\n    return x", True),
             ("def f(x):\n    pass", True),
-            ('def f(x):\n    """Doc."""', False),  # it does nothing
+            ('def f(x):\n    """Doc."""', False),  # no body
             ('def f(x):\n    """Doc."""\n    return (x', False),
             ("def f(x):\n    for y in x:\n", False),
             ("def f(x):\n    return x\n  y = 1", False),
@@ -81,16 +83,16 @@ class TestFreshPrompts:
             ("x = 1", False),
         ],
     )
-    def test_functions(self, text: str, good: bool) -> None:
-        assert is_function(text) is good
+    def test_starts_with_function(self, text: str, good: bool) -> None:
+        assert starts_with_function(text) is good
 
 
 @pytest.fixture
 def pair(tokenizers: Path, tmp_path: Path) -> Path:
-    """A pair that knows nothing, with one draft model for both roles."""
+    """An untrained pair: the same model in both roles."""
     out = shutil.copytree(tokenizers, tmp_path / "pair")
     for role in ROLES:
-        LlamaForCausalLM(_config(Shape(32, 1), load_tokenizer(out / role))).save_pretrained(out / role)
+        LlamaForCausalLM(model_config(Shape(32, 1), load_tokenizer(out / role))).save_pretrained(out / role)
     shutil.copy(out / "target" / "model.safetensors", out / "draft")
     return out
 
@@ -98,16 +100,16 @@ def pair(tokenizers: Path, tmp_path: Path) -> Path:
 class TestEvaluate:
     def test_a_model_agrees_with_itself(self, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["eval", str(pair), "--prompts", "8", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert list(found["categories"]) == list(DOMAINS)
-        for figures in found["categories"].values():
-            assert figures["target"] == figures["draft"]
-            assert figures["target"]["right"] == 0
-            assert figures["target"]["loss"] == pytest.approx(6, abs=0.4)  # ln 400, of a model that knows nothing
-            assert figures["agreement"] == 1
-        assert found["mean"]["agreement"] == 1
+        scores = json.loads(capsys.readouterr().out)
+        assert list(scores["categories"]) == list(DOMAINS)
+        for category in scores["categories"].values():
+            assert category["target"] == category["draft"]
+            assert category["target"]["right"] == 0
+            assert category["target"]["loss"] == pytest.approx(6, abs=0.4)  # ln 400: an untrained model
+            assert category["agreement"] == 1
+        assert scores["mean"]["agreement"] == 1
 
-    def test_another_draft_and_the_table(self, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_draft_option_and_the_table(self, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         other = shutil.copytree(pair / "draft", tmp_path / "other")
         LlamaForCausalLM(AutoModelForCausalLM.from_pretrained(other).config).save_pretrained(other)
         assert main(["eval", str(pair), "--prompts", "4", "--draft", str(other)]) == 0
@@ -117,7 +119,7 @@ class TestEvaluate:
         mean = json.loads(capsys.readouterr().out)["mean"]
         assert mean["target"]["loss"] != mean["draft"]["loss"]
 
-    def test_a_draft_with_another_tokenizer_is_refused(
+    def test_a_draft_with_a_different_tokenizer_is_refused(
         self, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         other = save(make_model("llama"), tmp_path, make_tokenizer())
@@ -125,6 +127,6 @@ class TestEvaluate:
         assert "the tokenizers differ" in capsys.readouterr().err
 
     @pytest.mark.parametrize("arguments", [["--prompts", "3"], ["nowhere"]])
-    def test_bad_values(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_values(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["eval", *arguments]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")

@@ -1,4 +1,4 @@
-"""Training demo models: token stream, optimizer, the loop with its checkpoints, the command line."""
+"""Training demo models: token stream, the loop with its checkpoints, the command line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from specgen.demo.__main__ import main
-from specgen.demo.muon import Muon, orthogonal
-from specgen.demo.recipe import Recipe, Shape, learning_rate_factor
-from specgen.demo.stream import TokenStream
-from specgen.demo.tokenizer import MIX, load_tokenizer
-from specgen.demo.train import Progress, pick_products, train
+from specgen.demo.corpus.documents import DOMAIN_SHARES
+from specgen.demo.recipe.__main__ import main
+from specgen.demo.recipe.hyperparameters import Recipe, Shape, learning_rate_factor
+from specgen.demo.recipe.token_stream import TokenStream
+from specgen.demo.recipe.tokenizer import load_tokenizer
+from specgen.demo.recipe.train import Progress, pick_matmul_dtype, train
 from specgen.errors import SpecgenError
 
-TINY = Recipe(Shape(hidden_size=32, layers=1, heads=2), learning_rate=0.02, steps=16, batch_size=4, window=48)
+TINY = Recipe(Shape(hidden_size=32, layers=1, heads=2), learning_rate=0.02, steps=16, batch_size=4, training_length=48)
 
 
 @pytest.fixture
@@ -28,69 +28,39 @@ def out(tokenizers: Path, tmp_path: Path) -> Path:
 
 
 class TestStream:
-    def test_documents_are_whole(self, tokenizers: Path) -> None:
+    def test_only_the_last_document_of_a_sequence_is_cut(self, tokenizers: Path) -> None:
         tokenizer = load_tokenizer(tokenizers / "target")
-        windows = TokenStream(tokenizer, seed=0).batch(20, window=600)
-        assert windows.shape == (20, 601)
-        assert windows.dtype == torch.int64
-        assert (windows[:, 0] == tokenizer.bos_token_id).all()
-        assert (windows != tokenizer.pad_token_id).all()
+        sequences = TokenStream(tokenizer, seed=0).batch(20, length=600)
+        assert sequences.shape == (20, 601)
+        assert sequences.dtype == torch.int64
+        assert (sequences[:, 0] == tokenizer.bos_token_id).all()
+        assert (sequences != tokenizer.pad_token_id).all()
         cut = 0
-        for row in windows.tolist():
-            begins = [position for position, token in enumerate(row) if token == tokenizer.bos_token_id]
-            # Every document but the last one ends where the next begins.
-            assert all(row[position - 1] == tokenizer.eos_token_id for position in begins[1:])
-            cut += len(row) - begins[-1] if row[-1] != tokenizer.eos_token_id else 0
-        assert cut < 0.02 * windows.numel()
+        for tokens in sequences.tolist():
+            starts = [index for index, token in enumerate(tokens) if token == tokenizer.bos_token_id]
+            assert all(tokens[index - 1] == tokenizer.eos_token_id for index in starts[1:])
+            cut += len(tokens) - starts[-1] if tokens[-1] != tokenizer.eos_token_id else 0
+        assert cut < 0.02 * sequences.numel()
 
-    def test_a_stream_taken_up_again_goes_on_the_same(self, tokenizers: Path) -> None:
+    def test_a_restored_stream_gives_the_same_batches(self, tokenizers: Path) -> None:
         tokenizer = load_tokenizer(tokenizers / "target")
         stream = TokenStream(tokenizer, seed=3)
-        stream.batch(20, window=100)
+        stream.batch(20, length=100)
         state = stream.state()
-        expected = stream.batch(20, window=300)
-        again = TokenStream(tokenizer, seed=3)
-        again.restore(state)
-        assert torch.equal(again.batch(20, window=300), expected)
+        expected = stream.batch(20, length=300)
+        restored = TokenStream(tokenizer, seed=3)
+        restored.restore(state)
+        assert torch.equal(restored.batch(20, length=300), expected)
 
-    def test_the_domains_keep_their_shares(self, tokenizers: Path) -> None:
+    def test_domains_have_their_shares(self, tokenizers: Path) -> None:
         stream = TokenStream(load_tokenizer(tokenizers / "target"), seed=0)
-        stream.batch(100, window=200)
+        stream.batch(100, length=200)
         used = stream.state()["used"]
-        assert {d: used[d] / sum(used.values()) for d in MIX} == pytest.approx(MIX, abs=0.03)
-
-
-class TestMuon:
-    @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 72)])
-    def test_updates_are_about_orthogonal(self, shape: tuple[int, int]) -> None:
-        matrices = orthogonal(torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)))
-        assert matrices.shape == (3, *shape)
-        values = torch.linalg.svdvals(matrices)
-        assert 0.5 < values.min() < values.max() < 1.3
-
-    def test_it_is_torch_s_own_but_for_rounding(self) -> None:
-        torch.manual_seed(0)
-        start = [torch.randn(8, 12), torch.randn(12, 8), torch.randn(8, 12)]
-        gradients = [[torch.randn_like(matrix) for matrix in start] for _ in range(3)]
-        found = []
-        for make in (
-            lambda matrices: Muon(matrices, 0.1),
-            lambda matrices: torch.optim.Muon(matrices, 0.1, adjust_lr_fn="match_rms_adamw"),
-        ):
-            matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
-            optimizer = make(matrices)
-            for step in gradients:
-                for matrix, gradient in zip(matrices, step, strict=True):
-                    matrix.grad = gradient.clone()
-                optimizer.step()
-            found.append([matrix.detach() for matrix in matrices])
-        for ours, theirs, before in zip(*found, start, strict=True):
-            # bfloat16 carries three digits through five iterations
-            assert (ours - theirs).norm() < 0.05 * (ours - before).norm()
+        assert {domain: tokens / sum(used.values()) for domain, tokens in used.items()} == pytest.approx(DOMAIN_SHARES, abs=0.03)
 
 
 class Interruption:
-    """A report that stops the run after a step, as Ctrl-C would."""
+    """A report function that interrupts the run after a step, like Ctrl-C."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -105,8 +75,8 @@ class TestTraining:
         reports: list[Progress] = []
         train("draft", replace(TINY, steps=40), out, device="cpu", report=reports.append, report_every=8)
         assert [report.step for report in reports] == [8, 16, 24, 32, 40]
-        assert reports[-1].share == 1
-        assert reports[-1].tokens == 40 * TINY.batch_size * TINY.window
+        assert reports[-1].budget_spent == 1
+        assert reports[-1].tokens == 40 * TINY.batch_size * TINY.training_length
         assert reports[-1].loss < reports[0].loss - 0.5
         assert (out / "draft" / "model.safetensors").is_file()
 
@@ -116,62 +86,64 @@ class TestTraining:
         for step in (7, 12):
             with pytest.raises(KeyboardInterrupt):
                 train("draft", TINY, parts, device="cpu", report=Interruption(step), report_every=1, checkpoint_every=5)
-        torch.manual_seed(random.randrange(1000))  # what else went on in the process has no say
+        torch.manual_seed(random.randrange(1000))  # the process's generator must not matter
         train("draft", TINY, parts, device="cpu", checkpoint_every=5)
         weights = [(path / "draft" / "model.safetensors").read_bytes() for path in (whole, parts)]
         assert weights[0] == weights[1]
         assert sorted(path.name for path in parts.iterdir()) == ["draft", "draft.stable.pt", "target"]
 
-    def test_a_run_can_be_prolonged(self, tokenizers: Path, tmp_path: Path) -> None:
+    def test_a_run_can_be_continued_with_a_larger_budget(self, tokenizers: Path, tmp_path: Path) -> None:
         whole, parts = (shutil.copytree(tokenizers, tmp_path / name) for name in ("whole", "parts"))
         longer = replace(TINY, steps=24)
         train("draft", longer, whole, device="cpu")
         train("draft", TINY, parts, device="cpu")
         reports: list[Progress] = []
         train("draft", longer, parts, device="cpu", report=reports.append, report_every=1)
-        assert reports[0].step == 13  # the learning rate fell behind step 12
+        assert reports[0].step == 13  # the learning rate decays after step 12
         weights = [(path / "draft" / "model.safetensors").read_bytes() for path in (whole, parts)]
         assert weights[0] == weights[1]
 
-    def test_a_smaller_budget_is_spent_already(self, out: Path) -> None:
+    def test_a_smaller_budget_is_refused(self, out: Path) -> None:
         train("draft", TINY, out, device="cpu")
-        with pytest.raises(SpecgenError, match="budget is spent: 12 steps"):
+        with pytest.raises(SpecgenError, match="budget is already spent: 12 steps"):
             train("draft", replace(TINY, steps=10), out, device="cpu")
 
-    def test_where_the_learning_rate_falls_the_budget_stands(self, out: Path) -> None:
+    def test_the_budget_cannot_change_during_the_decay(self, out: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train("draft", TINY, out, device="cpu", report=Interruption(15), report_every=1, checkpoint_every=1)
         with pytest.raises(SpecgenError, match="budget: 16 steps, now 20 steps"):
             train("draft", replace(TINY, steps=20), out, device="cpu")
 
-    def test_the_last_windows_reach_the_last_position(self) -> None:
-        recipe = Recipe(TINY.shape, learning_rate=1e-3, steps=1, batch_size=8, window=256)
-        assert {recipe.windows(step, falling=False) for step in range(8)} == {(8, 256)}
-        assert [recipe.windows(step, falling=True) for step in range(4)] == [(2, 1024), (8, 256), (8, 256), (8, 256)]
+    def test_long_batches_in_the_decay_phase(self) -> None:
+        recipe = Recipe(TINY.shape, learning_rate=1e-3, steps=1, batch_size=8, training_length=256)
+        assert {recipe.batch_shape(step, decaying=False) for step in range(8)} == {(8, 256)}
+        assert [recipe.batch_shape(step, decaying=True) for step in range(4)] == [(2, 1024), (8, 256), (8, 256), (8, 256)]
 
-    def test_products_are_in_what_is_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_matrix_products_use_the_faster_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for fast in (torch.bfloat16, torch.float32):
-            monkeypatch.setattr("specgen.demo.train._product_seconds", lambda dtype, fast=fast: 1.0 if dtype == fast else 2.0)
-            assert pick_products(torch.device("cpu")) == fast
-        assert pick_products(torch.device("cuda")) == torch.bfloat16
+            monkeypatch.setattr(
+                "specgen.demo.recipe.train._matmul_seconds", lambda dtype, fast=fast: 1.0 if dtype == fast else 2.0
+            )
+            assert pick_matmul_dtype(torch.device("cpu")) == fast
+        assert pick_matmul_dtype(torch.device("cuda")) == torch.bfloat16
 
     def test_a_budget_in_minutes_ends(self, out: Path) -> None:
         reports: list[Progress] = []
         train("draft", replace(TINY, steps=None, minutes=0.3 / 60), out, device="cpu", report=reports.append)
-        assert reports[-1].share == 1
+        assert reports[-1].budget_spent == 1
 
-    def test_another_recipe_does_not_take_up_the_checkpoint(self, out: Path) -> None:
+    def test_a_checkpoint_of_a_different_recipe_is_refused(self, out: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train("draft", TINY, out, device="cpu", report=Interruption(2), report_every=1, checkpoint_every=1)
         with pytest.raises(SpecgenError, match=r"learning_rate: 0\.02, now 0\.001"):
             train("draft", replace(TINY, learning_rate=0.001), out, device="cpu")
 
-    def test_a_broken_checkpoint_is_named(self, out: Path) -> None:
+    def test_a_damaged_checkpoint_is_refused(self, out: Path) -> None:
         (out / "draft.checkpoint.pt").write_bytes(b"PK\x03\x04 cut short")
         with pytest.raises(SpecgenError, match="cannot be read"):
             train("draft", TINY, out, device="cpu")
 
-    def test_the_learning_rate_warms_up_stays_and_falls_to_nothing(self) -> None:
+    def test_learning_rate_schedule(self) -> None:
         assert learning_rate_factor(0, 0.0) == pytest.approx(0.01)
         assert learning_rate_factor(99, 0.0) == learning_rate_factor(5000, 0.74) == pytest.approx(1.0)
         assert learning_rate_factor(5000, 0.875) == pytest.approx(0.5)
@@ -186,9 +158,9 @@ class TestTraining:
 
     @pytest.mark.parametrize(
         "change",
-        [{"steps": None}, {"minutes": 1.0}, {"steps": 0}, {"learning_rate": float("nan")}, {"window": 2000}],
+        [{"steps": None}, {"minutes": 1.0}, {"steps": 0}, {"learning_rate": float("nan")}, {"training_length": 2000}],
     )
-    def test_recipes_that_make_no_sense(self, change: dict[str, float | None]) -> None:
+    def test_invalid_recipes_are_refused(self, change: dict[str, float | None]) -> None:
         with pytest.raises(SpecgenError):
             Recipe(**{"shape": TINY.shape, "learning_rate": 1e-3, "steps": 1} | change)
 
@@ -198,7 +170,7 @@ class TestCommandLine:
         assert main(["draft", str(tmp_path), "--steps", "1"]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert "python -m specgen.demo tokenizer" in error
+        assert "python -m specgen.demo.recipe tokenizer" in error
 
     @pytest.mark.parametrize(
         "arguments",
@@ -211,23 +183,23 @@ class TestCommandLine:
             pytest.param(["--device", "cuda"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")),
         ],
     )
-    def test_bad_values(self, out: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_values(self, out: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["draft", str(out), *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
     @pytest.mark.parametrize("arguments", [[], ["nothing"], ["draft"], ["draft", "o", "--steps", "1", "--minutes", "1"]])
-    def test_bad_usage(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_usage(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:
             main(arguments)
         assert exit.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
 
-    def test_a_file_is_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_file_instead_of_a_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").touch()
         assert main(["tokenizer", str(tmp_path / "file")]) == 2
         assert "is not a folder" in capsys.readouterr().err
 
-    def test_a_run(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_complete_run(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = "--steps 2 --batch-size 2 --window 16 --hidden-size 32 --layers 1 --heads 2 --device cpu"
         assert main(["draft", str(out), *options.split()]) == 0
         captured = capsys.readouterr()

@@ -1,19 +1,23 @@
-"""The bundled demo pair, and the recipe that made it: `python -m specgen.demo --help`."""
+"""The bundled demo pair: a target and a draft model, and an exit layer for the target. demo/recipe/ is how they were trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ROLES = ("target", "draft")
-
-
-def exit_folder() -> Path:
-    """Where the bundled target's exit layer lies, if there is one."""
-    return Path(__file__).resolve().parent / "exit"
+_PACKAGE = Path(__file__).resolve().parent
 
 
 def folder(role: str) -> Path:
-    """The folder of the bundled `target` or `draft`: weights, configuration, tokenizer. ValueError for another role."""
+    """The folder with the weights, configuration and tokenizer of the bundled `target` or `draft`.
+
+    Raises ValueError for any other role.
+    """
     if role not in ROLES:
         raise ValueError(f"role is {role!r}; it has to be one of {', '.join(ROLES)}")
-    return Path(__file__).resolve().parent / role
+    return _PACKAGE / role
+
+
+def exit_folder() -> Path:
+    """The folder of the bundled target's exit layer. It may not exist."""
+    return _PACKAGE / "exit"

@@ -66,20 +66,9 @@ def read_corpus(path: Path, encode: Encode) -> Texts:
 def demo_texts(encode: Encode, seed: int, tokens: int) -> Texts:
     """The demo pair's corpus: about `tokens` of it in its own proportions, documents that the pair never saw, but for short ones
     and the library's functions."""
-    from specgen.demo.corpus import documents
-    from specgen.demo.tokenizer import MIX
+    from specgen.demo.corpus.documents import sample
 
-    def mixed() -> Iterator[list[int]]:
-        for domain, share in MIX.items():
-            left = int(tokens * share)
-            for text in documents(domain, DEMO_SEED + seed):
-                ids = encode(text)
-                left -= len(ids)
-                yield ids
-                if left <= 0:
-                    break
-
-    return Texts(mixed())
+    return Texts(sample(tokens, DEMO_SEED + seed, encode))
 
 
 def _json_lines(path: Path, names: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""The names, things and facts that the corpus draws from. An entry more changes every document after it."""
+"""The words and facts in the generated documents. Any change to them changes all documents, and the checksums in the tests."""
 
-# ruff: noqa: SIM905  (words in a row are read, and added to, with more ease than quoted ones)
+# ruff: noqa: SIM905 (a string of words is easier to read and to extend than a list of quoted words)
 from __future__ import annotations
 
 NAMES = """Ada Adam Alba Alice Amir Anna Anton Arun Bella Ben Boris Bruno Carla Carmen Cem Chen Clara Cora Dana Daniel
@@ -91,7 +91,7 @@ snake,reptile,fields and forests,rodents and eggs,no
 ant,insect,soil,seeds and other insects,six
 horse,mammal,grasslands,grass and hay,four""".splitlines()
 ]
-# task: its steps, one a line
+# task: its steps, one per line
 HOWTOS = {
     "make a cup of tea": """Boil fresh water.
 Put a tea bag in a cup.

@@ -1,7 +1,7 @@
-"""Word problems with worked answers, and bare sums: the corpus' mathematics, with every number from a random source.
+"""Word problems with worked answers, and sums without a story; all numbers are random.
 
-A product beyond the tables is worked out in parts (64 * 5 = 60 * 5 + 4 * 5 = 300 + 20 = 320): each part is one step that
-a small model can take.
+A product of larger factors is split into parts (64 * 5 = 60 * 5 + 4 * 5 = 300 + 20 = 320), because a small model can learn each
+part but not the whole in one step.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from specgen.demo.apart import drawn
-from specgen.demo.facts import BOXES, ITEMS, NAMES, TOWNS, WEEKDAYS
+from specgen.demo.corpus.facts import BOXES, ITEMS, NAMES, TOWNS, WEEKDAYS
+from specgen.demo.corpus.held_out import draw
 
-_SHEETS = 0.25
-"""The share of documents that are sheets of sums; of the others, _BARE_SHARE ask for one."""
-_BARE_SHARE = 0.15
-_TABLES = 12  # products of numbers up to this are known by heart
+_SHEET_SHARE = 0.25  # of the math documents: sheets of sums
+_SUM_SHARE = 0.15  # of the others: questions for one sum
+_MAX_FACTOR = 12  # the product of two larger factors is split into parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +27,29 @@ class _Problem:
 
 
 def math_problem(rng: random.Random, *, held_out: bool = False) -> str:
-    """A word problem or a bare sum and its worked answer, or a sheet of sums."""
-    if rng.random() < _SHEETS:
+    """A word problem or a sum with its worked answer, or a sheet of sums. `held_out` applies to word problems only."""
+    if rng.random() < _SHEET_SHARE:
         return _sheet(rng)
-    return _told(rng.choice(_BARE)(rng)) if rng.random() < _BARE_SHARE else word_problem(rng, held_out=held_out)
+    return _document(rng.choice(_SUMS)(rng)) if rng.random() < _SUM_SHARE else word_problem(rng, held_out=held_out)
 
 
 def word_problem(rng: random.Random, *, held_out: bool = False) -> str:
-    """A word problem and its worked answer; with `held_out` one whose question training never asks."""
-    return _told(drawn(_WORD_PROBLEMS, rng, attrgetter("question"), held_out=held_out))
+    """A word problem with its worked answer. Its question is held out from training (`held_out`) or is not."""
+    return _document(draw(_WORD_PROBLEMS, rng, attrgetter("question"), held_out=held_out))
 
 
 def _sheet(rng: random.Random) -> str:
-    """Sums and products one below the other: arithmetic alone is dense in what is hardest to learn."""
-    return "Sums:\n" + "\n".join(rng.choice(_BARE)(rng).steps[0] for _ in range(rng.randint(6, 16)))
+    """Six to sixteen sums and products, one per line: practice in arithmetic without other text."""
+    return "Sums:\n" + "\n".join(rng.choice(_SUMS)(rng).steps[0] for _ in range(rng.randint(6, 16)))
 
 
-def _told(problem: _Problem) -> str:
+def _document(problem: _Problem) -> str:
     return f"Question: {problem.question}\nAnswer: {' '.join(problem.steps)} The answer is {problem.answer}."
 
 
 def product(a: int, b: int) -> str:
-    """The worked product, as an equation."""
-    if max(a, b) <= _TABLES or a % 10 == 0 or b % 10 == 0:
+    """The equation of a product, with intermediate steps for larger factors."""
+    if max(a, b) <= _MAX_FACTOR or a % 10 == 0 or b % 10 == 0:
         return f"{a} * {b} = {a * b}"
     if a < b:
         return f"{a} * {b} = {b} * {a} = {product(b, a).split(' = ', 1)[1]}"
@@ -58,13 +57,14 @@ def product(a: int, b: int) -> str:
     return f"{a} * {b} = {tens} * {b} + {ones} * {b} = {tens * b} + {ones * b} = {a * b}"
 
 
-def _someone(rng: random.Random) -> tuple[str, str]:
+def _person(rng: random.Random) -> tuple[str, str]:
+    """A name and its pronoun."""
     name = rng.choice(NAMES)
     return name, "she" if name[-1] in "aey" else "he"
 
 
 def _buying_packs(rng: random.Random) -> _Problem:
-    (name, he), other, item, box = _someone(rng), rng.choice(NAMES), rng.choice(ITEMS), rng.choice(BOXES)
+    (name, he), other, item, box = _person(rng), rng.choice(NAMES), rng.choice(ITEMS), rng.choice(BOXES)
     start, each, packs = rng.randint(5, 60), rng.randint(2, 12), rng.randint(2, 9)
     bought = packs * each
     total = start + bought
@@ -83,7 +83,7 @@ def _buying_packs(rng: random.Random) -> _Problem:
 
 
 def _getting_change(rng: random.Random) -> _Problem:
-    (name, he), item = _someone(rng), rng.choice(ITEMS)
+    (name, he), item = _person(rng), rng.choice(ITEMS)
     price, count = rng.randint(2, 15), rng.randint(2, 9)
     cost = price * count
     paid = (cost // 20 + 1) * 20
@@ -116,7 +116,7 @@ def _travelling(rng: random.Random) -> _Problem:
 
 
 def _sharing(rng: random.Random) -> _Problem:
-    (name, _), item = _someone(rng), rng.choice(ITEMS)
+    (name, _), item = _person(rng), rng.choice(ITEMS)
     kids, per, left = rng.randint(2, 9), rng.randint(3, 12), rng.randint(0, 5)
     shared = kids * per
     total = shared + left
@@ -133,7 +133,7 @@ def _sharing(rng: random.Random) -> _Problem:
 
 
 def _collecting(rng: random.Random) -> _Problem:
-    (name, he), item = _someone(rng), rng.choice(ITEMS)
+    (name, he), item = _person(rng), rng.choice(ITEMS)
     first, second = rng.sample(WEEKDAYS, 2)
     a, b = rng.randint(5, 99), rng.randint(5, 99)
     return _Problem(
@@ -144,7 +144,7 @@ def _collecting(rng: random.Random) -> _Problem:
 
 
 def _comparing(rng: random.Random) -> _Problem:
-    (name, _), other, item = _someone(rng), rng.choice(NAMES), rng.choice(ITEMS)
+    (name, _), other, item = _person(rng), rng.choice(NAMES), rng.choice(ITEMS)
     a, more = rng.randint(5, 80), rng.randint(2, 40)
     return _Problem(
         f"{other} has {a} {item}. {name} has {more} more than {other}. How many {item} do they have together?",
@@ -154,7 +154,7 @@ def _comparing(rng: random.Random) -> _Problem:
 
 
 def _losing(rng: random.Random) -> _Problem:
-    (name, he), item = _someone(rng), rng.choice(ITEMS)
+    (name, he), item = _person(rng), rng.choice(ITEMS)
     start = rng.randint(40, 120)
     lost, sold = rng.randint(2, 19), rng.randint(2, 20)
     return _Problem(
@@ -168,13 +168,13 @@ def _losing(rng: random.Random) -> _Problem:
 
 
 def _rows_of_chairs(rng: random.Random) -> _Problem:
-    item, position = rng.choice(ITEMS), rng.choice(["hall", "shop", "room", "garden", "store"])
+    item, place = rng.choice(ITEMS), rng.choice(["hall", "shop", "room", "garden", "store"])
     rows, each, broken = rng.randint(3, 9), rng.randint(3, 20), rng.randint(1, 8)
     whole = rows * each
     return _Problem(
-        f"There are {rows} rows of {each} {item} in a {position}. {broken} of the {item} are broken. How many are not broken?",
+        f"There are {rows} rows of {each} {item} in a {place}. {broken} of the {item} are broken. How many are not broken?",
         [
-            f"There are {product(rows, each)} {item} in the {position}.",
+            f"There are {product(rows, each)} {item} in the {place}.",
             f"So {whole} - {broken} = {whole - broken} of them are not broken.",
         ],
         whole - broken,
@@ -182,7 +182,7 @@ def _rows_of_chairs(rng: random.Random) -> _Problem:
 
 
 def _saving(rng: random.Random) -> _Problem:
-    (name, he), weeks = _someone(rng), rng.randint(2, 9)
+    (name, he), weeks = _person(rng), rng.randint(2, 9)
     start, each = rng.randint(5, 90), rng.randint(2, 12)
     return _Problem(
         f"{name} has {start} dollars and saves {each} dollars a week. How much does {he} have after {weeks} weeks?",
@@ -194,7 +194,7 @@ def _saving(rng: random.Random) -> _Problem:
     )
 
 
-def _bare_sum(rng: random.Random) -> _Problem:
+def _sum(rng: random.Random) -> _Problem:
     a, b = rng.randint(1, 400 if rng.random() < 0.5 else 99), rng.randint(1, 99)
     if rng.random() < 0.5:
         return _Problem(f"What is {a} + {b}?", [f"{a} + {b} = {a + b}."], a + b)
@@ -202,7 +202,7 @@ def _bare_sum(rng: random.Random) -> _Problem:
     return _Problem(f"What is {a} - {b}?", [f"{a} - {b} = {a - b}."], a - b)
 
 
-def _bare_product(rng: random.Random) -> _Problem:
+def _product(rng: random.Random) -> _Problem:
     a, b = rng.randint(2, 99), rng.randint(2, 9)
     return _Problem(f"What is {a} * {b}?", [f"{product(a, b)}."], a * b)
 
@@ -218,4 +218,4 @@ _WORD_PROBLEMS: list[Callable[[random.Random], _Problem]] = [
     _rows_of_chairs,
     _saving,
 ]
-_BARE = [_bare_sum, _bare_sum, _bare_sum, _bare_product, _bare_product]
+_SUMS: list[Callable[[random.Random], _Problem]] = [_sum, _sum, _sum, _product, _product]

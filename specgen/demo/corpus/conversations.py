@@ -1,20 +1,20 @@
-"""Questions and answers between a user and an assistant: facts, instructions, spelling, small sums, words to say again."""
+"""Conversations between a user and an assistant: facts, instructions, spelling, small sums, lists of words to repeat."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from specgen.demo.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, NAMES, PROFESSIONS, SURNAMES, TOWNS
+from specgen.demo.corpus.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, NAMES, PROFESSIONS, SURNAMES, TOWNS
 
 
 def chat_turns(rng: random.Random) -> str:
-    """One to three turns between a user and an assistant."""
+    """One to three questions with their answers."""
     return "\n".join(rng.choice(_TURNS)(rng) for _ in range(rng.randint(1, 3)))
 
 
 def fact_turn(rng: random.Random) -> str:
-    """One turn about a country, an animal or how something is done."""
+    """One question and answer about a country, an animal or how to do something."""
     return rng.choice(_FACTS)(rng)
 
 
@@ -74,7 +74,7 @@ def _numbers(rng: random.Random) -> str:
 
 
 def _repeating(rng: random.Random) -> str:
-    """What stands there has to be said again: how names and numbers are copied, which summaries and problems need."""
+    """Words to repeat. They teach the model to copy names and numbers, which summaries and word problems need."""
     kinds = rng.choice([[NAMES, SURNAMES], [TOWNS], [ITEMS], [NAMES, TOWNS, ITEMS, PROFESSIONS], [[str(n) for n in range(100)]]])
     words = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(3, 8))]
     listed = ", ".join(words)
