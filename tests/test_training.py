@@ -142,8 +142,8 @@ def test_a_budget_in_seconds_leaves_out_suspensions(folder: Path, corpus: Path, 
             now += 3600.0 if self.step == 4 else 1.0
             return super().advance()
 
-    training = Timed(first, layer, TrainingBatches(corpus_of(corpus, target), [], recipe), recipe, clock=lambda: now)
-    progress = training.run(tmp_path / "state.safetensors", {}, Recorder())
+    training = Timed(first, layer, TrainingBatches(corpus_of(corpus, target), [], recipe), recipe)
+    progress = training.run(tmp_path / "state.safetensors", {}, Recorder(), lambda: now)
     assert 10 <= progress.step < 20
     assert 20 <= progress.seconds < 22
 

@@ -190,6 +190,7 @@ def _prepare(models: ModelOptions, request: TrainRequest, err: Console, *, quiet
     """Load the models and the texts."""
     if quiet or not err.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the hub is imported
+    from specgen.compare.prompts import load_prompts
     from specgen.training.exit_training import ExitTrainingTask, exit_depth
     from specgen.training.training_task import Recipe
     from specgen.ui.terminal.loading_line import LoadingLine
@@ -201,7 +202,7 @@ def _prepare(models: ModelOptions, request: TrainRequest, err: Console, *, quiet
             exit_depth(target, request.layer)
         loading.announce("reading texts")
         corpus = _corpus(models, request, target)
-        prompts = _prompts(request, target)
+        prompts = [] if request.prompts is None else load_prompts(request.prompts)
     limit = min(model.context_limit for model in (target, draft or target))
     recipe = Recipe.default(target.device, limit)
     share = _GENERATED_SHARES[request.kind] if request.self_text is None else request.self_text
@@ -220,17 +221,10 @@ def _prepare(models: ModelOptions, request: TrainRequest, err: Console, *, quiet
         if out.resolve() == model.folder.resolve():
             raise SpecgenError(f"--out is {out}, the {role}'s own folder", f"Name another one: the {role} is not changed")
     command = "specgen " + " ".join(sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
-    task = ExitTrainingTask(
-        out,
-        recipe,
-        corpus,
-        prompts,
-        command,
-        after=request.layer,
-        layers=request.exit_layers,
-        own_head=request.own_head,
+    prompt_ids = [target.tokenizer.encode_long(prompt.text) for prompt in prompts]
+    return loaded, ExitTrainingTask(
+        out, recipe, corpus, prompt_ids, command, after=request.layer, layers=request.exit_layers, own_head=request.own_head
     )
-    return loaded, task
 
 
 def _load(models: ModelOptions, request: TrainRequest, loading: LoadingLine) -> _Models:
@@ -273,7 +267,7 @@ def _sources(models: ModelOptions, request: TrainRequest) -> list[ModelSource]:
 
 
 def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) -> Corpus | None:
-    """The corpus, None if there are prompts only. Raises SpecgenError if there is no text at all."""
+    """The corpus; None if there are only prompts. Raises SpecgenError if there is no text at all."""
     from specgen.training.corpus import demo_corpus, read_corpus
 
     encode = target.tokenizer.encode_long
@@ -288,14 +282,6 @@ def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) ->
     if request.self_text == 0:
         raise SpecgenError("there is no text to train on: --self-text is 0 and there is no corpus", "Add --corpus FILE")
     return None
-
-
-def _prompts(request: TrainRequest, target: LoadedModel) -> list[list[int]]:
-    if request.prompts is None:
-        return []
-    from specgen.compare.prompts import load_prompts
-
-    return [target.tokenizer.encode_long(prompt.text) for prompt in load_prompts(request.prompts)]
 
 
 def _default_folder(target: LoadedModel, draft: LoadedModel | None) -> Path:

@@ -93,10 +93,8 @@ class _Batch:
         self._cache.length = past + new
         if logits.isnan().any():
             raise RunError("the target's logits contain NaN", "Its weights are damaged, or the dtype is too narrow")
-        self._append(logits.argmax(dim=-1) if greedy else self._sample(logits))
-
-    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
+        sampled = None if greedy else logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
+        self._append(logits.argmax(dim=-1) if sampled is None else sampled)
 
     def _append(self, tokens: torch.Tensor) -> None:
         unfinished = []

@@ -7,8 +7,7 @@ so that only the draft is in memory then. All other tokens count as one outcome.
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -82,23 +81,14 @@ class DraftTraining(Training):
     batches: DistillationBatches
 
     def __init__(
-        self,
-        draft: LoadedModel,
-        batches: DistillationBatches,
-        recipe: Recipe,
-        *,
-        target_dtype: torch.dtype = torch.float32,
-        clock: Callable[[], float] = time.monotonic,
+        self, draft: LoadedModel, batches: DistillationBatches, recipe: Recipe, target_dtype: torch.dtype = torch.float32
     ) -> None:
         self.draft, self._target_dtype = draft, target_dtype
         draft.model.to(torch.float32).requires_grad_(True)
         self._masks = Masks(draft.model)
         vocabulary = draft.model.get_output_embeddings().weight.shape[0]
-        super().__init__(dict(draft.model.named_parameters()), batches, recipe, draft.device, vocabulary, clock)
-
-    @property
-    def piece_size(self) -> int:
-        return max(_MIN_PIECE, (_CPU_LOGITS if self.draft.device.type == "cpu" else MAX_LOGITS) // self._vocabulary)
+        piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
+        super().__init__(dict(draft.model.named_parameters()), batches, recipe, draft.device, vocabulary, piece_size)
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         """The draft's logits [tokens, vocabulary]."""
@@ -145,11 +135,7 @@ def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: t
 
 
 def distill(
-    target: LoadedModel,
-    draft: LoadedModel,
-    task: TrainingTask,
-    observer: TrainingObserver,
-    dtype: torch.dtype = torch.float32,
+    target: LoadedModel, draft: LoadedModel, task: TrainingTask, observer: TrainingObserver, dtype: torch.dtype = torch.float32
 ) -> DistillationResult:
     """Train `draft` and save it in `task.out` in `dtype`, with its tokenizer; the draft's own files do not change. The target's
     weights are released on the way, so it cannot be used afterwards.
@@ -165,9 +151,9 @@ def distill(
     recipe = task.recipe.after_generation(generation.seconds)
     batches = DistillationBatches(task.corpus, texts, recipe)
     del texts  # their tensors have been copied
-    training = DraftTraining(draft, batches, recipe, target_dtype=target_dtype, clock=task.clock)
+    training = DraftTraining(draft, batches, recipe, target_dtype)
     before = greedy_agreement(training.logits, held_out)
-    progress = training.run(task.folder / "state.safetensors", settings, observer)
+    progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
     after = greedy_agreement(training.logits, held_out)
     figures = {**progress.figures(generation.seconds), "agreement_before": before, "agreement": after}
     _save(draft, dtype, target, task, figures)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,31 +59,22 @@ class ExitTraining(Training):
     """An exit layer in training, after the target's first layers."""
 
     def __init__(
-        self,
-        first: FirstLayers,
-        layer: ExitLayer,
-        batches: TrainingBatches,
-        recipe: Recipe,
-        *,
-        own_head: bool = True,
-        clock: Callable[[], float] = monotonic,
+        self, first: FirstLayers, layer: ExitLayer, batches: TrainingBatches, recipe: Recipe, *, own_head: bool = True
     ) -> None:
         self.first, self.layer = first, layer
         layer.to(first.device, torch.float32).requires_grad_(True).train()
         layer.head.requires_grad_(own_head)
         trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
         vocabulary: int = layer.head.weight.shape[0]  # type: ignore[union-attr,index,assignment]
-        super().__init__(trained, batches, recipe, first.device, vocabulary, clock)
+        piece_size = max(1, MAX_LOGITS // vocabulary)
+        if first.device.type == "cpu":
+            piece_size = min(piece_size, _CPU_TOKENS)
+        super().__init__(trained, batches, recipe, first.device, vocabulary, piece_size)
 
     @property
     def parameters_held(self) -> int:
         """The number of parameters of target and exit in memory."""
         return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
-
-    @property
-    def piece_size(self) -> int:
-        size = max(1, MAX_LOGITS // self._vocabulary)
-        return min(size, _CPU_TOKENS) if self.first.device.type == "cpu" else size
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         mask = self.first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, self.first.dtype)
@@ -136,8 +125,8 @@ def train_exit(target: LoadedModel, task: ExitTrainingTask, observer: TrainingOb
     recipe = task.recipe.after_generation(generation.seconds)
     taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if not text.held_out]
     batches = TrainingBatches(task.corpus, taught, recipe)
-    training = ExitTraining(first, layer, batches, recipe, own_head=task.own_head, clock=task.clock)
-    progress = training.run(task.folder / "state.safetensors", settings, observer)
+    training = ExitTraining(first, layer, batches, recipe, own_head=task.own_head)
+    progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
     layer.requires_grad_(False).eval()
     observer.announce("training the predictor")
     outputs = partial(exit_outputs, first, layer)

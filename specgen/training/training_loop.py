@@ -58,7 +58,8 @@ class TrainingBatches:
 
 
 class Training(ABC):
-    """A model in training and its resumable state. `trained` are the trained weights by name."""
+    """A model in training and its resumable state. `trained` are the trained weights by name; `piece_size` is the number of
+    tokens whose logits exist at the same time."""
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class Training(ABC):
         recipe: Recipe,
         device: torch.device,
         vocabulary: int,
-        clock: Callable[[], float] = time.monotonic,
+        piece_size: int,
     ) -> None:
         self.trained, self.batches, self.recipe = trained, batches, recipe
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self._device, self._vocabulary, self._clock = device, vocabulary, clock
+        self._device, self._vocabulary, self._piece_size = device, vocabulary, piece_size
         self._step_seconds: float | None = None  # moving average
         self._optimizer = torch.optim.AdamW(trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._recent: list[tuple[float, float, float]] = []  # results of the last steps, as `advance` returns them
@@ -86,18 +87,15 @@ class Training(ABC):
         teacher references [n]."""
 
     @property
-    @abstractmethod
-    def piece_size(self) -> int:
-        """The number of tokens in a piece, whose logits exist at the same time."""
-
-    @property
     def share(self) -> float:
         """The used share of the budget."""
         if self.recipe.steps is not None:
             return self.step / self.recipe.steps
         return self.seconds / (self.recipe.seconds or 1.0)
 
-    def run(self, state: Path, settings: dict[str, Any], observer: TrainingObserver) -> TrainingProgress:
+    def run(
+        self, state: Path, settings: dict[str, Any], observer: TrainingObserver, clock: Callable[[], float] = time.monotonic
+    ) -> TrainingProgress:
         """Train until the budget is used, starting from the file `state` if it exists. The state is saved every minute.
 
         Raises TrainingStopped, with the state saved; RunError if the loss is not finite; SpecgenError if the state is damaged or
@@ -106,20 +104,20 @@ class Training(ABC):
         if state.exists():
             self.restore(state, settings)
             observer.announce(f"resuming at step {self.step}")
-        saved = self._clock()
+        saved = clock()
         while self.share < 1:
-            start = self._clock()
+            start = clock()
             self._recent.append(self.advance())
             del self._recent[:-_REPORTED_STEPS]
-            self._charge(self._clock() - start)
+            self._charge(clock() - start)
             progress = self.progress()
             if not math.isfinite(progress.loss):
                 raise RunError(f"the loss is {progress.loss} at step {self.step}", "Use a smaller --learning-rate")
             observer.training(progress)
             stop = observer.stop_requested()
-            if stop or self._clock() - saved > _SAVE_SECONDS:
+            if stop or clock() - saved > _SAVE_SECONDS:
                 self.save(state, settings)
-                saved = self._clock()
+                saved = clock()
             if stop:
                 raise TrainingStopped
         self.save(state, settings)
@@ -166,8 +164,8 @@ class Training(ABC):
         labels, teacher = batch.labels.flatten(), batch.teacher.flatten()
         sums = torch.zeros(3, device=outputs.device)
         gradients = []
-        for start in range(0, len(outputs), self.piece_size):
-            piece = slice(start, start + self.piece_size)
+        for start in range(0, len(outputs), self._piece_size):
+            piece = slice(start, start + self._piece_size)
             leaf = outputs[piece].detach().requires_grad_(outputs.requires_grad)
             losses = self.losses(leaf, labels[piece], teacher[piece])
             (losses[0] / labelled).backward()  # type: ignore[no-untyped-call]
