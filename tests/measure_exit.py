@@ -1,8 +1,9 @@
-"""How often exit layers of the bundled target say what it says, on its own greedy answers to `examples.yaml`, by category.
+"""Measure exit layers of the bundled target: greedy agreement with it on its own answers to `examples.yaml`, by category.
 
     python tests/measure_exit.py specgen/demo/exit [more folders] [--prompts FILE] [-n 128]
 
-Training never saw these prompts. Behind it the mean length of a draft that the target would accept whole, over all places.
+The prompts are not in the training data. The last column is the mean length of the longest fully accepted draft, over all
+positions at which a draft could start.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from specgen.compare.prompts import load_prompts
 from specgen.engine.exit_files import Exit, load_exit
 from specgen.engine.first_layers import FirstLayers
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
-from specgen.training.generated_text import continuations
-from specgen.training.training_loop import exit_rows
+from specgen.training.batched_generation import continuations
+from specgen.training.exit_training import exit_outputs
 
 
 def load_target() -> LoadedModel:
@@ -28,24 +29,24 @@ def load_target() -> LoadedModel:
 
 
 def answers(target: LoadedModel, prompts: Path | None, new_tokens: int) -> dict[str, list[tuple[list[int], int]]]:
-    """The target's greedy answers by category: all ids, and how many of them are the prompt's."""
-    found: dict[str, list[tuple[list[int], int]]] = defaultdict(list)
+    """The target's greedy answers by category: the ids of prompt and answer, and the prompt's length."""
+    by_category: dict[str, list[tuple[list[int], int]]] = defaultdict(list)
     for prompt in load_prompts(prompts):
         ids = target.tokenizer.encode(prompt.text)
-        longest = min(len(ids) + new_tokens, target.context_limit)
-        found[prompt.category].append((continuations(target, [ids], longest, greedy=True)[0], len(ids)))
-    return found
+        max_tokens = min(len(ids) + new_tokens, target.context_limit)
+        by_category[prompt.category].append((continuations(target, [ids], max_tokens, greedy=True)[0], len(ids)))
+    return by_category
 
 
-def judge(first: FirstLayers, trained: Exit, ids: list[int], prompt: int) -> tuple[int, int, float]:
-    """How often the exit is right behind the prompt, of how many times, and the mean run of right guesses from each place on."""
-    logits = exit_rows(first, trained.layer, torch.tensor(ids))[0][prompt - 1 : -1]
-    right = (logits.argmax(dim=-1) == torch.tensor(ids[prompt:])).tolist()
+def measure(first: FirstLayers, trained: Exit, ids: list[int], prompt_length: int) -> tuple[int, int, float]:
+    """The number of matching tokens, the number of tokens, and the mean run of matches that starts at a token."""
+    logits = exit_outputs(first, trained.layer, torch.tensor(ids))[0][prompt_length - 1 : -1]
+    matches = (logits.argmax(dim=-1) == torch.tensor(ids[prompt_length:])).tolist()
     run, runs = 0, []
-    for good in reversed(right):
-        run = run + 1 if good else 0
+    for matched in reversed(matches):
+        run = run + 1 if matched else 0
         runs.append(run)
-    return sum(right), len(right), sum(runs) / len(runs)
+    return sum(matches), len(matches), sum(runs) / len(runs)
 
 
 def main() -> None:
@@ -57,18 +58,18 @@ def main() -> None:
     target = load_target()
     by_category = answers(target, options.prompts, options.n)
     trained = [load_exit(path, target) for path in options.exits]
-    print("agreement by category, their mean, mean run of right guesses")
+    print("greedy agreement by category, mean over categories, mean run of matches")
     print(f"{'':40s}", *(f"{name:>8s}" for name in by_category), "    mean     run")
     depths = sorted({one.after for one in trained}, reverse=True)
     first = FirstLayers(target.model, depths[0])
-    for depth in depths:  # the target is taken apart: the deepest exits come first
+    for depth in depths:  # in descending order, because the target is cut down
         first = first.cut(depth)
         for path, one in zip(options.exits, trained, strict=True):
             if one.after != depth:
                 continue
             shares, runs = [], []
             for texts in by_category.values():
-                figures = [judge(first, one, ids, prompt) for ids, prompt in texts]
+                figures = [measure(first, one, ids, prompt_length) for ids, prompt_length in texts]
                 shares.append(sum(f[0] for f in figures) / sum(f[1] for f in figures))
                 runs += [f[2] for f in figures]
             print(f"{path!s:40.40s}", *(f"{share:8.3f}" for share in shares), f"{sum(shares) / len(shares):8.3f}", end=" ")

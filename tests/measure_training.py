@@ -1,9 +1,9 @@
-"""Seconds and memory of a training batch (EESD, Table 6): an exit layer, against a draft model of the same size.
+"""Measure time and memory of a training step (EESD, Table 6) for an exit layer and for a draft model of the same size.
 
     python tests/measure_training.py [--batches 12]
 
-Both are measured in a process of their own: 16 rows of 256 tokens a batch, float32 on a CPU. The draft model has as many
-parameters as the first layer and the exit together (embedding, two layers, a head of its own), all of them trained.
+Each is measured in a separate process, with 16 sequences of 256 tokens per batch in float32 on a CPU. The draft model has as
+many parameters as the first layer and the exit together (embedding, two layers, untied head), and all of them are trained.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
 
-ROWS, WINDOW = 16, 256
+SEQUENCES, TRAINING_LENGTH = 16, 256
 
 
 def exit_layer(batches: int) -> dict[str, float]:
@@ -26,16 +27,19 @@ def exit_layer(batches: int) -> dict[str, float]:
 
     from specgen.engine.exit_layer import ExitLayer
     from specgen.engine.first_layers import FirstLayers
-    from specgen.training.corpus import demo_texts
-    from specgen.training.training_loop import Data, ExitTraining, Recipe
+    from specgen.training.corpus import demo_corpus
+    from specgen.training.exit_training import ExitTraining
+    from specgen.training.training_loop import TrainingBatches
+    from specgen.training.training_task import Recipe
 
     target = load_target()
-    recipe = Recipe(steps=1000, batch=ROWS, window=WINDOW)
+    recipe = Recipe(steps=1000, batch_size=SEQUENCES, training_length=TRAINING_LENGTH)
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)
-    training = ExitTraining(first, layer, Data(demo_texts(target.tokenizer.encode_long, 0, 100_000), [], recipe), recipe)
+    text = TrainingBatches(demo_corpus(target.tokenizer.encode_long, 0, 100_000), [], recipe)
+    training = ExitTraining(first, layer, text, recipe)
     trained = sum(weight.numel() for weight in layer.parameters())
-    return timed(training._advance, batches, training.parameters_held, trained)
+    return timed(training.advance, batches, training.parameters_held, trained)
 
 
 def draft_model(batches: int) -> dict[str, float]:
@@ -49,7 +53,7 @@ def draft_model(batches: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
-        ids = torch.randint(config.vocab_size, (ROWS, WINDOW + 1))
+        ids = torch.randint(config.vocab_size, (SEQUENCES, TRAINING_LENGTH + 1))
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -60,11 +64,11 @@ def draft_model(batches: int) -> dict[str, float]:
     return timed(step, batches, size, size)
 
 
-def timed(step: object, batches: int, held: int, trained: int) -> dict[str, float]:
+def timed(step: Callable[[], object], batches: int, held: int, trained: int) -> dict[str, float]:
     seconds = []
     for _ in range(batches):
         start = time.perf_counter()
-        step()  # type: ignore[operator]
+        step()
         seconds.append(time.perf_counter() - start)
     return {
         "held": held,
@@ -86,8 +90,8 @@ def main() -> None:
         return
     for only in ("exit", "draft", "exit", "draft"):
         command = [sys.executable, __file__, "--only", only, "--batches", str(options.batches)]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(only, " ".join(f"{name} {value:,.3f}" for name, value in found.items()))
+        figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(only, " ".join(f"{name} {value:,.3f}" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

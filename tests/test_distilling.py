@@ -1,4 +1,4 @@
-"""Distilling a draft model: the loss, the lessons, the loop, and the command."""
+"""Distillation of a draft model: the loss, the batches, the loop, and the command."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from families import LETTERS, make_model, make_tokenizer, save
-from test_training import TINY, Silent, open_text, opened
-from typer.testing import CliRunner
+from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
 
 import specgen
-from specgen.cli.app import app
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.training.distillation import DESCRIPTION, DistillationData, DraftTraining, distill, divergence
-from specgen.training.generated_text import LIKELY, GeneratedTexts, TrainingStopped, read_batch, weighed, write_batch
-from specgen.training.packing import NOTHING
-from specgen.training.text_generation import TextGeneration, TrainingTask
+from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill, divergence
+from specgen.training.generated_text import TOP_K, GeneratedTextStore, generate_texts, read_texts, top_k_log_probs
+from specgen.training.packing import IGNORED
+from specgen.training.text_generation import TextGeneration
 from specgen.training.training_loop import greedy_agreement
+from specgen.training.training_task import TrainingStopped, TrainingTask
 
-OWN_TEXT = replace(TINY, self_text=1.0)
+ONLY_TAUGHT = replace(TINY, generated_share=1.0)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and a draft that knows nothing of it."""
+    """A target and an unrelated draft."""
     made, tokenizer = tmp_path_factory.mktemp("distilling"), make_tokenizer(LETTERS)
     models = {"target": make_model("llama"), "draft": make_model("llama", seed=7)}
     return tuple(Path(save(model, made / role, tokenizer)) for role, model in models.items())  # type: ignore[return-value]
 
 
-def test_the_divergence_is_over_the_likeliest_and_the_rest() -> None:
+def test_the_divergence_is_over_the_top_k_tokens_and_the_rest() -> None:
     torch.manual_seed(0)
     target, draft = (3 * torch.randn(5, 20) for _ in range(2))
-    logs = target.log_softmax(dim=-1)
-    whole = F.kl_div(draft.log_softmax(dim=-1), logs, log_target=True, reduction="none").sum(dim=-1)
-    top = logs.topk(20)
-    torch.testing.assert_close(divergence(draft, top.indices, top.values), whole)
-    top = logs.topk(4)
-    ours = draft.softmax(dim=-1).gather(-1, top.indices)
-    ours, theirs = (torch.cat((part, 1 - part.sum(dim=-1, keepdim=True)), dim=-1) for part in (ours, top.values.exp()))
+    log_probs = target.log_softmax(dim=-1)
+    full = F.kl_div(draft.log_softmax(dim=-1), log_probs, log_target=True, reduction="none").sum(dim=-1)
+    top = log_probs.topk(20)
+    torch.testing.assert_close(divergence(draft, top.indices, top.values), full)
+    top = log_probs.topk(4)
+    q = draft.softmax(dim=-1).gather(-1, top.indices)
+    q, p = (torch.cat((part, 1 - part.sum(dim=-1, keepdim=True)), dim=-1) for part in (q, top.values.exp()))
     found = divergence(draft, top.indices, top.values)
-    torch.testing.assert_close(found, (theirs * (theirs / ours).log()).sum(dim=-1), rtol=1e-4, atol=1e-5)
-    assert (found <= whole + 1e-5).all()
+    torch.testing.assert_close(found, (p * (p / q).log()).sum(dim=-1), rtol=1e-4, atol=1e-5)
+    assert (found <= full + 1e-5).all()
 
 
-def test_a_sure_draft_has_a_gradient() -> None:
+def test_a_confident_draft_has_a_gradient() -> None:
     draft = torch.tensor([[60.0, 0.0, 0.0, 0.0]], requires_grad=True)
     divergence(draft, torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.2]]).log()).sum().backward()
     assert draft.grad is not None
@@ -56,131 +55,114 @@ def test_a_sure_draft_has_a_gradient() -> None:
     assert draft.grad[0, 0] > 0.5 > -0.5 > draft.grad[0, 1]
 
 
-def test_what_is_kept_is_the_target_s_word(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], tmp_path: Path) -> None:
     target = opened(folders[0])
-    texts = write_batch(
-        target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, held_out=[False, False], keep_rows=False, keep_likely=True
-    )
-    GeneratedTexts(tmp_path).keep(0, texts)
-    for text in GeneratedTexts(tmp_path).read():
-        assert text.likely is not None
-        assert text.logs is not None
-        logs = target.model(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
-        torch.testing.assert_close(text.logs, logs.gather(-1, text.likely.long()))
-        assert torch.equal(text.best, logs.argmax(dim=-1))
-        assert text.likely.shape == (len(text.ids), LIKELY)
-        assert (text.logs.diff(dim=-1) <= 0).all()
+    texts = generate_texts(target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, held_out=[False, False], keep_top_k=True)
+    GeneratedTextStore(tmp_path).save(0, texts)
+    for text in GeneratedTextStore(tmp_path).read():
+        assert text.top_k_ids is not None
+        assert text.top_k_log_probs is not None
+        log_probs = target.model(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
+        torch.testing.assert_close(text.top_k_log_probs, log_probs.gather(-1, text.top_k_ids.long()))
+        assert torch.equal(text.top1, log_probs.argmax(dim=-1))
+        assert text.top_k_ids.shape == (len(text.ids), TOP_K)
+        assert (text.top_k_log_probs.diff(dim=-1) <= 0).all()
 
 
-def test_open_text_is_read_in_turn_with_what_is_written(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+def test_corpus_text_is_read_in_turn_with_generation(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     target = opened(folders[0])
-    texts = open_text(corpus, target)
-    writing = TextGeneration(
-        target, TrainingTask(tmp_path, OWN_TEXT, open_text=texts), {}, tmp_path / "training", Silent(), keep_likely=True
-    )
-    writing.run()
-    found = writing.kept.read()
-    assert [text.greedy for text in found[:128]] == [True] * 64 + [False] * 64
-    read = found[128:]
+    task = TrainingTask(tmp_path, ONLY_TAUGHT, corpus=corpus_of(corpus, target))
+    texts = TextGeneration(target, task, {}, Recorder(), keep_top_k=True).run()
+    assert [text.greedy for text in texts[:128]] == [True] * 64 + [False] * 64
+    read = texts[128:]
     assert len(read) == 256
-    assert all(text.prompt == len(text.ids) and not text.held_out for text in read)
+    assert all(text.prompt_length == len(text.ids) and not text.held_out for text in read)
     assert len({tuple(text.ids.tolist()) for text in read}) > 10
     for text in read[:5]:
-        assert text.likely is not None
-        assert torch.equal(text.likely, weighed(target.model, text.ids)[0])
-    # Nobody wrote them: they have no say in how often the draft is right.
+        assert text.top_k_ids is not None
+        assert torch.equal(text.top_k_ids, top_k_log_probs(target.model, text.ids)[0])
+    # Greedy agreement is measured on generated tokens, and read text has none.
     assert greedy_agreement(lambda ids: torch.zeros(len(ids), 96), read) == {"greedy": None, "sampled": None}
 
 
-def test_a_lesson_stands_beside_its_token(folders: tuple[Path, Path], corpus: Path) -> None:
+def test_teacher_references_point_to_the_probabilities_of_their_token(folders: tuple[Path, Path], corpus: Path) -> None:
     target = opened(folders[0])
-    prompts = [[5, 9, position] for position in range(3, 11)]
-    texts = write_batch(
-        target, prompts, 20, greedy=False, seed=1, held_out=[True] + [False] * 7, keep_rows=False, keep_likely=True
-    )
-    lessons = DistillationData(open_text(corpus, target), texts, replace(TINY, batch=6))
-    rows = lessons.batch(3)
-    taught = rows.best != NOTHING
-    assert 0.4 < taught.float().mean() < 0.6
-    for row, positions in zip(rows.ids, rows.best, strict=True):
-        starts = [
-            i
-            for i, position in enumerate(positions.tolist())
-            if position != NOTHING and (i == 0 or positions[i - 1] != position - 1)
-        ]
-        for start in starts:
-            end = start + 1
-            while end < len(row) and positions[end] == positions[end - 1] + 1:
-                end += 1
-            likely, logs = weighed(target.model, row[start:end])
-            assert torch.equal(lessons.likely[positions[start:end]], likely)
-            torch.testing.assert_close(lessons.logs[positions[start:end]], logs, atol=1e-4, rtol=1e-4)
+    prompts = [[5, 9, token] for token in range(3, 11)]
+    texts = generate_texts(target, prompts, 20, greedy=False, seed=1, held_out=[True] + [False] * 7, keep_top_k=True)
+    batches = DistillationBatches(corpus_of(corpus, target), texts, replace(TINY, batch_size=6))
+    batch = batches.batch(3)
+    assert 0.4 < (batch.teacher != IGNORED).float().mean() < 0.6
+    for ids, teacher, segments in zip(batch.ids, batch.teacher, batch.segments, strict=True):
+        for segment in segments.unique():
+            references = teacher[segments == segment]
+            if references[0] != IGNORED:
+                top_k_ids, log_probs = top_k_log_probs(target.model, ids[segments == segment])
+                assert torch.equal(batches.top_k_ids[references], top_k_ids)
+                torch.testing.assert_close(batches.top_k_log_probs[references], log_probs, atol=1e-4, rtol=1e-4)
 
 
-def test_judged_in_pieces_it_is_the_same(folders: tuple[Path, Path], corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that the target read, text of its own and open text as it is, in pieces of five rows and all at once."""
+def test_gradients_do_not_depend_on_the_piece_size(
+    folders: tuple[Path, Path], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For text with and without the target's probabilities, in pieces of five tokens and in one piece."""
     target = opened(folders[0])
-    texts = open_text(corpus, target)
-    own = [*read_batch(target, [[5, 9, 7, 3, 8], [4, 4, 6]])]
-    recipe = replace(TINY, batch=4)
-    found = []
-    for numbers in (5 * 96, 1 << 18):
-        monkeypatch.setattr("specgen.training.distillation._CACHED", numbers)
-        monkeypatch.setattr("specgen.training.distillation._FEWEST", 1)
-        training = DraftTraining(opened(folders[1]), DistillationData(texts, own, recipe), recipe)
-        rows = training._data.batch(0)
-        sums = training._backward(rows, int((rows.labels != NOTHING).sum()))
-        assert 0 < sums[2] < (rows.labels != NOTHING).sum()
-        found.append([sums, *(weight.grad for weight in training._trained.values())])
-    for pieces, whole in zip(*found, strict=True):
+    texts, read = corpus_of(corpus, target), read_texts(target, [[5, 9, 7, 3, 8], [4, 4, 6]])
+    results = []
+    for logits in (5 * 96, 1 << 18):
+        monkeypatch.setattr("specgen.training.distillation._CPU_LOGITS", logits)
+        monkeypatch.setattr("specgen.training.distillation._MIN_PIECE", 1)
+        training = DraftTraining(opened(folders[1]), DistillationBatches(texts, read, TINY), TINY)
+        batch = training.batches.batch(0)
+        labelled = int((batch.labels != IGNORED).sum())
+        sums = training.backward(batch, labelled)
+        assert 0 < sums[2] < labelled
+        results.append([sums, *(weight.grad for weight in training.trained.values())])
+    for pieces, whole in zip(*results, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_distilling_brings_agreement(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+def test_distillation_raises_greedy_agreement(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     target, draft = (opened(folder) for folder in folders)
-    before = weights_fingerprint(folders[1])
-    watcher = Silent()
-    recipe = replace(OWN_TEXT, steps=150, learning_rate=3e-3, batch=8)
-    task = TrainingTask(tmp_path / "out", recipe, open_text=open_text(corpus, target))
-    found = distill(target, draft, task, watcher, torch.bfloat16)
-    assert watcher.seen[-1].loss < watcher.seen[0].loss - 0.5
-    assert found.before["greedy"] is not None
-    assert found.after["greedy"] is not None
-    assert found.after["greedy"] > found.before["greedy"] + 0.2
-    assert weights_fingerprint(folders[1]) == before
-    assert sorted(path.name for path in found.path.iterdir() if path.suffix != ".jinja") == sorted(
-        [path.name for path in folders[1].iterdir() if path.suffix != ".jinja"] + [DESCRIPTION]
-    )
-    with specgen.load(str(folders[0]), str(found.path), device="cpu", dtype="auto") as pair:
+    fingerprint = weights_fingerprint(folders[1])
+    observer = Recorder()
+    recipe = replace(ONLY_TAUGHT, steps=150, learning_rate=3e-3, batch_size=8)
+    task = TrainingTask(tmp_path / "out", recipe, corpus=corpus_of(corpus, target))
+    result = distill(target, draft, task, observer, torch.bfloat16)
+    assert observer.progress[-1].loss < observer.progress[0].loss - 0.5
+    assert result.before["greedy"] is not None
+    assert result.after["greedy"] is not None
+    assert result.after["greedy"] > result.before["greedy"] + 0.2
+    assert weights_fingerprint(folders[1]) == fingerprint
+    old, new = ({path.name for path in folder.iterdir() if path.suffix != ".jinja"} for folder in (folders[1], result.path))
+    assert new == old | {DESCRIPTION}
+    with specgen.load(str(folders[0]), str(result.path), device="cpu", dtype="auto") as pair:
         assert pair.draft is not None
-        assert json.loads((found.path / "config.json").read_text())["dtype"] == "bfloat16"
+        assert json.loads((result.path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_interrupted_and_resumed_is_the_same(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    def run(name: str, watcher: Silent) -> Path:
+def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+    def run(name: str, observer: Recorder) -> Path:
         target, draft = (opened(folder) for folder in folders)
-        return distill(target, draft, TrainingTask(tmp_path / name, OWN_TEXT, open_text=open_text(corpus, target)), watcher).path
+        task = TrainingTask(tmp_path / name, ONLY_TAUGHT, corpus=corpus_of(corpus, target))
+        return distill(target, draft, task, observer).path
 
-    straight = run("straight", Silent())
-    for watcher in (Silent(stop_at_batch=1), Silent(stop_at_batch=2), Silent(stop_at_step=3)):
+    straight = run("straight", Recorder())
+    for observer in (Recorder(stop_at_batch=1), Recorder(stop_at_batch=2), Recorder(stop_at_step=3)):
         with pytest.raises(TrainingStopped):
-            run("resumed", watcher)
-    last = Silent()
+            run("resumed", observer)
+    last = Recorder()
     resumed = run("resumed", last)
-    assert "going on from step 3" in last.said
+    assert "resuming at step 3" in last.messages
     assert (straight / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
     assert not (resumed / "training").exists()
 
 
-def options(folders: tuple[Path, Path], corpus: Path, out: Path, *more: str) -> list[str]:
-    named = ["-t", str(folders[0]), "-d", str(folders[1]), "--corpus", str(corpus), "--out", str(out)]
-    sizes = ["--window", "24", "--batch-size", "4", "--device", "cpu", "--dtype", "float32"]
-    return ["tune", "--train", "--methods", "sd", *named, *sizes, *more]
+def command(folders: tuple[Path, Path], corpus: Path, out: Path | None, *more: str) -> list[str]:
+    return train_command("sd", corpus, out, "-t", str(folders[0]), "-d", str(folders[1]), *more)
 
 
-def test_the_command_distils_and_says_so(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, options(folders, corpus, tmp_path / "out", "--steps", "3", "--json"))
-    assert result.exit_code == 0, result.stderr
+def test_the_command_distils_a_draft(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+    result = trained(command(folders, corpus, tmp_path / "out", "--steps", "3", "--json"))
     line = json.loads(result.stdout)
     assert line["type"] == "train"
     assert line["draft"] == str(tmp_path / "out")
@@ -190,14 +172,11 @@ def test_the_command_distils_and_says_so(folders: tuple[Path, Path], corpus: Pat
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_without_a_folder_it_is_the_pair_s(
+def test_the_default_output_is_the_pairs_folder(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    given = options(folders, corpus, tmp_path, "--steps", "1", "-q")
-    del given[given.index("--out") : given.index("--out") + 2]
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 0, result.stderr
+    result = trained(command(folders, corpus, None, "--steps", "1", "-q"))
     assert Path(result.stdout.strip()).name == "distilled"
     assert Path(result.stdout.strip()).parent.parent == tmp_path / "pairs"
     assert result.stderr == ""
@@ -206,51 +185,31 @@ def test_without_a_folder_it_is_the_pair_s(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--layer", "2"], "a draft model has none"),
-        (["--methods", "sd,eesd"], "trained in turn"),
+        (["--layer", "2"], "not to a draft model"),
+        (["--methods", "sd,eesd"], "cannot be trained in one run"),
         (["--methods", "lookup"], "lookup has nothing to train"),
         (["--self-text", "0"], "--self-text is 0"),
+        (["--prompts", "prompts.txt"], "--self-text 0.5"),
     ],
 )
-def test_mistakes_get_one_line(folders: tuple[Path, Path], corpus: Path, tmp_path: Path, more: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, options(folders, corpus, tmp_path, *more))
-    assert result.exit_code == 2
-    said = result.stderr.strip().splitlines()
-    assert len(said) == 1
-    assert message in said[0]
+def test_wrong_options_are_refused(
+    folders: tuple[Path, Path], corpus: Path, tmp_path: Path, more: list[str], message: str
+) -> None:
+    assert message in refused(command(folders, corpus, tmp_path, *more))
     assert not any(tmp_path.iterdir())
 
 
-def test_a_target_alone_has_no_draft_to_train(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    given = options(folders, corpus, tmp_path)
-    del given[given.index("-d") : given.index("-d") + 2]
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2
-    assert "there is no draft model to train" in result.stderr
+def test_distillation_needs_a_draft_model(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+    assert "there is no draft model to train" in refused(train_command("sd", corpus, tmp_path, "-t", str(folders[0])))
 
 
-@pytest.mark.parametrize(("position", "role"), [(0, "target"), (1, "draft")])
-def test_no_model_is_written_over(folders: tuple[Path, Path], corpus: Path, position: int, role: str) -> None:
-    before = sorted(folders[position].iterdir())
-    result = CliRunner().invoke(app, options(folders, corpus, folders[position], "--steps", "1"))
-    assert result.exit_code == 2
-    assert f"the {role}'s own folder" in result.stderr
-    assert sorted(folders[position].iterdir()) == before
-
-
-def test_a_corpus_that_would_not_be_read_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text('{"prompt": "abc"}\n')
-    given = [*options(folders, corpus, tmp_path / "out", "--steps", "1"), "--prompts", str(prompts)]
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2
-    assert "--self-text 0.5" in result.stderr
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(("index", "role"), [(0, "target"), (1, "draft")])
+def test_no_model_is_overwritten(folders: tuple[Path, Path], corpus: Path, index: int, role: str) -> None:
+    before = sorted(folders[index].iterdir())
+    assert f"the {role}'s own folder" in refused(command(folders, corpus, folders[index], "--steps", "1"))
+    assert sorted(folders[index].iterdir()) == before
 
 
 def test_another_tokenizer_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     other = save(make_model("llama", seed=3), tmp_path / "other", make_tokenizer(LETTERS[::-1]))
-    given = options((folders[0], Path(other)), corpus, tmp_path / "out")
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2
-    assert "the tokenizers differ" in result.stderr
+    assert "the tokenizers differ" in refused(command((folders[0], Path(other)), corpus, tmp_path / "out"))

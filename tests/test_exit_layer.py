@@ -9,26 +9,21 @@ import pytest
 import torch
 import yaml
 from families import FAMILIES, LETTERS, make_model, make_tokenizer, save
+from training_helpers import opened
 
 from specgen.engine.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
 from specgen.engine.exit_layer import ExitLayer, Predictor, decoder_of
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.first_layers import FirstLayers
-from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.errors import SpecgenError
-from specgen.training.training_loop import exit_rows
+from specgen.training.exit_training import exit_outputs
 
 SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt", "gpt_neox")]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("exit") / "target", make_tokenizer(LETTERS)))
-
-
-def opened(folder: Path | str) -> LoadedModel:
-    return load_model(prepare(ModelSource(str(folder)), lambda _: None), CPU, torch.float32, lambda _: None)
 
 
 def test_an_untrained_exit_behind_all_layers_but_the_last_says_what_the_target_says(models_folder: Path) -> None:
@@ -40,7 +35,7 @@ def test_an_untrained_exit_behind_all_layers_but_the_last_says_what_the_target_s
             target = opened(models_folder / "exit" / family)
             layer = ExitLayer.of(target.model, layers)
             first = FirstLayers(target.model, len(decoder_of(target.model).layers) - layers)
-            found, _ = exit_rows(first, layer, ids)
+            found, _ = exit_outputs(first, layer, ids)
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, msg=lambda text, f=family: f"{f}: {text}")
 
 

@@ -1,19 +1,22 @@
-"""The text that a target writes itself: what it is, how it is kept, and what it costs in memory and time."""
+"""Generation of training text: batched generation, the stored texts, batch size in memory, and the time budget."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
-from test_training import TINY, Silent, open_text, opened
+from training_helpers import TINY, Recorder, corpus_of, opened
 
 from specgen.engine.exit_layer import decoder_of
+from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import ExitTrainingTask, train_exit
-from specgen.training.generated_text import GeneratedText, GeneratedTexts, TrainingStopped, continuations, judged
-from specgen.training.text_generation import TextGeneration, texts_at_once
+from specgen.training.generated_text import GeneratedText, GeneratedTextStore, generate_texts
+from specgen.training.text_generation import TextGeneration, largest_batch
+from specgen.training.training_task import TrainingStopped, TrainingTask
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +25,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_texts_written_side_by_side_are_those_written_alone(family: str, models_folder: Path) -> None:
+def test_batched_greedy_texts_equal_those_generated_alone(family: str, models_folder: Path) -> None:
     target = opened(save(make_model(family), models_folder / "side" / family))
     prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
     texts = continuations(target, prompts, 30, greedy=True)
     for prompt, text in zip(prompts, texts, strict=True):
         alone = plain(target.model, prompt, 24 + 6 - len(prompt))
-        made = text[len(prompt) :]
-        assert made == alone[: len(made)]
+        generated = text[len(prompt) :]
+        assert generated == alone[: len(generated)]
         assert text[-1] == EOS or len(text) >= 24
     sampled = continuations(target, prompts, 30, greedy=False, seed=1)
     assert sampled == continuations(target, prompts, 30, greedy=False, seed=1)
@@ -38,116 +41,95 @@ def test_texts_written_side_by_side_are_those_written_alone(family: str, models_
 
 def test_sampled_texts_follow_the_targets_distribution(folder: Path) -> None:
     target = opened(folder)
-    drawn = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
+    samples = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
     expected = target.model(input_ids=torch.tensor([[5, 9, 7]])).logits[0, -1].detach().softmax(dim=-1)
-    found = torch.bincount(drawn, minlength=96) / 4000
+    found = torch.bincount(samples, minlength=96) / 4000
     assert float((found - expected).abs().max()) < 5 * (0.25 / 4000) ** 0.5
 
 
-def test_own_text_is_kept_as_it_was(folder: Path, tmp_path: Path) -> None:
-    target = opened(folder)
-    texts = []
-    for position in range(3):
-        ids = torch.randint(3, 90, (5 + position,))
-        best, rows = judged(target.model, ids)
-        texts.append(GeneratedText(ids, best, rows.bfloat16() if position else None, 2, position == 1, position == 2))
-    kept = GeneratedTexts(tmp_path)
-    kept.keep(0, texts)
-    kept.keep(1, texts[:1])
-    assert kept.count() == 2
-    for mine, theirs in zip([*texts, texts[0]], kept.read(), strict=True):
-        assert torch.equal(mine.ids, theirs.ids)
-        assert torch.equal(mine.best, theirs.best)
-        assert (mine.rows is None) == (theirs.rows is None)
-        assert mine.rows is None or torch.equal(mine.rows, theirs.rows)
-        assert (mine.prompt, mine.greedy, mine.held_out) == (theirs.prompt, theirs.greedy, theirs.held_out)
+def test_stored_texts_are_read_back(folder: Path, tmp_path: Path) -> None:
+    target, held_out = opened(folder), [False, True]
+    texts = [
+        text
+        for keep in (False, True)
+        for text in generate_texts(target, [[5, 9], [7, 8]], 9, greedy=keep, seed=0, held_out=held_out, keep_hidden_states=keep)
+    ]
+    store = GeneratedTextStore(tmp_path)
+    store.save(0, texts)
+    store.save(1, texts[:1])
+    assert store.count() == 2
+    for text, read in zip([*texts, texts[0]], store.read(), strict=True):
+        assert torch.equal(text.ids, read.ids)
+        assert torch.equal(text.top1, read.top1)
+        assert (text.hidden_states is None) == (read.hidden_states is None)
+        assert text.hidden_states is None or torch.equal(text.hidden_states, read.hidden_states)
+        assert (text.prompt_length, text.greedy, text.held_out) == (read.prompt_length, read.greedy, read.held_out)
 
 
-def test_kept_texts_are_greedy_and_sampled_in_equal_shares(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    """And each is what it says it is: greedy texts are the target's likeliest tokens throughout, sampled ones are not."""
+def test_half_of_the_texts_are_greedy_and_half_sampled(folder: Path, corpus: Path, tmp_path: Path) -> None:
     target = opened(folder)
-    job = ExitTrainingTask(tmp_path, replace(TINY, steps=1000), open_text=open_text(corpus, target))
-    writing = TextGeneration(target, job, {}, tmp_path / "training", Silent())
-    writing.run()
-    texts = writing.kept.read()
+    task = TrainingTask(tmp_path, replace(TINY, steps=1000), corpus=corpus_of(corpus, target))
+    texts = TextGeneration(target, task, {}, Recorder()).run()
     assert len(texts) == 4 * 64
     greedy, sampled = [t for t in texts if t.greedy], [t for t in texts if not t.greedy]
     assert len(greedy) == len(sampled)
 
-    def likeliest(text: GeneratedText) -> bool:
-        own = slice(text.prompt, None)
-        return torch.equal(text.ids[own], text.best[text.prompt - 1 : -1])
+    def is_argmax(text: GeneratedText) -> bool:
+        return torch.equal(text.ids[text.prompt_length :], text.top1[text.prompt_length - 1 : -1])
 
-    assert all(map(likeliest, greedy))
-    assert sum(map(likeliest, sampled)) < len(sampled) / 10
+    assert all(map(is_argmax, greedy))
+    assert sum(map(is_argmax, sampled)) < len(sampled) / 10
     for half in (greedy, sampled):
         assert sum(text.held_out for text in half) == len(half) / 8
 
 
-def test_writing_tells_how_far_it_is_within_a_batch(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.training.text_generation._REPORT_EVERY", 0.0)
-    told: list[tuple[int, float, int]] = []
-
-    class Telling(Silent):
-        def writing(self, batches: int, share: float, tokens: int) -> None:
-            told.append((batches, share, tokens))
-
-    target = opened(folder)
-    TextGeneration(
-        target, ExitTrainingTask(tmp_path, TINY, open_text=open_text(corpus, target)), {}, tmp_path / "training", Telling()
-    ).run()
-    first = [entry for entry in told if entry[0] == 0]
+def test_progress_is_reported_within_a_batch(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    """By a simulated clock on which a second passes between two readings."""
+    target, observer = opened(folder), Recorder()
+    task = TrainingTask(tmp_path, TINY, corpus=corpus_of(corpus, target), clock=map(float, count()).__next__)
+    TextGeneration(target, task, {}, observer).run()
+    first = [entry for entry in observer.generated if entry[0] == 0]
     assert len(first) >= 10
-    for entries in zip(*told, strict=True):
-        assert list(entries) == sorted(entries)
+    for column in zip(*observer.generated, strict=True):
+        assert list(column) == sorted(column)
     assert 0 < first[0][1] < 0.1
-    assert told[-1] == (2, 1.0, told[-1][2])
+    assert observer.generated[-1][:2] == (2, 1.0)
 
 
-def test_as_many_texts_grow_at_once_as_there_is_memory_for(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_size_follows_free_memory(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = opened(folder)
-    a_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
-    for free, expected in ((None, 64), (2 * 64 * a_text, 64), (2 * 63 * a_text, 32), (2 * 5 * a_text, 4), (0, 2)):
+    per_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
+    for free, expected in ((None, 64), (2 * 64 * per_text, 64), (2 * 63 * per_text, 32), (2 * 5 * per_text, 4), (0, 2)):
         monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _, free=free: free)
-        assert texts_at_once(target, 24) == expected
-    # With less memory for a start, and more for the second half, a resumed run still ends as a straight one.
-    found = []
+        assert largest_batch(target, 24) == expected
+    # A resumed run keeps the batch size of the interrupted one, although more memory is free now.
+    weights = []
     for name in ("straight", "resumed"):
-        monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: 2 * 5 * a_text)
-        job = ExitTrainingTask(tmp_path / name, TINY, open_text=open_text(corpus, target))
+        monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: 2 * 5 * per_text)
+        task = ExitTrainingTask(tmp_path / name, TINY, corpus=corpus_of(corpus, target))
         if name == "resumed":
             with pytest.raises(TrainingStopped):
-                train_exit(opened(folder), job, Silent(stop_at_batch=1))
+                train_exit(opened(folder), task, Recorder(stop_at_batch=1))
             monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: None)
-        found.append(train_exit(opened(folder), job, Silent()).path.read_bytes())
-    assert found[0] == found[1]
+        weights.append(train_exit(opened(folder), task, Recorder()).path.read_bytes())
+    assert weights[0] == weights[1]
 
 
-def test_writing_keeps_to_its_share_of_the_minutes(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A target so slow that two whole batches would take ten times the budget: every pass takes a second by a clock of ours."""
-    target = opened(folder)
-    now = 0.0
+def test_generation_keeps_to_its_share_of_the_time_budget(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    """By a simulated clock on which two complete batches would take ten times the budget."""
+    target, now = opened(folder), 0.0
 
     def tick(*_: object) -> None:
         nonlocal now
         now += 1.0
 
-    target.model.register_forward_pre_hook(tick)  # a token of each text that grows
-    decoder_of(target.model).register_forward_pre_hook(tick)  # the same, and a judged text
-    monkeypatch.setattr("specgen.training.text_generation.time.monotonic", lambda: now)
-    recipe = replace(TINY, steps=None, seconds=200.0, window=64)
-    writing = TextGeneration(
-        target, ExitTrainingTask(tmp_path, recipe, open_text=open_text(corpus, target)), {}, tmp_path / "training", Silent()
-    )
-    writing.run()
-    texts = writing.kept.read()
+    target.model.register_forward_pre_hook(tick)  # each generated token costs two seconds,
+    decoder_of(target.model).register_forward_pre_hook(tick)  # the predictions of a text one
+    recipe = replace(TINY, steps=None, seconds=200.0, training_length=64)
+    task = TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target), clock=lambda: now)
+    generation = TextGeneration(target, task, {}, Recorder())
+    texts = generation.run()
     assert {text.greedy for text in texts} == {True, False}
     assert any(not text.held_out for text in texts)
-    assert all(len(text.ids) > text.prompt for text in texts)
-    assert 0.3 * 200 * 0.5 < writing.seconds < 0.3 * 200 * 1.1
+    assert all(len(text.ids) > text.prompt_length for text in texts)
+    assert 0.3 * 200 * 0.5 < generation.seconds < 0.3 * 200 * 1.1

@@ -10,11 +10,11 @@ import typer
 
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
+from specgen.cli.train_run import DEFAULT_MINUTES
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
 _TRAINING = "Training"
-DEFAULT_MINUTES = 10.0  # of training
 
 Train = Annotated[
     bool,
@@ -152,7 +152,8 @@ def tune(
     if train:
         asked = train_run.request(
             method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, layer=layer, seed=seed or 0,
-            exit_layers=exit_layers, self_text=self_text, batch=batch_size, window=window, learning_rate=learning_rate, out=out,
+            exit_layers=exit_layers, self_text=self_text, batch=batch_size, training_length=window,
+            learning_rate=learning_rate, out=out,
         )  # fmt: skip
         return train_run.train(models, asked, err, quiet=quiet, as_json=json)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)

@@ -1,1 +1,1 @@
-"""Training of what drafts: exit layers, predictors and distilled draft models."""
+"""Training of exit layers, acceptance predictors and distilled draft models."""

@@ -1,4 +1,4 @@
-"""Text to train on, as token ids: files of the user's, or the demo pair's own corpus."""
+"""Training text as token ids: the user's files, or the demo pair's corpus."""
 
 from __future__ import annotations
 
@@ -13,92 +13,90 @@ from random import Random
 from specgen.errors import SpecgenError
 
 Encode = Callable[[str], list[int]]
-HELD_OUT = 8  # of so many texts one is never trained on
-MOST_TOKENS = 8_000_000  # of a corpus: what lies behind is not read
-_PIECE = 20_000  # characters of plain text that are encoded at once
-DEMO_SEED = 1_000_000  # far from the seeds that the demo models were trained with
+HELD_OUT_EVERY = 8  # documents, prompts and texts with an index divisible by it are held out of training
+MAX_TOKENS = 8_000_000
+DEMO_SEED = 1_000_000  # outside the range of the seeds that the demo models were trained with
+_PIECE_CHARACTERS = 20_000  # of plain text, encoded in one call
 
 
-class Texts:
-    """Documents as ids, one behind the other."""
+class Corpus:
+    """Tokenized documents, concatenated; at most MAX_TOKENS and the rest of the last document."""
 
-    def __init__(self, documents: Iterable[Sequence[int]], most: int = MOST_TOKENS) -> None:
+    def __init__(self, documents: Iterable[Sequence[int]]) -> None:
         self._ids = array("i")
         self._starts = [0]
         for document in documents:
-            if len(document) > 1:  # a single token has nothing to predict
+            if len(document) > 1:  # a single token has no next token to predict
                 self._ids.extend(document)
                 self._starts.append(len(self._ids))
-            if len(self._ids) >= most:
+            if len(self._ids) >= MAX_TOKENS:
                 break
 
     @property
     def tokens(self) -> int:
         return len(self._ids)
 
-    def draw(self, rng: Random, longest: int, *, beginning: bool = False, apart: bool | None = None) -> list[int]:
-        """One document with a probability that follows its length: whole, or a stretch of `longest` tokens of it, or with
-        `beginning` its first ones. Of all, of those that are kept `apart` (one in HELD_OUT), or of the others; there has to be
-        that many for any to be."""
+    def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, held_out: bool | None = None) -> list[int]:
+        """At most `max_tokens` consecutive tokens of a document, which is chosen with probability proportional to its length.
+
+        `from_start` takes the document's first tokens. `held_out` restricts the choice to held-out documents (True) or to the
+        others (False); a corpus of fewer than HELD_OUT_EVERY documents holds out none, and ignores it.
+        """
         while True:
             position = rng.randrange(len(self._ids))
             document = bisect_right(self._starts, position) - 1
-            if apart is None or len(self._starts) <= HELD_OUT or (document % HELD_OUT == 0) == apart:
+            if held_out is None or len(self._starts) <= HELD_OUT_EVERY or (document % HELD_OUT_EVERY == 0) == held_out:
                 break
         start, end = self._starts[document], self._starts[document + 1]
-        if end - start > longest and not beginning:
-            start = min(position, end - longest)
-        return self._ids[start : min(end, start + longest)].tolist()
+        if end - start > max_tokens and not from_start:
+            start = min(position, end - max_tokens)
+        return self._ids[start : min(end, start + max_tokens)].tolist()
 
     def digest(self) -> str:
-        """Eight hexadecimal digits that tell these texts from others."""
+        """Eight hexadecimal digits of a hash of the tokens."""
         return sha256(self._ids.tobytes()).hexdigest()[:8]
 
 
-def read_corpus(path: Path, encode: Encode) -> Texts:
-    """A plain text file, or JSON lines with `text`. Raises SpecgenError where it cannot be read or is empty."""
-    found = Texts(map(encode, _json_lines(path, ("text",)) if path.suffix in (".jsonl", ".json") else _pieces(path)))
-    if not found.tokens:
-        raise SpecgenError(f"the corpus {path} holds no text", "Give plain text, or JSON lines with a field text")
-    return found
+def read_corpus(path: Path, encode: Encode) -> Corpus:
+    """Read plain text, or JSON lines with the field `text`. Raises SpecgenError if the file is unreadable or empty."""
+    corpus = Corpus(map(encode, _json_texts(path) if path.suffix in (".jsonl", ".json") else _pieces(path)))
+    if not corpus.tokens:
+        raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
+    return corpus
 
 
-def demo_texts(encode: Encode, seed: int, tokens: int) -> Texts:
-    """The demo pair's corpus: about `tokens` of it in its own proportions, documents that the pair never saw, but for short ones
-    and the library's functions."""
+def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
+    """About `tokens` tokens of the demo pair's corpus, in its proportions of domains.
+
+    The pair was not trained on these documents, except for short ones and the functions of the standard library.
+    """
     from specgen.demo.corpus.documents import sample
 
-    return Texts(sample(tokens, DEMO_SEED + seed, encode))
+    return Corpus(sample(tokens, DEMO_SEED + seed, encode))
 
 
-def _json_lines(path: Path, names: Sequence[str]) -> Iterator[str]:
+def _json_texts(path: Path) -> Iterator[str]:
     for number, line in _lines(path):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
-            raise SpecgenError(f"{path}, line {number}: no JSON", f"Write one object a line, with {names[0]}") from error
-        known = [name for name in names if isinstance(entry, dict) and name in entry]
-        if not known:
-            raise SpecgenError(f"{path}, line {number}: there is no {names[0]!r}", f"Write one object a line, with {names[0]}")
-        yield _text(path, number, entry[known[0]])
-
-
-def _text(path: Path, number: int, value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise SpecgenError(f"{path}, entry {number}: {value!r} is no text", "Write a text that is not empty")
-    return value
+        except ValueError:
+            entry = None
+        text = entry.get("text") if isinstance(entry, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
+        yield text
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Plain text in pieces that end with a line where lines are short."""
+    """Plain text in pieces that end at a line break, unless lines are very long."""
     piece = ""
     for _, line in _lines(path):
         piece += line
-        while len(piece) >= _PIECE:
-            yield piece[:_PIECE] if len(line) > _PIECE else piece
-            piece = piece[_PIECE:] if len(line) > _PIECE else ""
+        while len(piece) >= _PIECE_CHARACTERS:
+            yield piece[:_PIECE_CHARACTERS] if len(line) > _PIECE_CHARACTERS else piece
+            piece = piece[_PIECE_CHARACTERS:] if len(line) > _PIECE_CHARACTERS else ""
     if piece.strip():
         yield piece
 
@@ -108,6 +106,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         with path.open(encoding="utf-8") as file:
             yield from enumerate(file, 1)
     except OSError as error:
-        raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a file of text") from error
+        raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
     except UnicodeDecodeError as error:
-        raise SpecgenError(f"{path} is not UTF-8", "Convert it first, for instance with iconv") from error
+        raise SpecgenError(f"{path} is not UTF-8", "Convert it first, for example with iconv") from error

@@ -1,21 +1,20 @@
-"""Distil a draft model to its target, on text that the target wrote (DistillSpec, arXiv 2310.08461; forward divergence) or read.
+"""Distillation of a draft model from its target, on text that the target generated or read (DistillSpec, arXiv 2310.08461).
 
-The target's likeliest tokens and their probabilities are recorded beforehand, so that training holds the draft alone. What is
-minimized is KL(target || draft) over these tokens and one more outcome, that it is none of them.
+The loss is the forward divergence KL(target || draft). The target's top-k probabilities are stored before the draft is trained,
+so that only the draft is in memory then. All other tokens count as one outcome.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
 from specgen.engine.attention_masks import Masks
@@ -23,28 +22,33 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import quiet_transformers
 from specgen.files import write_whole
-from specgen.traces.trace_writer import versions
-from specgen.training.corpus import Texts
-from specgen.training.exit_training import texts_of, what_is_left
+from specgen.training.corpus import Corpus
 from specgen.training.generated_text import GeneratedText
-from specgen.training.packing import NOTHING, Rows
-from specgen.training.text_generation import TextGeneration, TrainingObserver, TrainingTask
-from specgen.training.training_loop import Data, Recipe, Training, greedy_agreement
+from specgen.training.packing import IGNORED, PackedBatch
+from specgen.training.text_generation import TextGeneration
+from specgen.training.training_loop import (
+    MAX_LOGITS,
+    Training,
+    TrainingBatches,
+    bfloat16_autocast,
+    greedy_agreement,
+    greedy_matches,
+)
+from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 DESCRIPTION = "distilled.yaml"
-_CACHED = 1 << 18  # numbers in the logits that are judged at once on a CPU, as many as its caches hold
-_ON_DEVICE = 1 << 26
-_FEWEST = 16  # tokens that are judged at once, however large the vocabulary
+_CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
+_MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationResult:
-    """The folder of the new draft, and how often its likeliest token is the target's on text that was kept apart, greedy and
-    sampled, `before` and `after`."""
+    """The folder of the new draft, its measurements, and its `greedy_agreement` with the target on held-out text, greedy and
+    sampled, `before` and `after` training."""
 
     path: Path
     before: dict[str, float | None]
@@ -52,156 +56,125 @@ class DistillationResult:
     figures: dict[str, Any]
 
 
-class DistillationData(Data):
-    """Batches of text in which `best` says where in `likely` and `logs` [tokens, LIKELY] the target's word on a token stands."""
+class DistillationBatches(TrainingBatches):
+    """Batches whose teacher references are indices into `top_k_ids` and `top_k_log_probs`, each [tokens, k]."""
 
-    def __init__(self, open_text: Texts | None, self_texts: Sequence[GeneratedText], recipe: Recipe) -> None:
-        used = [text for text in self_texts if not text.held_out]
+    def __init__(self, corpus: Corpus | None, texts: Sequence[GeneratedText], recipe: Recipe) -> None:
+        used = [text for text in texts if not text.held_out]
         ends = accumulate(len(text.ids) for text in used)
-        placed = [replace(text, best=torch.arange(end - len(text.ids), end)) for text, end in zip(used, ends, strict=True)]
-        super().__init__(open_text, placed, recipe)
-        self.likely = _joined([text.likely for text in used])
-        self.logs = _joined([text.logs for text in used])
+        taught = [(text.ids.tolist(), [*range(end - len(text.ids), end)]) for text, end in zip(used, ends, strict=True)]
+        super().__init__(corpus, taught, recipe)
+        self.top_k_ids = _concatenated([text.top_k_ids for text in used])
+        self.top_k_log_probs = _concatenated([text.top_k_log_probs for text in used])
 
 
-def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
     return torch.cat([part for part in parts if part is not None]) if parts else torch.empty(0, 1)
 
 
 class DraftTraining(Training):
-    """A draft model in training. What the target wrote or read teaches its probabilities, open text as it is the next token."""
+    """A draft model in training: `divergence` where the target's probabilities are known, cross-entropy on other corpus text.
 
-    def __init__(self, draft: LoadedModel, lessons: DistillationData, recipe: Recipe, *, narrow: bool = False) -> None:
-        self.draft, self._narrow = draft, narrow  # products in bfloat16
+    `target_dtype` decides between bfloat16 and float32 matrix products; the weights are float32.
+    """
+
+    batches: DistillationBatches
+
+    def __init__(
+        self, draft: LoadedModel, batches: DistillationBatches, recipe: Recipe, target_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.draft, self._target_dtype = draft, target_dtype
         draft.model.to(torch.float32).requires_grad_(True)
         self._masks = Masks(draft.model)
-        self._lessons = lessons
-        trained = dict(draft.model.named_parameters())
         vocabulary = draft.model.get_output_embeddings().weight.shape[0]
-        super().__init__(trained, lessons, recipe, draft.device, vocabulary)
+        piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
+        super().__init__(dict(draft.model.named_parameters()), batches, recipe, draft.device, vocabulary, piece_size)
 
-    def _backward(self, rows: Rows, labelled: int) -> torch.Tensor:
-        dtype = torch.bfloat16 if self._narrow else torch.float32
-        mask = self._masks.batched(rows.visible(), rows.positions, rows.positions, dtype)
-        with self._autocast():
-            logits = self.draft.model(
-                input_ids=rows.ids, attention_mask=mask, position_ids=rows.positions, use_cache=False
-            ).logits.flatten(0, 1)
-        labels, places = rows.labels.flatten(), rows.best.flatten()
-        sums = torch.zeros(3, device=logits.device)
-        gradients = []
-        size = max(_FEWEST, (_CACHED if logits.device.type == "cpu" else _ON_DEVICE) // logits.shape[-1])
-        for start in range(0, len(logits), size):
-            piece = slice(start, start + size)
-            cut = logits[piece].detach().float().requires_grad_()
-            judged = self._judge(cut, labels[piece], places[piece])
-            (judged[0] / labelled).backward()  # type: ignore[no-untyped-call]
-            assert cut.grad is not None
-            gradients.append(cut.grad)
-            sums += judged.detach()
-        logits.backward(torch.cat(gradients).to(logits.dtype))  # type: ignore[no-untyped-call]
-        sums[0] /= labelled
-        return sums
+    def outputs(self, batch: PackedBatch) -> torch.Tensor:
+        """The draft's logits [tokens, vocabulary]."""
+        dtype = torch.float32 if self._target_dtype == torch.float32 else torch.bfloat16
+        mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, dtype)
+        with bfloat16_autocast(self.draft.device, self._target_dtype):
+            logits: torch.Tensor = self.draft.model(
+                input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
+            ).logits
+        return logits.flatten(0, 1)
 
-    def _judge(self, logits: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The loss summed up, agreements and judgements [3], of `logits` [n, vocabulary]."""
-        taught = (places != NOTHING) & (labels != NOTHING)
-        as_it_is = (labels != NOTHING) & ~taught
-        where = places[taught].to(self._lessons.likely.device)
-        likely = self._lessons.likely[where].long().to(logits.device)
-        # Not by masks, whose backward sorts.
-        said, untaught = (logits.index_select(0, these.nonzero()[:, 0]) for these in (taught, as_it_is))
-        loss = divergence(said, likely, self._lessons.logs[where].to(logits.device)).sum()
-        loss = loss + F.cross_entropy(untaught, labels[as_it_is], reduction="sum")
-        right = (said.detach().argmax(dim=-1) == likely[:, 0]).sum()
-        return torch.stack((loss, right, taught.sum()))
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.draft.device.type, dtype=torch.bfloat16, enabled=self._narrow)
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        logits = outputs.float()
+        is_taught = (teacher != IGNORED) & (labels != IGNORED)
+        is_untaught = (labels != IGNORED) & ~is_taught
+        # index_select, because the backward pass of indexing with a boolean mask sorts.
+        taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
+        references = teacher[is_taught].to(self.batches.top_k_ids.device)
+        top_k_ids = self.batches.top_k_ids[references].long().to(logits.device)
+        loss = divergence(taught, top_k_ids, self.batches.top_k_log_probs[references].to(logits.device)).sum()
+        loss = loss + F.cross_entropy(untaught, labels[is_untaught], reduction="sum")
+        return torch.cat((loss[None], greedy_matches(taught, top_k_ids[:, 0])))
 
     @inference
-    def read(self, ids: torch.Tensor) -> torch.Tensor:
-        """The draft's logits [n, vocabulary] behind each of `ids` [n]."""
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """The draft's logits [n, vocabulary] after each of `ids` [n]."""
         logits: torch.Tensor = self.draft.model(input_ids=ids[None].to(self.draft.device), use_cache=False).logits[0]
         return logits.float()
 
 
-def divergence(logits: torch.Tensor, likely: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    """KL(target || draft) [n], in nats, from the draft's `logits` [n, vocabulary] and the target's `likely` tokens [n, k] with
-    the logarithms of their probabilities [n, k]. All other tokens are one outcome: it is no more than the whole divergence."""
+def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(target || draft) [n] in nats, from the draft's logits [n, vocabulary] and the target's top-k tokens and
+    log-probabilities, each [n, k]. All other tokens are one outcome, which makes it a lower bound of the full divergence."""
     smallest = torch.finfo(torch.float32).eps
     total = logits.logsumexp(dim=-1, keepdim=True)
-    ours = logits.gather(-1, likely) - total
-    found = (logs.exp() * (logs - ours)).sum(dim=-1)
-    if likely.shape[-1] == logits.shape[-1]:
-        return found
-    theirs_left = (1 - logs.exp().sum(dim=-1)).clamp_min(smallest)
-    # Not as 1 - sum: of a sure draft nothing would be left of it, nor of its gradient.
-    ours_left = logits.scatter(-1, likely, -torch.inf).logsumexp(dim=-1) - total[:, 0]
-    return found + theirs_left * (theirs_left.log() - ours_left)
+    draft_log_probs = logits.gather(-1, top_k_ids) - total
+    top_k = (top_k_log_probs.exp() * (top_k_log_probs - draft_log_probs)).sum(dim=-1)
+    if top_k_ids.shape[-1] == logits.shape[-1]:
+        return top_k
+    target_rest = (1 - top_k_log_probs.exp().sum(dim=-1)).clamp_min(smallest)
+    # Not log(1 - sum): for a confident draft the difference and its gradient would vanish.
+    draft_rest_log = logits.scatter(-1, top_k_ids, -torch.inf).logsumexp(dim=-1) - total[:, 0]
+    return top_k + target_rest * (target_rest.log() - draft_rest_log)
 
 
 def distill(
-    target: LoadedModel, draft: LoadedModel, task: TrainingTask, watcher: TrainingObserver, stored: torch.dtype = torch.float32
+    target: LoadedModel, draft: LoadedModel, task: TrainingTask, observer: TrainingObserver, dtype: torch.dtype = torch.float32
 ) -> DistillationResult:
-    """Train `draft` and save it in `task.out` in the dtype `stored`, with its tokenizer. The files that it was loaded from
-    stay as they are. The target's weights are let go on the way, and it can't be used afterwards.
+    """Train `draft` and save it in `task.out` in `dtype`, with its tokenizer; the draft's own files do not change. The target's
+    weights are released on the way, so it cannot be used afterwards.
 
-    Raises Stopped where the watcher stops it (the same call goes on later), SpecgenError for what does not fit.
+    Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError for an unsuitable model.
     """
-    folder = task.out / "training"
-    settings = {
-        **asdict(task.recipe),
-        "fingerprint": weights_fingerprint(target.folder),
-        "draft": weights_fingerprint(draft.folder),
-        "dtype": target.dtype_name,
-        **texts_of(task),
-    }
-    writing = TextGeneration(target, task, settings, folder, watcher, keep_likely=True)
-    writing.run()
-    narrow = target.model.dtype != torch.float32
-    target.model.to("meta")  # what it had to say is written down: its memory is the training's
-    texts = writing.kept.read()
-    apart = [text for text in texts if text.held_out]
-    recipe = what_is_left(task.recipe, writing.seconds)
-    lessons = DistillationData(task.open_text, texts, recipe)
-    del texts  # the lessons have them in another form
-    training = DraftTraining(draft, lessons, recipe, narrow=narrow)
-    before = greedy_agreement(training.read, apart)
-    state = folder / "state.safetensors"
-    if state.exists():
-        training.restore(state, settings)
-        watcher.announce(f"going on from step {training.step}")
-    training.run(state, settings, watcher.training, watcher.stopping)
-    after = greedy_agreement(training.read, apart)
-    progress = training.progress()
-    figures = {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "loss": progress.loss,
-        "minutes": {"writing": writing.seconds / 60, "training": progress.seconds / 60},
-        "agreement_before": before,
-        "agreement": after,
-    }
-    _save(draft, stored, target, task, figures)
-    shutil.rmtree(folder, ignore_errors=True)
+    settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
+    generation = TextGeneration(target, task, settings, observer, keep_top_k=True)
+    texts = generation.run()
+    target_dtype = target.model.dtype
+    target.model.to("meta")
+    held_out = [text for text in texts if text.held_out]
+    recipe = task.recipe.after_generation(generation.seconds)
+    batches = DistillationBatches(task.corpus, texts, recipe)
+    del texts  # their tensors have been copied
+    training = DraftTraining(draft, batches, recipe, target_dtype)
+    before = greedy_agreement(training.logits, held_out)
+    progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
+    after = greedy_agreement(training.logits, held_out)
+    figures = {**progress.figures(generation.seconds), "agreement_before": before, "agreement": after}
+    _save(draft, dtype, target, task, figures)
+    shutil.rmtree(task.folder, ignore_errors=True)
     return DistillationResult(task.out, before, after, figures)
 
 
-def _save(draft: LoadedModel, stored: torch.dtype, target: LoadedModel, task: TrainingTask, figures: dict[str, Any]) -> None:
-    """Tokenizer and whatever else lies beside the draft's weights, then the new weights and what they are."""
+def _save(draft: LoadedModel, dtype: torch.dtype, target: LoadedModel, task: TrainingTask, figures: dict[str, Any]) -> None:
+    """Write the new weights and their description, and copy the tokenizer and the draft's other files."""
     task.out.mkdir(parents=True, exist_ok=True)
     for path in sorted(draft.folder.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, task.out / path.name)
     with quiet_transformers():
-        draft.model.requires_grad_(False).to(stored).save_pretrained(task.out)
-    described = {
+        draft.model.requires_grad_(False).to(dtype).save_pretrained(task.out)
+    description = {
         "draft": draft.name,
         "target": target.name,
         "fingerprint": weights_fingerprint(target.folder),
         "figures": figures,
-        "made_with": {**({"command": task.note} if task.note else {}), **asdict(task.recipe), **versions()},
+        "made_with": task.made_with(),
     }
-    about = "# A draft model, distilled to a target: specgen generate --draft with this folder.\n"
-    write_whole(task.out / DESCRIPTION, about + yaml.safe_dump(described, sort_keys=False, allow_unicode=True))
+    about = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
+    write_whole(task.out / DESCRIPTION, about + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))

@@ -1,36 +1,41 @@
-"""From a target to a trained exit on disk: the target writes text, is cut down to its first layers, the exit is trained.
-
-What is not finished lies in `training/` in the output folder, and goes once the exit is saved.
-"""
+"""Training of an exit layer (EESD, section 3.2): cross-entropy on text, after the frozen first layers of the target."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.exit_files import Description, save_exit
 from specgen.engine.exit_layer import ExitLayer, check_split, decoder_of
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.first_layers import FirstLayers, check_depth, usual_depth
-from specgen.traces.trace_writer import versions
-from specgen.training.corpus import Texts
+from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import Fit, train_predictor
-from specgen.training.text_generation import TextGeneration, TrainingObserver, TrainingTask
-from specgen.training.training_loop import Data, ExitTraining, Progress, Recipe, exit_rows, greedy_agreement
+from specgen.training.text_generation import TextGeneration
+from specgen.training.training_loop import (
+    MAX_LOGITS,
+    Training,
+    TrainingBatches,
+    bfloat16_autocast,
+    greedy_agreement,
+    greedy_matches,
+)
+from specgen.training.training_task import Recipe, TrainingObserver, TrainingProgress, TrainingTask
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
-_ENDING = 0.05  # of a budget in minutes: for the predictor and what else is left
+_CPU_TOKENS = 256  # tokens whose logits are computed at once on a CPU: few enough for its caches
 
 
 @dataclass(frozen=True, slots=True)
 class ExitTrainingTask(TrainingTask):
-    """What exit to train. `after` is N, None for the usual depth."""
+    """The exit to train: after target layer `after` (None: the default depth), with `layers` layers and maybe its own head."""
 
     after: int | None = None
     layers: int = 1
@@ -39,107 +44,108 @@ class ExitTrainingTask(TrainingTask):
 
 @dataclass(frozen=True, slots=True)
 class ExitTrainingResult:
-    """`agreement` with the target on its own greedy text that was kept apart, and `fit` of the predictor, None without one."""
+    """The file of the exit, its `greedy_agreement` on held-out greedy text, and the predictor's `fit`; None where there is too
+    little text to measure them."""
 
     path: Path
     description: Description
-    progress: Progress
-    agreement: float | None
+    progress: TrainingProgress
+    greedy_agreement: float | None
     fit: Fit | None
     parameters_held: int
 
 
-def train_exit(target: LoadedModel, job: ExitTrainingTask, watcher: TrainingObserver) -> ExitTrainingResult:
-    """Train and save. The target is taken apart on the way, and can't be used afterwards.
+class ExitTraining(Training):
+    """An exit layer in training, after the target's first layers."""
 
-    Raises Stopped where the watcher stops it (the same call goes on later), SpecgenError for what does not fit.
-    """
-    after = depth_for(target, job.after)
-    folder = job.out / "training"
-    settings = _settings(target, job, after)
-    writing = TextGeneration(target, job, settings, folder, watcher)
-    writing.run()
-    texts, writing_seconds = writing.kept.read(), writing.seconds
-    layer = ExitLayer.of(target.model, job.layers)
-    first = FirstLayers(target.model, after)
-    recipe = what_is_left(job.recipe, writing_seconds)
-    training = ExitTraining(first, layer, Data(job.open_text, texts, recipe), recipe, own_head=job.own_head)
-    state = folder / "state.safetensors"
-    if state.exists():
-        training.restore(state, settings)
-        watcher.announce(f"going on from step {training.step}")
-    training.run(state, settings, watcher.training, watcher.stopping)
-    layer.requires_grad_(False).eval()
-    watcher.announce("training the predictor")
-    apart = [text for text in texts if text.held_out]
-    agreements = greedy_agreement(lambda ids: exit_rows(first, layer, ids)[0], apart)
-    fitted = train_predictor(first, layer, texts, job.recipe.seed)
-    predictor, fit = fitted if fitted is not None else (None, None)
-    progress = training.progress()
-    description = Description(
-        target=target.name,
-        fingerprint=settings["fingerprint"],
-        after=after,
-        layers=job.layers,
-        own_head=job.own_head,
-        predictor=predictor is not None,
-        figures=_figures(progress, agreements, fit, writing_seconds),
-        made_with={**({"command": job.note} if job.note else {}), **asdict(job.recipe), **versions()},
-    )
-    path = save_exit(job.out, layer, predictor, description)
-    shutil.rmtree(folder, ignore_errors=True)
-    return ExitTrainingResult(path, description, progress, agreements["greedy"], fit, training.parameters_held)
+    def __init__(
+        self, first: FirstLayers, layer: ExitLayer, batches: TrainingBatches, recipe: Recipe, *, own_head: bool = True
+    ) -> None:
+        self.first, self.layer = first, layer
+        layer.to(first.device, torch.float32).requires_grad_(True).train()
+        layer.head.requires_grad_(own_head)
+        trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
+        vocabulary: int = layer.head.weight.shape[0]  # type: ignore[union-attr,index,assignment]
+        piece_size = max(1, MAX_LOGITS // vocabulary)
+        if first.device.type == "cpu":
+            piece_size = min(piece_size, _CPU_TOKENS)
+        super().__init__(trained, batches, recipe, first.device, vocabulary, piece_size)
+
+    @property
+    def parameters_held(self) -> int:
+        """The number of parameters of target and exit in memory."""
+        return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
+
+    def outputs(self, batch: PackedBatch) -> torch.Tensor:
+        mask = self.first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, self.first.dtype)
+        hidden, positions = self.first(batch.ids, batch.positions, mask)
+        with bfloat16_autocast(self.first.device, self.first.dtype):
+            hidden = self.layer.run(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
+            return hidden.reshape(-1, hidden.shape[-1])
+
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        with bfloat16_autocast(self.first.device, self.first.dtype):
+            logits = self.layer.read(outputs).logits
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+        return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
 
-def depth_for(target: LoadedModel, after: int | None) -> int:
-    """N: the one that was asked for, else the usual one. Raises SpecgenError where it or the model cannot be had."""
+@torch.no_grad()
+def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exit's logits [n, vocabulary] and hidden states [n, width] after each of `ids` [n]."""
+    ids = ids[None].to(first.device)
+    positions = torch.arange(ids.shape[1], device=first.device)[None]
+    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
+    mask = first.masks.batched(causal, positions, positions, first.dtype)
+    with bfloat16_autocast(first.device, first.dtype):
+        output = layer(*first(ids, positions, mask), mask)
+    return output.logits[0].float(), output.hidden[0].float()
+
+
+def exit_depth(target: LoadedModel, after: int | None) -> int:
+    """The number of target layers before the exit, `after` or the default. Raises SpecgenError if the target has too few layers
+    or its layers cannot be run one by one."""
     check_split(target.model)
     after = usual_depth(len(decoder_of(target.model).layers)) if after is None else after
     check_depth(target.model, after)
     return after
 
 
-def what_is_left(recipe: Recipe, writing_seconds: float) -> Recipe:
-    """The budget of the training itself."""
-    if recipe.seconds is None:
-        return recipe
-    return replace(recipe, seconds=max(1.0, recipe.seconds * (1 - _ENDING) - writing_seconds))
+def train_exit(target: LoadedModel, task: ExitTrainingTask, observer: TrainingObserver) -> ExitTrainingResult:
+    """Train an exit layer and its predictor, and save them in `task.out`. `target` is cut down and cannot be used afterwards.
 
-
-def _settings(target: LoadedModel, job: ExitTrainingTask, after: int) -> dict[str, Any]:
-    """What has to be the same for a run to go on."""
-    return {
-        **asdict(job.recipe),
-        "fingerprint": weights_fingerprint(target.folder),
-        "dtype": target.dtype_name,
-        "after": after,
-        "layers": job.layers,
-        "own_head": job.own_head,
-        **texts_of(job),
-    }
-
-
-def texts_of(job: TrainingTask) -> dict[str, str | None]:
-    """What tells a task's texts from others."""
-    return {
-        "corpus": None if job.open_text is None else job.open_text.digest(),
-        "prompts": None if not job.prompts else Texts(job.prompts).digest(),
-    }
-
-
-def _figures(progress: Progress, agreements: dict[str, float | None], fit: Fit | None, writing_seconds: float) -> dict[str, Any]:
-    return {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "loss": progress.loss,
-        "minutes": {"writing": writing_seconds / 60, "training": progress.seconds / 60},
-        "agreement_on_own_text": agreements,
-        **({} if fit is None else {"predictor": asdict(fit)}),
-    }
-
-
-def default_recipe(device: torch.device, context_limit: int) -> Recipe:
-    """The paper's batch where there is an accelerator. On a processor such a step would take minutes: many small ones do more."""
-    if device.type == "cuda":
-        return Recipe(window=min(2048, context_limit))
-    return Recipe(batch=16, window=min(256, context_limit))
+    Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError for an unsuitable target.
+    """
+    after = exit_depth(target, task.after)
+    settings = {**task.settings(target), "after": after, "layers": task.layers, "own_head": task.own_head}
+    generation = TextGeneration(target, task, settings, observer)
+    texts = generation.run()
+    layer = ExitLayer.of(target.model, task.layers)
+    first = FirstLayers(target.model, after)
+    recipe = task.recipe.after_generation(generation.seconds)
+    taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if not text.held_out]
+    batches = TrainingBatches(task.corpus, taught, recipe)
+    training = ExitTraining(first, layer, batches, recipe, own_head=task.own_head)
+    progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
+    layer.requires_grad_(False).eval()
+    observer.announce("training the predictor")
+    outputs = partial(exit_outputs, first, layer)
+    agreement = greedy_agreement(lambda ids: outputs(ids)[0], [text for text in texts if text.held_out])
+    predictor, fit = train_predictor(outputs, texts, task.recipe.seed) or (None, None)
+    description = Description(
+        target=target.name,
+        fingerprint=settings["fingerprint"],
+        after=after,
+        layers=task.layers,
+        own_head=task.own_head,
+        predictor=predictor is not None,
+        figures={
+            **progress.figures(generation.seconds),
+            "agreement_on_own_text": agreement,
+            **({} if fit is None else {"predictor": asdict(fit)}),
+        },
+        made_with=task.made_with(),
+    )
+    path = save_exit(task.out, layer, predictor, description)
+    shutil.rmtree(task.folder, ignore_errors=True)
+    return ExitTrainingResult(path, description, progress, agreement["greedy"], fit, training.parameters_held)

@@ -1,4 +1,4 @@
-"""Texts side by side in rows of one length: a batch without padding, in which no text sees another."""
+"""Sequence packing: several texts in one sequence, without padding, and without attention between texts."""
 
 from __future__ import annotations
 
@@ -8,58 +8,64 @@ from random import Random
 
 import torch
 
-NOTHING = -100  # a label that counts for nothing, as torch has it
+IGNORED = -100  # a label that does not contribute to the loss: cross_entropy's ignore_index
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """`ids`, `positions` (from 0 in each text), `texts` (which one of its row) and `labels` (the next token; NOTHING at a text's
-    end), each [rows, window]. `best` is what the target itself would say there, NOTHING where that is not known."""
+class PackedBatch:
+    """Integer tensors, each [batch, training_length].
+
+    `positions` start at 0 in each text; `segments` number the texts of a sequence; `labels` are the next tokens, IGNORED at a
+    text's end. `teacher` refers to the target's prediction after each token (its top-1 token for an exit layer, an index into
+    the table of top-k probabilities for a distilled draft), IGNORED where the prediction is not known.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    texts: torch.Tensor
+    segments: torch.Tensor
     labels: torch.Tensor
-    best: torch.Tensor
+    teacher: torch.Tensor
 
-    def part(self, start: int, stop: int) -> Rows:
-        return Rows(*(getattr(self, name)[start:stop] for name in self.__slots__))
+    def sequences(self, start: int, stop: int) -> PackedBatch:
+        return PackedBatch(*(getattr(self, name)[start:stop] for name in self.__slots__))
 
-    def to(self, device: torch.device) -> Rows:
-        moved = (getattr(self, name) for name in self.__slots__)
-        if device.type == "cuda":  # only from pinned memory does a copy run beside the host
-            moved = (tensor.pin_memory() for tensor in moved)
-        return Rows(*(tensor.to(device, non_blocking=True) for tensor in moved))
+    def to(self, device: torch.device) -> PackedBatch:
+        tensors = (getattr(self, name) for name in self.__slots__)
+        if device.type == "cuda":  # only copies from pinned memory are asynchronous
+            tensors = (tensor.pin_memory() for tensor in tensors)
+        return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
-    def visible(self) -> torch.Tensor:
-        """Who may see whom [rows, window, window]: the same text, up to oneself."""
-        same = self.texts[:, :, None] == self.texts[:, None, :]
+    def attention_mask(self) -> torch.Tensor:
+        """True where a token attends to another [batch, training_length, training_length]: causal, within a segment."""
+        same = self.segments[:, :, None] == self.segments[:, None, :]
         return same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
 
 
-Draw = Callable[[Random, int], tuple[list[int], list[int]]]
+SampleText = Callable[[Random, int], tuple[list[int], list[int]]]
+"""Returns the ids and the teacher references of a text of at most so many tokens."""
 
 
-def pack(draws: list[Draw], window: int, rng: Random) -> Rows:
-    """A row of `window` tokens for each of `draws`, which give texts (ids and the target's choices) of at most so many tokens."""
-    rows = [_row(draw, window, rng) for draw in draws]
-    return Rows(*(torch.tensor(column) for column in zip(*rows, strict=True)))
+def pack(samplers: list[SampleText], training_length: int, rng: Random) -> PackedBatch:
+    """One sequence of `training_length` tokens for each of `samplers`."""
+    sequences = [_sequence(sample, training_length, rng) for sample in samplers]
+    return PackedBatch(*(torch.tensor(column) for column in zip(*sequences, strict=True)))
 
 
-def _row(draw: Draw, window: int, rng: Random) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+def _sequence(sample: SampleText, training_length: int, rng: Random) -> tuple[list[int], ...]:
     ids: list[int] = []
     positions: list[int] = []
-    texts: list[int] = []
+    segments: list[int] = []
     labels: list[int] = []
-    best: list[int] = []
-    number = 0
-    while len(ids) < window:
-        text, choices = draw(rng, window - len(ids) + 1)  # one more, to be the last one's label
-        inside = min(len(text), window - len(ids))
-        ids += text[:inside]
-        positions += range(inside)
-        texts += [number] * inside
-        labels += [*text[1 : inside + 1], *([NOTHING] if len(text) == inside else [])]
-        best += choices[:inside]
-        number += 1
-    return ids, positions, texts, labels, best
+    teacher: list[int] = []
+    segment = 0
+    while len(ids) < training_length:
+        left = training_length - len(ids)
+        text, references = sample(rng, left + 1)  # one token more: the label of the last one
+        size = min(len(text), left)
+        ids += text[:size]
+        positions += range(size)
+        segments += [segment] * size
+        labels += [*text[1 : size + 1], *([IGNORED] if len(text) == size else [])]
+        teacher += references[:size]
+        segment += 1
+    return ids, positions, segments, labels, teacher

@@ -1,19 +1,16 @@
-"""The target writes text of its own for a training: batch after batch, within memory and budget, each kept once it is whole.
+"""Generation of the target's training text in batches, within the memory and the budget; each batch is stored once complete.
 
-For a draft model it reads open text too: its word on each token there costs a fraction of what writing one does, and the draft
-meets as many kinds of text as the corpus has.
+For a distilled draft the target also reads corpus text: its predictions there cost a fraction of those on generated text, and
+cover all kinds of text in the corpus.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,248 +18,238 @@ from specgen.engine.devices import free_memory, synchronizer
 from specgen.engine.kv_cache import bytes_per_token
 from specgen.errors import SpecgenError
 from specgen.files import write_whole
-from specgen.training.corpus import HELD_OUT, Texts
+from specgen.training.batched_generation import OnProgress
+from specgen.training.corpus import HELD_OUT_EVERY, Corpus
 from specgen.training.generated_text import (
     GeneratedText,
-    GeneratedTexts,
-    TrainingWatch,
-    beginnings,
-    judged,
-    read_batch,
-    write_batch,
+    GeneratedTextStore,
+    generate_texts,
+    read_texts,
+    top1_and_hidden_states,
 )
-from specgen.training.training_loop import Progress, Recipe, check_same_run
+from specgen.training.training_task import Recipe, TrainingObserver, TrainingStopped, TrainingTask, check_same_run
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
-TEXTS_AT_ONCE = 64
-_LEAST = 2  # texts in a batch: one is kept apart
+MAX_BATCH = 64  # texts that are generated at once
+_MIN_BATCH = 2  # one of them is held out
 _GREEDY, _SAMPLED, _READ = "greedy", "sampled", "read"  # the kinds of batches, in turn
-_READ_TEXTS = 4  # times as many texts as are written at once
-_SHARE = 0.3  # of a budget in minutes
-_GROWING = 2 / 3  # of a batch's time; the rest is for judging what was written
-_WORTH_BEGINNING = 0.1  # of all the time for writing: with less left no further batch is begun
-_CACHE_SHARE = 0.5  # of the free memory; passes need the rest
+_READ_FACTOR = 4  # read batches are this many times larger than generated ones
+_BUDGET_SHARE = 0.3  # of a budget in seconds
+_GENERATION_SHARE = 2 / 3  # of a batch's time; the rest is for the target's predictions
+_MIN_TIME_SHARE = 0.1  # of the time for all batches: with less left, no other batch is started
+_CACHE_SHARE = 0.5  # of the free memory; forward passes need the rest
 _TIMED_TOKENS = 256
-_REPORT_EVERY = 0.5  # seconds
-_EPOCHS = 10
-"""How often a token that the target wrote would be seen with a budget in steps, were there no other text. Generating one costs
-several steps' worth; what is read comes on top."""
-_KEPT_TOKENS = 40_000  # whose hidden rows are kept for the predictor,
-_KEPT_BYTES = 1 << 27  # unless they are as wide as this
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingTask:
-    """What to train with. `prompts` are ids that the target goes on from; without them they are beginnings of the open text.
-    `note` is how the run was asked for."""
-
-    out: Path
-    recipe: Recipe
-    open_text: Texts | None = None
-    prompts: Sequence[Sequence[int]] = ()
-    note: str = ""
-
-
-class TrainingObserver(Protocol):
-    """Who wants to know how it goes, and may stop it."""
-
-    def announce(self, what: str) -> None: ...
-
-    def writing(self, batches: int, share: float, tokens: int) -> None: ...
-
-    def training(self, progress: Progress) -> None: ...
-
-    def stopping(self) -> bool: ...
+_REPORT_SECONDS = 0.5
+_EPOCHS = 10  # with a budget in steps: how often training uses each generated token, if there were no read text
+_HIDDEN_STATE_TOKENS = 40_000  # tokens whose hidden states are stored for the predictor,
+_HIDDEN_STATE_BYTES = 1 << 27  # and the most memory for them
 
 
 class TextGeneration:
-    """What an earlier run has written stands already. `seconds` is what it took, earlier runs included. With `keep_likely` the
-    target's likeliest tokens are kept with every text, instead of hidden rows with some, and where there are no
-    prompts of the user's open text is read in turn with what is written.
+    """Generates and stores the batches of a task; batches of an interrupted run are reused.
 
-    With a budget in steps what is written follows from the seed, and from how many texts there is memory for at once: a power
-    of two, which the first run keeps for the others.
+    `keep_top_k` stores the target's top-k probabilities with every text, instead of hidden states with some. Then, unless the
+    task has prompts, corpus text is read in turn with generated text. `seconds` is the time spent, earlier runs included.
+
+    With a budget in steps, the texts depend on the seed and on the batch size only. The batch size is a power of two that
+    depends on free memory; the first run stores it for those that resume it.
     """
 
     def __init__(
         self,
         target: LoadedModel,
-        job: TrainingTask,
+        task: TrainingTask,
         settings: dict[str, Any],
-        folder: Path,
-        watcher: TrainingObserver,
+        observer: TrainingObserver,
         *,
-        keep_likely: bool = False,
+        keep_top_k: bool = False,
     ) -> None:
-        self.kept = GeneratedTexts(folder)
-        self._target, self._job, self._settings, self._watcher = target, job, settings, watcher
-        self._keep_likely = keep_likely
-        self._kinds = [_GREEDY, _SAMPLED, *([_READ] if keep_likely and job.open_text is not None and not job.prompts else [])]
-        self._log = folder / "writing.json"
-        self._window = min(job.recipe.window, target.context_limit)
-        self.seconds, at_once = _begun(self._log, settings)
-        self._at_once = at_once or texts_at_once(target, self._window)
-        self._planned = None if job.recipe.steps is None else len(self._kinds) * _turns(job.recipe, self._at_once)
-        self._limit = math.inf if job.recipe.seconds is None else job.recipe.seconds * _SHARE
-        self._pace: float | None = None
-        self._keep()
+        self._store = GeneratedTextStore(task.folder)
+        self._target, self._task, self._settings, self._observer = target, task, settings, observer
+        self._keep_top_k, self._clock = keep_top_k, task.clock
+        reads = keep_top_k and task.corpus is not None and not task.prompts
+        self._kinds = [_GREEDY, _SAMPLED, *([_READ] if reads else [])]
+        self._log = task.folder / "writing.json"
+        self._max_tokens = min(task.recipe.training_length, target.context_limit)
+        self.seconds, batch_size = _read_log(self._log, settings)
+        self._batch_size = batch_size or largest_batch(target, self._max_tokens)
+        steps, seconds = task.recipe.steps, task.recipe.seconds
+        self._planned = None if steps is None else len(self._kinds) * _batches_per_kind(task.recipe, self._batch_size)
+        self._limit = math.inf if seconds is None else seconds * _BUDGET_SHARE
+        self._seconds_per_token: float | None = None
+        self._write_log()
 
-    def run(self) -> None:
-        """Write what is missing. Raises Stopped where the watcher stops it: the batch that was begun is lost."""
-        if not self._job.recipe.self_text:
-            return
-        wide = 2 * self._target.model.config.get_text_config().hidden_size
-        most_kept = min(_KEPT_TOKENS, _KEPT_BYTES // wide)
-        texts = self.kept.read()
-        tokens, with_rows = _sizes(texts)
-        number = self.kept.count()
-        while self._goes_on(number):
-            start = time.monotonic()
-            made = self._batch(number, tokens, keep_rows=with_rows < most_kept)
-            self.kept.keep(number, made)
-            self.seconds += time.monotonic() - start
-            self._keep()
+    def run(self) -> list[GeneratedText]:
+        """Generate the missing batches and return all texts. Raises TrainingStopped; the unfinished batch is lost then."""
+        if not self._task.recipe.generated_share:
+            return []
+        bytes_per_state = 2 * self._target.model.config.get_text_config().hidden_size
+        hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // bytes_per_state)
+        texts = self._store.read()
+        number = self._store.count()
+        while self._has_next(number):
+            start = self._clock()
+            with_states = sum(len(text.ids) for text in texts if text.hidden_states is not None)
+            made = self._batch(number, _tokens(texts), keep_hidden_states=with_states < hidden_state_tokens)
+            self._store.save(number, made)
+            self.seconds += self._clock() - start
+            self._write_log()
+            texts += made
             number += 1
-            more = _sizes(made)
-            tokens, with_rows = tokens + more[0], with_rows + more[1]
-            self._watcher.writing(number, 1.0 if not self._goes_on(number) else self._share(number, 0.0), tokens)
+            self._observer.generating(number, self._share(number, 0.0) if self._has_next(number) else 1.0, _tokens(texts))
+        return texts
 
-    def _goes_on(self, number: int) -> bool:
-        """A batch of each kind at the least, and with a budget in minutes as many as there is time for."""
-        if number < len(self._kinds):
-            return True
-        return (
-            number < self._planned if self._planned is not None else self._limit - self.seconds > _WORTH_BEGINNING * self._limit
-        )
-
-    def _share(self, number: float, begun: float) -> float:
-        """How much is done with `number` batches, of which the last one has taken the seconds `begun` so far."""
+    def _has_next(self, number: int) -> bool:
+        """At least one batch of each kind is generated; with a budget in seconds, as many as there is time for."""
         if self._planned is not None:
-            return min(1.0, number / self._planned)
-        return min(1.0, (self.seconds + begun) / self._limit)
+            return number < self._planned
+        return number < len(self._kinds) or self._limit - self.seconds > _MIN_TIME_SHARE * self._limit
 
-    def _batch(self, number: int, tokens: int, *, keep_rows: bool) -> list[GeneratedText]:
-        start = time.monotonic()
-        turn, position = divmod(number, len(self._kinds))
-        # The first ones leave as much to the others.
-        time_left = max(0.0, self._limit - self.seconds) / (1 if turn else len(self._kinds) - position)
-        seed = _seed(self._job.recipe.seed, number)
-        if self._kinds[position] == _READ:
-            return self._read(number, tokens, seed, start + time_left)
-        prompts, apart, greedy = _prompts(
-            self._job, turn, seed, self._window, self._at_once, greedy=self._kinds[position] == _GREEDY
-        )
-        until = math.inf
+    def _share(self, batches: float, batch_seconds: float) -> float:
+        """The share that is done with `batches` batches, after `batch_seconds` in an unfinished batch."""
+        if self._planned is not None:
+            return min(1.0, batches / self._planned)
+        return min(1.0, (self.seconds + batch_seconds) / self._limit)
+
+    def _batch(self, number: int, tokens: int, *, keep_hidden_states: bool) -> list[GeneratedText]:
+        start = self._clock()
+        turn, index = divmod(number, len(self._kinds))
+        time_left = max(0.0, self._limit - self.seconds)
+        if turn == 0:  # divided among the kinds that have no batch yet
+            time_left /= len(self._kinds) - index
+        seed = self._task.recipe.seed * 1_000_003 + number
+        if self._kinds[index] == _READ:
+            return self._read(seed, self._progress(number, tokens, start, start + time_left))
+        prompts, held_out, greedy = self._prompts(turn, seed, greedy=self._kinds[index] == _GREEDY)
+        deadline = math.inf
         if self._planned is None:
-            count = max(_LEAST, int((1 - _GROWING) * time_left / (self._seconds_a_token(prompts[0]) * self._window)))
-            prompts, apart = prompts[:count], apart[:count]
-            until = start + _GROWING * time_left
-        before = sum(map(len, prompts))
-        return write_batch(
+            prediction_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens
+            count = max(_MIN_BATCH, int((1 - _GENERATION_SHARE) * time_left / prediction_seconds))
+            prompts, held_out = prompts[:count], held_out[:count]
+            deadline = start + _GENERATION_SHARE * time_left
+        return generate_texts(
             self._target,
             prompts,
-            self._window,
+            self._max_tokens,
             greedy=greedy,
             seed=seed,
-            held_out=apart,
-            keep_rows=keep_rows,
-            keep_likely=self._keep_likely,
-            watch=TrainingWatch(self._reporter(number, tokens - before, start), self._watcher.stopping, until),
+            held_out=held_out,
+            keep_hidden_states=keep_hidden_states,
+            keep_top_k=self._keep_top_k,
+            on_progress=self._progress(number, tokens - sum(map(len, prompts)), start, deadline),
         )
 
-    def _read(self, number: int, tokens: int, seed: int, until: float) -> list[GeneratedText]:
-        assert self._job.open_text is not None
+    def _read(self, seed: int, on_progress: OnProgress) -> list[GeneratedText]:
+        assert self._task.corpus is not None
         rng = Random(f"read {seed}")
-        texts = [self._job.open_text.draw(rng, self._window, apart=False) for _ in range(_READ_TEXTS * self._at_once)]
-        watch = TrainingWatch(self._reporter(number, tokens, time.monotonic()), self._watcher.stopping, until)
-        return read_batch(self._target, texts, watch)
+        count = _READ_FACTOR * self._batch_size
+        texts = [self._task.corpus.sample(rng, self._max_tokens, held_out=False) for _ in range(count)]
+        return read_texts(self._target, texts, on_progress)
 
-    def _reporter(self, number: int, tokens: int, start: float) -> Callable[[float, int], None]:
-        said = 0.0
+    def _progress(self, number: int, tokens: int, start: float, deadline: float) -> OnProgress:
+        """Report the progress of batch `number`, raise TrainingStopped on request, and end the batch at the deadline."""
+        reported = -math.inf
 
-        def grown(share: float, there: int) -> None:
-            nonlocal said
-            now = time.monotonic()
-            if now - said >= _REPORT_EVERY:
-                said = now
-                # Never all of it: judging comes yet.
-                self._watcher.writing(number, min(0.99, self._share(number + share, now - start)), max(0, tokens + there))
+        def on_progress(share: float, new_tokens: int) -> bool:
+            nonlocal reported
+            now = self._clock()
+            if now - reported >= _REPORT_SECONDS:
+                reported = now
+                done = min(0.99, self._share(number + share, now - start))  # the target's predictions are still missing
+                self._observer.generating(number, done, max(0, tokens + new_tokens))
+            if self._observer.stop_requested():
+                raise TrainingStopped
+            return now < deadline
 
-        return grown
+        return on_progress
 
-    def _seconds_a_token(self, prompt: list[int]) -> float:
-        """What judging a token takes, measured once."""
-        if self._pace is None:
-            size = min(self._window, _TIMED_TOKENS)
+    def _prompts(self, turn: int, seed: int, *, greedy: bool) -> tuple[list[list[int]], list[bool], bool]:
+        """A batch's prompts, whether each is held out, and whether the batch is greedy.
+
+        The user's prompts are reused in turn, for sampled text only: greedy text would be the same again.
+        """
+        given, batch_size = self._task.prompts, self._batch_size
+        if not given:
+            assert self._task.corpus is not None
+            prompts = corpus_prompts(self._task.corpus, batch_size, self._max_tokens, seed)
+            return prompts, [index % HELD_OUT_EVERY == 0 for index in range(len(prompts))], greedy
+        max_prompt = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
+        start = turn * batch_size
+        greedy = greedy and start < len(given)
+        indices = range(start, min(len(given), start + batch_size) if greedy else start + batch_size)
+        prompts = [list(given[index % len(given)])[-max_prompt:] for index in indices]
+        # With enough prompts, a held-out prompt is held out every time it is used.
+        period = len(given) if len(given) >= HELD_OUT_EVERY else indices.stop
+        return prompts, [index % period % HELD_OUT_EVERY == 0 for index in indices], greedy
+
+    def _prediction_seconds(self, prompt: list[int]) -> float:
+        """Seconds per token of the target's predictions, measured once."""
+        if self._seconds_per_token is None:
+            size = min(self._max_tokens, _TIMED_TOKENS)
             ids = torch.tensor((prompt * size)[:size])
-            wait = synchronizer(self._target.device) or (lambda: None)
-            start = time.monotonic()
-            judged(self._target.model, ids)
-            wait()
-            self._pace = (time.monotonic() - start) / size
-        return self._pace
+            synchronize = synchronizer(self._target.device) or (lambda: None)
+            start = self._clock()
+            top1_and_hidden_states(self._target.model, ids)
+            synchronize()
+            self._seconds_per_token = (self._clock() - start) / size
+        return self._seconds_per_token
 
-    def _keep(self) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        content = {"settings": self._settings, "seconds": self.seconds, "texts_at_once": self._at_once}
+    def _write_log(self) -> None:
+        content = {"settings": self._settings, "seconds": self.seconds, "texts_at_once": self._batch_size}
         write_whole(self._log, json.dumps(content))
 
 
-def texts_at_once(target: LoadedModel, window: int) -> int:
-    """How many texts of a window grow side by side: 64, or the power of two whose cache takes at most half of what is free."""
+def largest_batch(target: LoadedModel, max_tokens: int) -> int:
+    """How many texts of `max_tokens` tokens to generate at once: MAX_BATCH, or a smaller power of two whose KV cache takes at
+    most half of the free memory."""
     free = free_memory(target.device)
     if free is None:
-        return TEXTS_AT_ONCE
-    size = torch.empty(0, dtype=target.model.dtype).element_size()
-    most = int(_CACHE_SHARE * free) // (window * bytes_per_token(target.model.config.get_text_config(), size))
-    return max(_LEAST, min(TEXTS_AT_ONCE, 1 << max(0, most.bit_length() - 1)))
+        return MAX_BATCH
+    element_size = torch.empty(0, dtype=target.model.dtype).element_size()
+    per_text = max_tokens * bytes_per_token(target.model.config.get_text_config(), element_size)
+    fitting = int(_CACHE_SHARE * free) // per_text
+    return max(_MIN_BATCH, min(MAX_BATCH, 1 << max(0, fitting.bit_length() - 1)))
 
 
-def _sizes(texts: list[GeneratedText]) -> tuple[int, int]:
-    """The texts' tokens, and those whose rows are kept."""
-    return sum(len(text.ids) for text in texts), sum(len(text.ids) for text in texts if text.rows is not None)
+def corpus_prompts(corpus: Corpus, count: int, max_tokens: int, seed: int) -> list[list[int]]:
+    """Prompts of one random length, 4 to a quarter of `max_tokens`, mostly beginnings of documents.
+
+    Every HELD_OUT_EVERY-th, from the first on, is of a held-out document, if enough of these documents are long enough.
+    """
+    rng = Random(f"beginnings {seed}")
+    size = rng.randint(4, max(4, max_tokens // 4))
+    prompts: list[list[int]] = []
+    misses = 0
+    while len(prompts) < count and misses < 20 * count:
+        held_out = len(prompts) % HELD_OUT_EVERY == 0 if misses < 10 * count else None
+        ids = corpus.sample(rng, size, from_start=rng.random() < 0.8, held_out=held_out)
+        if len(ids) == size:
+            prompts.append(ids)
+        else:
+            misses += 1
+    return prompts or [corpus.sample(rng, size)]
 
 
-def _begun(log: Path, settings: dict[str, Any]) -> tuple[float, int | None]:
-    """The seconds that an earlier run spent on text, and how many texts it wrote at once; 0 and None where there was none."""
+def _tokens(texts: list[GeneratedText]) -> int:
+    return sum(len(text.ids) for text in texts)
+
+
+def _read_log(log: Path, settings: dict[str, Any]) -> tuple[float, int | None]:
+    """The seconds and the batch size of an interrupted run; 0 and None if there was none."""
     if not log.exists():
         return 0.0, None
     try:
-        found = json.loads(log.read_text(encoding="utf-8"))
-        before, seconds, at_once = dict(found["settings"]), float(found["seconds"]), int(found["texts_at_once"])
+        content = json.loads(log.read_text(encoding="utf-8"))
+        before, seconds, batch_size = dict(content["settings"]), float(content["seconds"]), int(content["texts_at_once"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpecgenError(f"cannot read {log}", f"Delete {log.parent} to begin anew") from error
+        raise SpecgenError(f"cannot read {log}", f"Delete {log.parent} to start again") from error
     check_same_run(log, before, settings)
-    return seconds, max(_LEAST, at_once)
+    return seconds, max(_MIN_BATCH, batch_size)
 
 
-def _turns(recipe: Recipe, at_once: int) -> int:
-    """How many batches of each kind a number of steps asks for."""
-    tokens = (recipe.steps or 0) * recipe.batch * recipe.window * recipe.self_text / _EPOCHS
-    return max(1, round(tokens / (2 * at_once * recipe.window)))
-
-
-def _prompts(
-    job: TrainingTask, turn: int, seed: int, window: int, at_once: int, *, greedy: bool
-) -> tuple[list[list[int]], list[bool], bool]:
-    """A batch's prompts, which of them are kept apart, and whether it is greedy.
-
-    The user's prompts come round again, but greedy text only once: it would be the same.
-    """
-    if not job.prompts:
-        assert job.open_text is not None
-        found = beginnings(job.open_text, at_once, window, seed)
-        return found, [position % HELD_OUT == 0 for position in range(len(found))], greedy
-    longest = max(1, 3 * window // 4)  # of a longer prompt, its end
-    count, start = len(job.prompts), turn * at_once
-    greedy = greedy and start < count
-    positions = range(start, min(count, start + at_once)) if greedy else range(start, start + at_once)
-    found = [list(job.prompts[position % count])[-longest:] for position in positions]
-    # Where there are many, what is kept apart are prompts, and all the texts behind them.
-    return found, [(position % count if count >= HELD_OUT else position) % HELD_OUT == 0 for position in positions], greedy
-
-
-def _seed(seed: int, number: int) -> int:
-    return seed * 1_000_003 + number
+def _batches_per_kind(recipe: Recipe, batch_size: int) -> int:
+    """The number of batches of each kind for a budget in steps."""
+    tokens = (recipe.steps or 0) * recipe.batch_size * recipe.training_length * recipe.generated_share / _EPOCHS
+    return max(1, round(tokens / (2 * batch_size * recipe.training_length)))

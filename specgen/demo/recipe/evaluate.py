@@ -17,7 +17,7 @@ from specgen.demo.recipe.fresh_prompts import SEED, FreshPrompt, fresh_prompts
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.engine.tokenizer import check_same
-from specgen.training.generated_text import continuations
+from specgen.training.batched_generation import continuations
 
 _NEW_TOKENS = 160
 _BATCH_SIZE = 64

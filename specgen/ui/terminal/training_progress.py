@@ -1,9 +1,11 @@
-"""How training goes, on stderr: a bar on a terminal, a line now and then in a pipe."""
+"""Training progress on stderr: a bar per stage on a terminal, a line every 30 seconds otherwise."""
 
 from __future__ import annotations
 
+import math
 import time
-from types import TracebackType
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -11,18 +13,25 @@ from rich.text import Text
 
 from specgen.ui.sanitize import inline
 
-_EVERY = 30.0  # seconds between two lines where there is no bar
+if TYPE_CHECKING:
+    from specgen.training.training_task import TrainingProgress
+
+_LINE_SECONDS = 30.0
 
 
 class TrainingBars:
-    """A context manager. A bar a stage: the target's own text, then the training."""
+    """A TrainingObserver that shows the stages (text generation, training) and asks `stop_requested` whether to stop.
 
-    def __init__(self, console: Console, *, quiet: bool) -> None:
+    It is a context manager: the bars exist inside the block.
+    """
+
+    def __init__(self, console: Console, stop_requested: Callable[[], bool], *, quiet: bool) -> None:
+        self.stop_requested = stop_requested
         self._console, self._quiet = console, quiet
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._stage = ""
-        self._said = 0.0
+        self._line_time = -math.inf
 
     def __enter__(self) -> TrainingBars:
         if self._console.is_terminal and not self._quiet:
@@ -37,23 +46,30 @@ class TrainingBars:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 
-    def say(self, what: str) -> None:
+    def announce(self, message: str) -> None:
         if not self._quiet:
-            self._console.print(Text(inline(what), "quiet"), soft_wrap=True)
+            self._console.print(Text(inline(message), "quiet"), soft_wrap=True)
 
-    def show(self, stage: str, share: float, figures: str) -> None:
-        """How far a stage is: `share` from 0 to 1, and figures in words."""
+    def generating(self, batches: int, share: float, tokens: int) -> None:
+        self._show("Generating text", share, f"{tokens:,} tokens")
+
+    def training(self, progress: TrainingProgress) -> None:
+        agreement = progress.greedy_agreement
+        agrees = "" if agreement is None else f", greedy agreement {agreement:.0%}"
+        self._show("Training", progress.share, f"step {progress.step}, loss {progress.loss:.3f}{agrees}")
+
+    def _show(self, stage: str, share: float, figures: str) -> None:
         if self._quiet:
             return
         if self._bars is not None:
             if stage != self._stage or self._task is None:
                 self._task = self._bars.add_task(stage, total=1.0, figures=figures)
             self._bars.update(self._task, completed=share, figures=figures, refresh=True)
-        elif stage != self._stage or share >= 1 or time.monotonic() - self._said >= _EVERY:
-            self._said = time.monotonic()
+        elif stage != self._stage or share >= 1 or time.monotonic() - self._line_time >= _LINE_SECONDS:
+            self._line_time = time.monotonic()
             self._console.print(Text(f"{stage}: {share:.0%}, {figures}"), soft_wrap=True)
         self._stage = stage

@@ -1,0 +1,140 @@
+"""What to train and for how long: the recipe, the task, and the observer of its progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.errors import SpecgenError
+from specgen.traces.trace_writer import versions
+from specgen.training.corpus import Corpus
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
+
+_RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
+_STORED_NAMES = {"batch_size": "batch", "training_length": "window", "generated_share": "self_text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Hyperparameters and budget of a training run.
+
+    The budget is a number of optimizer `steps`, or `seconds`. A step uses `batch_size` sequences of `training_length` tokens.
+    `generated_share` is the share of the sequences that hold GeneratedText; the others hold corpus text without the target's
+    predictions. The default learning rate and batch size are those of EESD, Appendix C.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    learning_rate: float = 1e-3
+    batch_size: int = 64
+    training_length: int = 2048
+    generated_share: float = 0.5
+    seed: int = 0
+
+    @classmethod
+    def default(cls, device: torch.device, context_limit: int) -> Recipe:
+        """The paper's batch size on CUDA; smaller batches elsewhere, where such a step would take minutes."""
+        if device.type == "cuda":
+            return cls(training_length=min(2048, context_limit))
+        return cls(batch_size=16, training_length=min(256, context_limit))
+
+    def after_generation(self, seconds: float) -> Recipe:
+        """The recipe of the optimization itself, after text generation took `seconds` of the budget."""
+        if self.seconds is None:
+            return self
+        return replace(self, seconds=max(1.0, self.seconds * (1 - _RESERVED_SHARE) - seconds))
+
+    def stored(self) -> dict[str, Any]:
+        """The fields under the names that files use."""
+        return {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTask:
+    """What to train with. The target continues `prompts` (token ids); without them, beginnings of documents in `corpus`.
+
+    `out` is the output folder; unfinished work is kept in its subfolder `training`. `command` is the command line, recorded in
+    the output. `clock` gives the time in seconds.
+    """
+
+    out: Path
+    recipe: Recipe
+    corpus: Corpus | None = None
+    prompts: Sequence[Sequence[int]] = ()
+    command: str = ""
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def folder(self) -> Path:
+        """The folder of unfinished work."""
+        return self.out / "training"
+
+    def settings(self, target: LoadedModel) -> dict[str, Any]:
+        """What must not change between an interrupted run and the run that resumes it."""
+        return {
+            **self.recipe.stored(),
+            "fingerprint": weights_fingerprint(target.folder),
+            "dtype": target.dtype_name,
+            "corpus": None if self.corpus is None else self.corpus.digest(),
+            "prompts": Corpus(self.prompts).digest() if self.prompts else None,
+        }
+
+    def made_with(self) -> dict[str, Any]:
+        """Command, recipe and library versions, for the description of the result."""
+        return {**({"command": self.command} if self.command else {}), **self.recipe.stored(), **versions()}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """The state of a training run.
+
+    `share` is the used part of the budget, from 0 to 1; `loss` the mean over the last steps in nats per token; `greedy_agreement`
+    the share of tokens on which draft and target choose the same token, in GeneratedText of the last steps, None without any.
+    """
+
+    step: int
+    tokens: int
+    share: float
+    loss: float
+    greedy_agreement: float | None
+    seconds: float
+
+    def figures(self, generation_seconds: float) -> dict[str, Any]:
+        """The measurements that are stored with the result."""
+        minutes = {"writing": generation_seconds / 60, "training": self.seconds / 60}
+        return {"steps": self.step, "tokens": self.tokens, "loss": self.loss, "minutes": minutes}
+
+
+class TrainingObserver(Protocol):
+    """Receives progress reports, and can request a stop."""
+
+    def announce(self, message: str) -> None: ...
+
+    def generating(self, batches: int, share: float, tokens: int) -> None:
+        """`batches` are complete, `share` (0 to 1) of the generation is done, with `tokens` in all."""
+
+    def training(self, progress: TrainingProgress) -> None: ...
+
+    def stop_requested(self) -> bool: ...
+
+
+class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an error
+    """The observer requested a stop. The same call resumes the run."""
+
+
+def check_same_run(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise SpecgenError if the run that wrote `path` had other settings."""
+    changed = [name for name in settings if before.get(name) != settings[name]]
+    if changed:
+        differences = ", ".join(f"{name}: {before.get(name)}, now {settings[name]}" for name in changed)
+        raise SpecgenError(
+            f"{path} belongs to another run ({differences})", f"Give the same options, or delete {path.parent} to start again"
+        )

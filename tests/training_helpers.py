@@ -1,0 +1,79 @@
+"""What the training tests share: a tiny recipe, models on a CPU, an observer that records and stops, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from specgen.cli.app import app
+from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.training.corpus import Corpus, read_corpus
+from specgen.training.training_task import Recipe, TrainingProgress
+
+TINY = Recipe(steps=6, batch_size=4, training_length=24)
+
+
+class Recorder:
+    """A TrainingObserver that requests a stop after so many batches of text, or after so many steps."""
+
+    def __init__(self, stop_at_batch: int | None = None, stop_at_step: int | None = None) -> None:
+        self.stop_at_batch, self.stop_at_step = stop_at_batch, stop_at_step
+        self.generated: list[tuple[int, float, int]] = []
+        self.progress: list[TrainingProgress] = []
+        self.messages: list[str] = []
+
+    @property
+    def batches(self) -> int:
+        return self.generated[-1][0] if self.generated else 0
+
+    def announce(self, message: str) -> None:
+        self.messages.append(message)
+
+    def generating(self, batches: int, share: float, tokens: int) -> None:
+        self.generated.append((batches, share, tokens))
+
+    def training(self, progress: TrainingProgress) -> None:
+        self.progress.append(progress)
+
+    def stop_requested(self) -> bool:
+        if self.progress:
+            return self.progress[-1].step == self.stop_at_step
+        return self.batches == self.stop_at_batch
+
+
+def opened(folder: Path | str) -> LoadedModel:
+    prepared = prepare(ModelSource(str(folder)), lambda _: None)
+    return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
+
+
+def corpus_of(path: Path, target: LoadedModel) -> Corpus:
+    return read_corpus(path, target.tokenizer.encode_long)
+
+
+def train_command(method: str, corpus: Path, out: Path | None, *more: str) -> list[str]:
+    """The arguments of `specgen tune --train` with tiny batches; without `out`, no output folder is named."""
+    named = ["--corpus", str(corpus), *(["--out", str(out)] if out is not None else [])]
+    sizes = ["--window", "24", "--batch-size", "4", "--device", "cpu", "--dtype", "float32"]
+    return ["tune", "--train", "--methods", method, *named, *sizes, *more]
+
+
+def invoke(arguments: list[str]) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def refused(arguments: list[str]) -> str:
+    """The one line with which the command refuses its options."""
+    result = invoke(arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def trained(arguments: list[str]) -> Result:
+    result = invoke(arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
