@@ -9,10 +9,11 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.text import Text
 
+from specgen.compare.columns import draft_length
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
 from specgen.ui.html.trace_page import ENDED, LOSSY, Shown
-from specgen.ui.sanitize import draft_length, inline
+from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 
 NARROWEST = 44  # columns that a run needs beside another
