@@ -34,7 +34,7 @@ def median_run(repeats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
-    """A method's figures from the rounds of its runs, transformers' from its summaries. One run of each prompt for both methods."""
+    """A method's figures from the rounds of its runs, transformers' from its summaries. One run of each prompt for both."""
     ours = all(run["rounds"] for run in own)
     rounds = [line for run in own for line in run["rounds"]]
     tokens = sum(len(run["token_ids"]) for run in own)
