@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from specgen.compare.columns import csv_text, json_line
 from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import MethodResult, Prediction, Results, Run, method_results
@@ -176,6 +177,23 @@ def test_phases_add_up_to_the_whole() -> None:
     text = "\n".join(line.plain for line in phases_table(method_results(usual()), 120))
     assert re.search(r"^ar +0\.63  10% +1\.26  20% +3\.78  60% +0\.32   5% +0\.3[12]   5% +6\.30 s$", text, flags=re.MULTILINE)
     assert re.search(r"^transformers-assisted +4\.50 s$", text, flags=re.MULTILINE)
+
+
+CSV_HEADER = (
+    "method,category,lossless,prompts,identical,tied,diverged,acceptance_rate,draft_share,harmonic_mean,block_efficiency,"
+    "mean_draft_length,target_passes,rounds,drafted,accepted,new_tokens,seconds,tokens_per_second,speedup,speedup_low,speedup_high,"
+    "perplexity,joules_per_token,prefill_seconds,draft_seconds,verify_seconds,sample_seconds,other_seconds,predicted_eq14,"
+    "predicted_pass_costs,error"
+)
+
+
+def test_csv_and_json_keep_their_keys() -> None:
+    made = method_results(usual())
+    header = csv_text(made).splitlines()[0]
+    assert header == CSV_HEADER
+    csv_only = {"category", *(f"{phase}_seconds" for phase in PHASES), "predicted_eq14", "predicted_pass_costs"}
+    json_only = {"type", "mean_accepted_run", "energy", "phase_seconds", "differences", "by_category"}
+    assert all(set(json_line(result)) == (set(header.split(",")) - csv_only) | json_only for result in made)
 
 
 # ------------------------------------------------------------------ verdicts

@@ -74,13 +74,18 @@ def compare(
     specs = recorded.specs() if recorded is not None and not methods else parse_specs(methods or [EVERY])
     loaded = load_prompts(prompts, category=category, limit=limit, all_turns=turns)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)
-    distributions = options.recorded(record)
-    if distributions and trace is None and resume is None:
-        raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
+    distributions = _records_distributions(record, trace or resume)
     display = DisplayOptions(by_category, phases, predict, json, quiet, no_color)
     files = OutputFiles(trace, resume, csv, svg, html)
     request = CompareRequest(specs, loaded, repeats, sampling, chat, distributions, perplexity, energy, display, files, recorded)
     return _run(models, request, profile)
+
+
+def _records_distributions(record: list[str] | None, trace: Path | None) -> bool:
+    requested = options.recorded(record)
+    if requested and trace is None:
+        raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
+    return requested
 
 
 def _run(models: ModelOptions, request: CompareRequest, profile: Path | None) -> int | None:
