@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.compare.columns import csv_text, json_line
+from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import MethodResult, Prediction, Results, Run, method_results
@@ -193,7 +193,7 @@ def test_csv_and_json_keep_their_keys() -> None:
     assert header == CSV_HEADER
     csv_only = {"category", *(f"{phase}_seconds" for phase in PHASES), "predicted_eq14", "predicted_pass_costs"}
     json_only = {"type", "mean_accepted_run", "energy", "phase_seconds", "differences", "by_category"}
-    assert all(set(json_line(result)) == (set(header.split(",")) - csv_only) | json_only for result in made)
+    assert all(set(as_json(result)) == (set(header.split(",")) - csv_only) | json_only for result in made)
 
 
 # ------------------------------------------------------------------ verdicts

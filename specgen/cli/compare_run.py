@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specgen.cli.error_reporting import INTERRUPTED, report
 from specgen.cli.interrupts import Interrupts
-from specgen.compare.columns import csv_text, json_line
+from specgen.compare.columns import as_json, csv_text
 from specgen.compare.machine_description import describe
 from specgen.compare.method_specs import MethodSpec
 from specgen.compare.predictions import PassCosts, measure_costs, with_predictions
@@ -196,7 +196,7 @@ class Comparison:
                 self._out.print(text)
             return
         for result in made:
-            line = json_line(result)
+            line = as_json(result)
             if costs is not None:
                 prediction = result.prediction or Prediction()
                 predicted = {"eq14": prediction.formula, "pass_costs": prediction.pass_costs}

@@ -152,7 +152,7 @@ def output_text(entry: Entry) -> str:
     return "sampled" if entry.figures.differences is None else outcome_text(entry.figures.differences)
 
 
-def json_line(result: MethodResult) -> dict[str, Any]:
+def as_json(result: MethodResult) -> dict[str, Any]:
     """A method's JSON line; `by_category` holds the same figures for each category."""
     overall, *categories = entries(result, by_category=True)
     return {

@@ -1,17 +1,17 @@
-"""Predicted speedups of a comparison's methods, to be set beside the measured ones. Imports no torch."""
+"""Predicts the speedups of a comparison's methods, to show them next to the measured ones. Imports no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specgen.compare.method_specs import REFERENCE, MethodSpec
+from specgen.compare.method_specs import REFERENCE
 from specgen.compare.results import MethodResult, Prediction, Results, Run, median_runs
 from specgen.cost_model import Curve
 from specgen.methods import METHODS
-from specgen.traces.summary import Summary
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
@@ -34,9 +34,9 @@ class PassCosts:
         return {"draft": self.draft, "target": {str(width): seconds for width, seconds in sorted(self.target.items())}}
 
 
-def eesd_speedup(acceptance_rate: float, draft_share: float, draft_cost: float) -> float | None:
-    """EESD Eq. 14; `draft_cost` is the time of a draft pass in units of a target pass. None where nothing was accepted."""
-    divisor = (draft_cost - acceptance_rate) * draft_share + acceptance_rate
+def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) -> float | None:
+    """Expected speedup by EESD Eq. 14, with `cost_ratio` = c, target time / draft time. None where nothing was accepted."""
+    divisor = (1 / cost_ratio - acceptance_rate) * draft_share + acceptance_rate
     return acceptance_rate / divisor if acceptance_rate and divisor > 0 else None
 
 
@@ -45,20 +45,20 @@ def with_predictions(made: Sequence[MethodResult], results: Results, costs: Pass
     repeats = results.complete_repeats()
     reference = median_runs(results, REFERENCE, repeats)
     prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in reference.items()}
-    runs = [median_runs(results, result.spec.written, repeats) if result.overall else {} for result in made]
     return [
-        replace(result, prediction=_prediction(result.spec, own, costs, prefill)) for result, own in zip(made, runs, strict=True)
+        replace(result, prediction=_prediction(result, median_runs(results, result.spec.written, repeats), costs, prefill))
+        for result in made
     ]
 
 
-def _prediction(spec: MethodSpec, runs: Mapping[int, Run], costs: PassCosts, prefill: Mapping[int, float]) -> Prediction:
-    summary = Summary(spec.name)
-    for run in runs.values():
-        summary.include(run.line)
-    rate, share = summary.acceptance_rate, summary.draft_share
-    if spec.is_baseline or rate is None or share is None or any(run.draft_lengths is None for run in runs.values()):
+def _prediction(result: MethodResult, runs: Mapping[int, Run], costs: PassCosts, prefill: Mapping[int, float]) -> Prediction:
+    if result.overall is None or result.spec.is_baseline or any(run.draft_lengths is None for run in runs.values()):
         return Prediction()
-    uses_draft_model = METHODS[spec.name].needs_draft_model and costs.draft is not None
+    summary = result.overall.summary
+    rate, share = summary.acceptance_rate, summary.draft_share
+    if rate is None or share is None:
+        return Prediction()
+    uses_draft_model = METHODS[result.spec.name].needs_draft_model and costs.draft is not None
     draft_seconds = costs.draft if uses_draft_model else summary.phase_seconds["draft"] / summary.drafted
     assert draft_seconds is not None
     plain = speculative = 0.0
@@ -66,7 +66,7 @@ def _prediction(spec: MethodSpec, runs: Mapping[int, Run], costs: PassCosts, pre
         lengths = run.draft_lengths or ()
         plain += prefill[index] + (run.tokens - 1) * costs.target_pass(1)
         speculative += prefill[index] + sum(length * draft_seconds + costs.target_pass(length + 1) for length in lengths[1:])
-    formula = eesd_speedup(rate, share, draft_seconds / costs.target_pass(1))
+    formula = eesd_speedup(rate, share, costs.target_pass(1) / draft_seconds if draft_seconds else math.inf)
     return Prediction(formula, plain / speculative if speculative else None)
 
 

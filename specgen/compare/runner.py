@@ -1,7 +1,7 @@
 """Runs a comparison on one pair: each prompt by all methods in turn, so that changes of the machine's speed affect all alike.
 
 Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and caches are cleared before
-each run. Nothing is written, shown or judged while a run is timed.
+each run. Nothing is written, shown or compared while a run is timed.
 """
 
 from __future__ import annotations
