@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from specgen.compare.results import MethodResult
 from specgen.methods import WITHOUT_A_DRAFT
 
+NOT_RUN = "not run"
+
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
     """Plain decoding, lossless methods by speed, broken ones, lossy ones by speed, and those that did not run."""
@@ -50,7 +52,7 @@ def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
             pending.append(([result.spec.written], "not measured yet"))
         elif result.failure is not None:
             hint = result.failure.hint.removesuffix(WITHOUT_A_DRAFT) if has_lookup else result.failure.hint
-            reason = f"not run: {result.failure.message.removeprefix(f'{result.spec.name} ')}"
+            reason = f"{NOT_RUN}: {result.failure.message.removeprefix(f'{result.spec.name} ')}"
             reason += f"; {hint[:1].lower()}{hint[1:]}" if hint else ""
             reasons.setdefault(reason, []).append(result.spec.written)
     return [*pending, *((names, reason) for reason, names in reasons.items())]

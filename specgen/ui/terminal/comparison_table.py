@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from specgen.compare.columns import Column, Entry, entries, output_text, shown_columns
-from specgen.compare.ranking import best, not_run, ranked
+from specgen.compare.ranking import NOT_RUN, best, not_run, ranked
 from specgen.compare.results import MethodResult
 from specgen.types import PHASES
 from specgen.ui.sanitize import inline
@@ -79,9 +79,9 @@ def _fitting(columns: Sequence[Column], sizes: Mapping[str, int], room: int) -> 
 
 
 def _reason(reason: str) -> Text:
-    text = Text(reason, "none" if reason.startswith("not run") else "quiet")
-    text.highlight_words(["not run"], "strong")
-    return text
+    if not reason.startswith(NOT_RUN):
+        return Text(reason, "quiet")
+    return Text().append(NOT_RUN, "strong").append(reason.removeprefix(NOT_RUN))
 
 
 @dataclass(frozen=True, slots=True)

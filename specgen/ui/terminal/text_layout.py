@@ -1,8 +1,7 @@
-"""Wraps and aligns lines of text; nothing here is longer than the given width in cells."""
+"""Wraps text, alone or to the right of a label."""
 
 from __future__ import annotations
 
-from rich.cells import set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -29,8 +28,3 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
         lines.append(line)
         label = Text()
     return lines
-
-
-def aligned(text: str, width: int, *, left: bool = False) -> str:
-    """The text padded to `width` cells, on the left or on the right."""
-    return set_cell_size(text, width) if left else text.rjust(width)
