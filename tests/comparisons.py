@@ -47,7 +47,7 @@ def parsed(text: str) -> Lines:
 
 
 def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
-    """By method and prompt the runs of a trace: the summary line, with its rounds and its start line beside it."""
+    """By method and prompt the runs of a trace: the summary line, with its rounds and its start line."""
     runs: dict[str, dict[int, Lines]] = {}
     run: dict[str, Any] = {}
     for line in parsed(trace.read_text(encoding="utf-8")):

@@ -21,7 +21,7 @@ import specgen
 from specgen import demo
 from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.compare.results import Results, Row, rows
+from specgen.compare.results import MethodResult, Results, method_results
 from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.pair import Pair
 from specgen.tuning.candidates import REPLAYED, RERUN, grid, trees, written
@@ -108,19 +108,21 @@ def spread(name: str, count: int) -> list[dict[str, object]]:
     return [dict(given) for given in grid(name)[:count]]
 
 
-def measure(pair: Pair, specs: Sequence[str], prompts: Sequence[Prompt], repeats: int, sampling: SamplingParams) -> list[Row]:
+def measure(
+    pair: Pair, specs: Sequence[str], prompts: Sequence[Prompt], repeats: int, sampling: SamplingParams
+) -> list[MethodResult]:
     parsed = parse_specs(list(specs))
     results = Results(parsed, prompts, sampling.greedy)
     start = time.perf_counter()
     for step in Runner(pair, BenchmarkConfig(parsed, prompts, repeats, sampling), results).steps():
         if step.done and step.done % 200 == 0:
             print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
-    broken = [difference for difference in results.differences.values() if not difference.is_tie]
+    broken = [difference for difference in results.differences.values() if difference.outcome.is_broken]
     assert not broken, "an output is not the target's"
-    return [row for row in rows(results) if row.overall is not None]
+    return [result for result in method_results(results) if result.overall is not None]
 
 
-def report(found: Sequence[Row], expected: dict[str, float], outcome: TuningOutcome, *, held_out: bool) -> None:
+def report(found: Sequence[MethodResult], expected: dict[str, float], outcome: TuningOutcome, *, held_out: bool) -> None:
     from scipy.stats import spearmanr
 
     speeds = {row.spec.written: row.overall.summary.tokens_per_second or 0.0 for row in found if row.overall is not None}

@@ -1,4 +1,4 @@
-"""`specgen compare`: what its table says can be computed again from its trace, and a method that breaks its promise is caught."""
+"""`specgen compare`: its figures can be computed again from its trace, and a lossless method whose output differs is detected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def median_run(repeats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
-    """A method's figures from its own runs' rounds (a rival's from its summaries) and plain decoding's, one run a prompt each."""
+    """A method's figures from the rounds of its runs, transformers' from its summaries. One run of each prompt for both."""
     ours = all(run["rounds"] for run in own)
     rounds = [line for run in own for line in run["rounds"]]
     tokens = sum(len(run["token_ids"]) for run in own)
@@ -91,13 +91,13 @@ def test_every_figure_of_the_table_recomputes_from_the_trace(compare: Compare, t
         assert (line["perplexity"], line["joules_per_token"], line["error"]) == (None, None, None)
         parts: dict[str, list[int]] = {"": [0, 1, 2, 3], "prose": [0, 1], "code": [2, 3]}
         for category, indices in parts.items():
-            told = line["by_category"][category] if category else line
+            reported = line["by_category"][category] if category else line
             expected = recomputed(*([dict(medians[method][index]) for index in indices] for method in (line["method"], "ar")))
             if line["method"] == "ar":
                 expected |= {"speedup_low": None, "speedup_high": None}
             for name, value in expected.items():
                 known = value if value is None else pytest.approx(value, rel=1e-9)
-                assert told[name] == known, (line["method"], category, name)
+                assert reported[name] == known, (line["method"], category, name)
 
     # the CSV has the same, and the table shows it rounded
     by_name = {(row["method"], row["category"]): row for row in csv.DictReader(io.StringIO(sheet.read_text()))}
@@ -123,7 +123,7 @@ def test_every_figure_of_the_table_recomputes_from_the_trace(compare: Compare, t
     assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_a_second_look_at_a_trace_runs_nothing_again(compare: Compare, tmp_path: Path) -> None:
+def test_resuming_a_complete_trace_runs_nothing_again(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-n", "12", "--repeats", "2", "--limit", "2", "--json")
     first = compare("-m", "sd,lookup", *options, "--trace", str(trace))[1]
@@ -133,7 +133,7 @@ def test_a_second_look_at_a_trace_runs_nothing_again(compare: Compare, tmp_path:
     assert trace.stat().st_size == size
 
 
-def test_a_cut_trace_goes_on_where_it_ended(compare: Compare, tmp_path: Path) -> None:
+def test_a_cut_trace_is_resumed_where_it_ended(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd:k=3,lookup", "-n", "12", "--repeats", "2", "--json")
     compare(*options, "--trace", str(trace))
@@ -151,7 +151,7 @@ def test_a_cut_trace_goes_on_where_it_ended(compare: Compare, tmp_path: Path) ->
     assert [line["identical"] for line in parsed(out)] == [4, 4, 4]
 
 
-def test_perplexity_is_told_on_where_the_trace_has_it(compare: Compare, tmp_path: Path) -> None:
+def test_resuming_measures_perplexity_where_the_trace_has_it(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
     whole = [line["perplexity"] for line in parsed(compare(*options, "--perplexity", "--trace", str(trace))[1])]
@@ -159,11 +159,11 @@ def test_perplexity_is_told_on_where_the_trace_has_it(compare: Compare, tmp_path
     lines = trace.read_bytes().splitlines(keepends=True)
     ends = [position for position, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
     trace.write_bytes(b"".join(lines[: ends[3] + 1]))
-    told = [line["perplexity"] for line in parsed(compare(*options, "--resume", str(trace))[1])]
-    assert told == pytest.approx(whole)
+    resumed = [line["perplexity"] for line in parsed(compare(*options, "--resume", str(trace))[1])]
+    assert resumed == pytest.approx(whole)
 
 
-def test_no_perplexity_of_some_runs_alone(compare: Compare, tmp_path: Path) -> None:
+def test_there_is_no_perplexity_where_only_some_runs_have_it(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "lookup", "-n", "12", "--repeats", "1", "--json")
     compare(*options, "--trace", str(trace))
@@ -175,7 +175,7 @@ def test_no_perplexity_of_some_runs_alone(compare: Compare, tmp_path: Path) -> N
     assert any(json.loads(line).get("perplexity") for line in trace.read_bytes().splitlines())  # the later runs have one
 
 
-def test_a_trace_made_otherwise_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
+def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "lookup", "--repeats", "1", "--limit", "2")
     compare(*options, "-n", "12", "--trace", str(trace))
@@ -186,8 +186,8 @@ def test_a_trace_made_otherwise_is_refused(compare: Compare, tmp_path: Path, pro
         (("-n", "13"), ("-n 12", "now it is 13")),
         (("-n", "12", "--temperature", "1"), ("--temperature 0.0", "1.0")),
         (("-n", "12", "--ignore-eos"), ("--ignore-eos False",)),
-        (("-n", "12", "--prompts", str(other)), ("prompt 0 was another one", "--prompts")),
-        (("-n", "12", "--trace", str(other)), ("--resume goes on in its own file",)),
+        (("-n", "12", "--prompts", str(other)), ("prompt 0 had other tokens", "--prompts")),
+        (("-n", "12", "--trace", str(other)), ("--resume appends to its own file",)),
     ):
         code, out, err = compare(*options, *arguments, "--resume", str(trace))
         assert (code, out) == (2, "")
@@ -198,11 +198,11 @@ def test_a_trace_made_otherwise_is_refused(compare: Compare, tmp_path: Path, pro
     assert compare(*options, "--resume", str(other))[0] == 2
 
 
-# ------------------------------------------------------------------ the promise
+# ------------------------------------------------------------------ outputs that differ
 
 
 class Wrong:
-    """A greedy verifier that now and then says a token that the target did not choose."""
+    """A greedy verifier that sometimes returns a token that the target did not choose."""
 
     lossless = True
 
@@ -218,7 +218,7 @@ class Wrong:
 
 
 class Contrary:
-    """A greedy verifier that takes the second-best token where the two are all but tied, as rounding may."""
+    """A greedy verifier that takes the second-best token where the two best are almost tied, as rounding may."""
 
     lossless = True
 
@@ -231,7 +231,9 @@ class Contrary:
         return Verdict((), int(tokens[1]), "correction") if close else verdict
 
 
-def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_verifier_is_detected_with_its_position(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd:k=3,lookup", "-n", "30", "--ignore-eos", "--repeats", "1")
@@ -255,7 +257,7 @@ def test_a_broken_verifier_is_caught_with_the_place(compare: Compare, monkeypatc
     assert "sd:k=3 is the fastest" not in table
 
 
-def test_the_gap_is_what_an_uncached_pass_says(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
+def test_the_gap_comes_from_an_uncached_pass(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
@@ -304,8 +306,8 @@ def test_sampled_outputs_are_not_compared(compare: Compare) -> None:
     assert (line["identical"], line["tied"], line["diverged"]) == (None, None, None)
 
 
-def test_a_lossy_method_is_never_judged(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes to the table later, and whose runs tell more than others': nothing here knows its name."""
+def test_a_lossy_methods_output_is_not_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new method, unknown to `compare`, whose runs have perplexity and energy."""
     from dataclasses import replace
 
     from specgen.compare import runner
@@ -313,8 +315,8 @@ def test_a_lossy_method_is_never_judged(compare: Compare, monkeypatch: pytest.Mo
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
     monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
-    as_it_is = runner.Summary.as_dict
-    monkeypatch.setattr(runner.Summary, "as_dict", lambda *told: as_it_is(*told) | {"perplexity": 2.0, "joules_per_token": 0.5})
+    as_dict = runner.Summary.as_dict
+    monkeypatch.setattr(runner.Summary, "as_dict", lambda *given: as_dict(*given) | {"perplexity": 2.0, "joules_per_token": 0.5})
     code, out, err = compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1")
     assert (code, err) == (0, "")
     assert re.search(r"^wild +lossy .* 2\.00 +0\.5 ", out, flags=re.MULTILINE)
@@ -343,7 +345,7 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert lines["lookup"]["identical"] == 2
 
 
-def test_a_reason_that_several_share_is_told_once(compare: Compare, pair: tuple[str, ...]) -> None:
+def test_a_reason_that_several_methods_share_is_shown_once(compare: Compare, pair: tuple[str, ...]) -> None:
     options = ("-m", "svip,sd,eesd,eesd-tree", "-n", "8", "--repeats", "1", "--limit", "2")
     out = " ".join(compare(*options, models=pair[:2])[1].split())
     assert "svip, sd not run: needs a draft model, and there is none; name one with --draft, or do without: -m lookup" in out
@@ -352,7 +354,7 @@ def test_a_reason_that_several_share_is_told_once(compare: Compare, pair: tuple[
     assert out.count("not run") == 2
 
 
-def test_a_target_unlike_llama_is_told_so(compare: Compare, tmp_path: Path) -> None:
+def test_a_target_unlike_llama_gets_no_advice_to_train(compare: Compare, tmp_path: Path) -> None:
     folder = save(make_model("gpt2"), tmp_path / "gpt2", make_tokenizer(LETTERS))
     code, out, _ = compare("-m", "eesd,lookup", "-n", "4", "--repeats", "1", "--limit", "1", models=("-t", folder))
     assert code == 0
@@ -360,7 +362,9 @@ def test_a_target_unlike_llama_is_told_so(compare: Compare, tmp_path: Path) -> N
     assert "specgen tune" not in out
 
 
-def test_a_method_that_breaks_down_ends_in_1_and_the_others_run(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise RunError("the worker died", "Try again")
 

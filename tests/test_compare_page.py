@@ -1,4 +1,4 @@
-"""`compare --html` in a real browser: it tells on hover, asks for nothing, fits a phone, follows the reader's colours."""
+"""`compare --html` in a real browser: details on hover, no requests, phone width, light and dark colours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ browser = test_pages.browser
 
 @pytest.fixture(scope="module")
 def page(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A comparison of the tiny pair, one method of it not to be had."""
+    """A comparison of the tiny pair in which one method fails."""
     folder = tmp_path_factory.mktemp("page")
     prompts = [{"prompt": "the cat sat on the mat", "id": "<cat>"}, {"prompt": "hello\nthere"}]
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
@@ -48,14 +48,14 @@ def _broken(*_: object) -> None:
     raise RunError("the <index> is gone", "Make it anew")
 
 
-def test_it_asks_for_nothing_and_shows_table_intervals_and_answers(browser: test_pages.Browser, page: Path) -> None:
+def test_it_makes_no_requests_and_shows_table_intervals_and_answers(browser: test_pages.Browser, page: Path) -> None:
     browser.open(page)
     test_pages.check_silent(browser, page)
     rows = browser.texts(".methods tbody th")
     assert rows[0] == "ar"
     assert rows[-1] == "lookup"
     assert set(rows) == {"ar", "svip", "lookup", "transformers", "sd:k=3"}
-    assert browser.texts(".methods .why") == ["not run: the <index> is gone. Make it anew"]
+    assert browser.texts(".methods .why") == ["not run: the <index> is gone; make it anew"]
     assert len(browser.find(".methods line.ci")) == 4
     assert browser.texts("article h3")[0] == "ar"
     assert set(browser.texts("article h3")) == {"ar", "svip", "sd:k=3"}

@@ -28,7 +28,7 @@ def test_the_examples_are_the_default_and_a_limit_takes_categories_in_turn() -> 
     assert prompts[0].label == "prompt 0 (code-longest-line)"
 
 
-def test_json_lines_need_a_prompt_alone(tmp_path: Path) -> None:
+def test_json_lines_need_only_a_prompt(tmp_path: Path) -> None:
     path = written(tmp_path, '\ufeff{"prompt": "one"}\n\n{"prompt": "two\\u2028", "category": "x", "id": 7}', "p.jsonl")
     one, two = load_prompts(path)
     assert (one.text, one.category, one.name) == ("one", "other", "")
@@ -41,13 +41,17 @@ def test_spec_bench_questions_have_turns(tmp_path: Path) -> None:
         {"question_id": 82, "category": "qa", "turns": ["c"]},
     ]
     path = written(tmp_path, "\n".join(map(json.dumps, lines)), "question.jsonl")
-    assert [(prompt.index, prompt.text, prompt.earlier) for prompt in load_prompts(path)] == [(0, "a", ()), (2, "c", ())]
+    assert [(prompt.index, prompt.text, prompt.previous_turns) for prompt in load_prompts(path)] == [(0, "a", ()), (2, "c", ())]
     every = load_prompts(path, all_turns=True)
-    assert [(prompt.index, prompt.text, prompt.earlier) for prompt in every] == [(0, "a", ()), (1, "b", ("a",)), (2, "c", ())]
+    assert [(prompt.index, prompt.text, prompt.previous_turns) for prompt in every] == [
+        (0, "a", ()),
+        (1, "b", ("a",)),
+        (2, "c", ()),
+    ]
     assert every[1].name == "81"
 
 
-def test_a_file_without_a_known_ending_is_looked_into(tmp_path: Path) -> None:
+def test_the_form_of_a_file_without_a_known_ending_is_detected(tmp_path: Path) -> None:
     assert load_prompts(written(tmp_path, '{"prompt": "a"}', "prompts"))[0].text == "a"
     assert load_prompts(written(tmp_path, "- a\n- prompt: b\n", "prompts"))[1].text == "b"
 
@@ -60,7 +64,7 @@ BOMB = "a: &a [x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}
     [
         ("p.yaml", BOMB, ("line 2", "alias")),
         ("p.yaml", "prompts: " + "[" * 5000, ("levels",)),
-        ("p.yaml", "prompts:\n  - prompt: a\n   bad", ("line 3", "no YAML")),
+        ("p.yaml", "prompts:\n  - prompt: a\n   bad", ("line 3", "not YAML")),
         ("p.yaml", "prompts: 5", ("5 where prompts should be",)),
         ("p.yaml", "prompts: {a: b}", ("a mapping of 1",)),
         ("p.yaml", "", ("no list of prompts",)),
@@ -70,17 +74,17 @@ BOMB = "a: &a [x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}
         ("p.yaml", "prompts:\n  - text: a", ("neither `prompt` nor `turns`",)),
         ("p.yaml", "prompts:\n  - prompt: a\n    category: [b]", ("`category` is a list of 1",)),
         ("p.yaml", "prompts:\n  - prompt: ' '", ("the prompt is empty",)),
-        ("p.yaml", "prompts:\n  - prompt: a\x1bb", ("no YAML",)),
+        ("p.yaml", "prompts:\n  - prompt: a\x1bb", ("not YAML",)),
         ("p.yaml", "prompts:\n  - 2024-13-45\n", ("cannot be read as YAML",)),
-        ("p.yaml", "!!python/object/apply:os.system ['true']", ("no YAML", "line 1")),
+        ("p.yaml", "!!python/object/apply:os.system ['true']", ("not YAML", "line 1")),
         ("p.yaml", "- !!bool maybe", ("cannot be read as YAML", "tag")),
         ("p.yaml", "- !!timestamp foo", ("cannot be read as YAML",)),
         ("p.yaml", "- !!int ''", ("cannot be read as YAML",)),
-        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "b', ("line 2", "no JSON")),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "b', ("line 2", "not JSON")),
         ("p.jsonl", '{"prompt": "a\x1b"}', ("line 1", "control character")),
         ("p.jsonl", '{"prompt": "\\ud800"}', ("line 1", "surrogate")),
-        ("p.jsonl", "[1]", ("line 1", "a list of 1 is no prompt")),
-        ("p.jsonl", "5", ("line 1", "5 is no prompt")),
+        ("p.jsonl", "[1]", ("line 1", "a list of 1 is not a prompt")),
+        ("p.jsonl", "5", ("line 1", "5 is not a prompt")),
         ("p.jsonl", "[" * 200_000, ("line 1", "cannot be read")),
         ("p.jsonl", '{"n": ' + "9" * 5000 + "}", ("line 1", "cannot be read")),
         ("p.jsonl", '{"turns": []}', ("`turns` is a list of 0",)),
@@ -92,7 +96,7 @@ BOMB = "a: &a [x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
-def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, name: str, content: str | bytes, named: tuple[str, ...]) -> None:
+def test_a_mistake_in_a_file_is_one_line(tmp_path: Path, name: str, content: str | bytes, named: tuple[str, ...]) -> None:
     path = written(tmp_path, content, name)
     with pytest.raises(SpecgenError) as refused:
         load_prompts(path)

@@ -1,4 +1,4 @@
-"""`specgen compare`: rivals, later turns, records, predictions, interruptions and mistakes."""
+"""`specgen compare`: transformers' methods, later turns, records, predictions, interruptions and mistakes."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from processes import Forked
 from test_cli import POSIX
 
 
-def test_rivals_say_what_transformers_says_and_what_it_took(compare: Compare, tmp_path: Path) -> None:
+def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
-    rivals = "transformers,transformers-assisted:k=3:schedule=constant:threshold=0"
+    baselines = "transformers,transformers-assisted:k=3:schedule=constant:threshold=0"
     code, out, _ = compare(
-        "-m", f"sd:k=3,{rivals}", "-n", "25", "--ignore-eos", "--repeats", "1", "--json", "--trace", str(trace)
+        "-m", f"sd:k=3,{baselines}", "-n", "25", "--ignore-eos", "--repeats", "1", "--json", "--trace", str(trace)
     )
     assert code == 0
-    _, sd, alone, assisted = parsed(out)
-    assert alone["target_passes"] == alone["new_tokens"] == 100
-    assert (alone["drafted"], alone["acceptance_rate"], alone["phase_seconds"]) == (0, None, None)
+    _, sd, unassisted, assisted = parsed(out)
+    assert unassisted["target_passes"] == unassisted["new_tokens"] == 100
+    assert (unassisted["drafted"], unassisted["acceptance_rate"], unassisted["phase_seconds"]) == (0, None, None)
     assert assisted["identical"] == 4
     assert assisted["target_passes"] < 100
-    assert assisted["accepted"] + assisted["target_passes"] == 100  # each pass brings one token of the target's own
+    assert assisted["accepted"] + assisted["target_passes"] == 100  # each pass gives one token of the target's own
     assert assisted["acceptance_rate"] == pytest.approx(
         sd["acceptance_rate"], abs=0.15
     )  # the same drafts, cut a little otherwise
     starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
-    own, rival = starts[0], next(line for line in starts if line["method"] == "transformers-assisted")
-    assert rival["sampling"] == own["sampling"]
-    assert rival["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
-    assert set(rival) == set(own)
+    own, baseline = starts[0], next(line for line in starts if line["method"] == "transformers-assisted")
+    assert baseline["sampling"] == own["sampling"]
+    assert baseline["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
+    assert set(baseline) == set(own)
 
 
-def test_rivals_end_where_we_end_and_sample_where_we_sample(compare: Compare, tmp_path: Path) -> None:
+def test_the_baselines_end_and_sample_as_our_methods_do(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
-    rivals = "transformers,transformers-assisted"
-    code, out, _ = compare("-m", rivals, "-n", "60", "--repeats", "1", "--json")
+    baselines = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", baselines, "-n", "60", "--repeats", "1", "--json")
     assert code == 0
     assert all(line["identical"] == 4 for line in parsed(out))
     options = ("--temperature", "1.3", "--top-k", "5", "--top-p", "0.9", "--seed", "1", "--ignore-eos", "--repeats", "1")
-    code, _, err = compare("-m", rivals, "-n", "20", *options, "--trace", str(trace))
+    code, _, err = compare("-m", baselines, "-n", "20", *options, "--trace", str(trace))
     assert (code, err) == (0, "")
     runs = runs_of(trace)
-    assert all(len(runs[method][index][0]["token_ids"]) == 20 for method in rivals.split(",") for index in range(4))
+    assert all(len(runs[method][index][0]["token_ids"]) == 20 for method in baselines.split(",") for index in range(4))
     assert runs["transformers"][0][0]["token_ids"] != runs["ar"][0][0]["token_ids"]  # other draws
 
 
-def test_rivals_take_over_penalties_and_no_sampling_of_the_models_own(compare: Compare, tmp_path: Path) -> None:
+def test_the_baselines_use_the_models_penalties_but_not_its_sampling(compare: Compare, tmp_path: Path) -> None:
     model = make_model("llama")
     draft = near_copy(model)
     for config in (model.generation_config, draft.generation_config):
         config.update(do_sample=True, temperature=0.3, top_k=2, top_p=0.5, repetition_penalty=1.7)
     models = ("-t", save(model, tmp_path / "target"), "-d", save(draft, tmp_path / "draft"))
     trace = tmp_path / "t.jsonl"
-    rivals = "transformers,transformers-assisted"
-    code, out, _ = compare("-m", rivals, "-n", "25", "--repeats", "1", "--json", "--trace", str(trace), models=models)
+    baselines = "transformers,transformers-assisted"
+    code, out, _ = compare("-m", baselines, "-n", "25", "--repeats", "1", "--json", "--trace", str(trace), models=models)
     assert code == 0
     assert all(line["identical"] == 4 for line in parsed(out))
     run = runs_of(trace)["ar"][0][0]
@@ -71,7 +71,7 @@ def test_rivals_take_over_penalties_and_no_sampling_of_the_models_own(compare: C
     assert run["token_ids"] != plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.0)
 
 
-def test_later_turns_stand_behind_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
+def test_later_turns_follow_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
     path, trace = tmp_path / "question.jsonl", tmp_path / "t.jsonl"
     path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["hello there", "and now"]}))
     for extra, expected in (
@@ -92,7 +92,7 @@ def test_later_turns_stand_behind_plain_decodings_answers(compare: Compare, tmp_
         assert compare(*options, "--resume", str(trace), "--json")[1] == out
 
 
-def test_recorded_distributions_are_what_both_models_say(compare: Compare, pair: tuple[str, ...], tmp_path: Path) -> None:
+def test_recorded_distributions_are_those_of_both_models(compare: Compare, pair: tuple[str, ...], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     trace = tmp_path / "t.jsonl"
@@ -122,13 +122,13 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> 
     options = ("-m", "sd:k=3,lookup,transformers", "-n", "25", "--ignore-eos", "--repeats", "1")
     code, out, _ = compare(*options, "--predict", "--json")
     assert code == 0
-    plain_line, sd, _, rival = parsed(out)
+    plain_line, sd, _, baseline = parsed(out)
     costs = sd["costs"]
     rate, share = sd["acceptance_rate"], sd["draft_share"]
     ratio = costs["draft"] / costs["target"]["1"]
     assert sd["predicted"]["eq14"] == pytest.approx(rate / ((ratio - rate) * share + rate))
     assert 0.2 < sd["predicted"]["pass_costs"] < 5
-    assert plain_line["predicted"] == rival["predicted"] == {"eq14": None, "pass_costs": None}
+    assert plain_line["predicted"] == baseline["predicted"] == {"eq14": None, "pass_costs": None}
     assert "by pass" in compare(*options, "--predict")[1]
 
 
@@ -136,7 +136,7 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> 
 
 
 @POSIX
-def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(
+def test_an_interrupted_comparison_prints_its_results_and_can_be_resumed(
     compare: Compare, pair: tuple[str, ...], prompts: str, tmp_path: Path
 ) -> None:
     trace = tmp_path / "t.jsonl"
@@ -150,7 +150,7 @@ def test_an_interrupted_comparison_prints_what_it_has_and_goes_on(
     assert process.returncode == 130
     assert b"Traceback" not in err
     table = out.decode()
-    assert f"--resume {trace} goes on." in " ".join(table.split())
+    assert f"continue with --resume {trace}." in " ".join(table.split())
     assert re.search(r"^sd:k=2 +same ", table, flags=re.MULTILINE)
     assert all(run["finish_reason"] == "length" for by in runs_of(trace).values() for runs in by.values() for run in runs)
     kept = trace.read_bytes()

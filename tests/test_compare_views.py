@@ -5,29 +5,30 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import MethodSpec, parse_spec
-from specgen.compare.predictions import Prediction
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import Results, Row, Run, rows
+from specgen.compare.results import MethodResult, Prediction, Results, Run, method_results
 from specgen.compare.runner import BenchmarkStep
-from specgen.compare.verdict import Difference, first_difference, tie_below
+from specgen.compare.verdict import DIFFERENT, SAME, TIE, Difference, first_difference, tie_threshold
 from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Draft, Round, SamplingParams, Verdict
 from specgen.ui import theme
 from specgen.ui.html import compare_page
-from specgen.ui.terminal.comparison import Setting, View, page
+from specgen.ui.terminal.comparison import Conditions, View, page
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.live_table import LiveTable, duration, progress_line
 
 PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
-SETTING = Setting("demo pair", "cpu float32", 1, SamplingParams(max_new_tokens=100))
+CONDITIONS = Conditions("demo pair", "cpu float32", 1, SamplingParams(max_new_tokens=100))
 WILD = MethodSpec("wild", "wild", {}, lossless=False)
 
 
@@ -73,11 +74,11 @@ def usual() -> Results:
 
 
 def shown(results: Results, width: int, view: View = View()) -> list[str]:  # noqa: B008  frozen
-    return [line.plain for line in page(results, rows(results), SETTING, view, width)]
+    return [line.plain for line in page(results, method_results(results), CONDITIONS, view, width)]
 
 
 @pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])
-def test_a_table_fits_its_window_and_never_cuts_a_name(width: int) -> None:
+def test_a_table_fits_the_terminal_and_never_cuts_a_name(width: int) -> None:
     for by_category in (False, True):
         lines = shown(usual(), width, View(by_category=by_category, phases=True))
         assert max(map(len, lines)) <= width, "\n".join(lines)
@@ -86,12 +87,12 @@ def test_a_table_fits_its_window_and_never_cuts_a_name(width: int) -> None:
         assert any("2.10×" in line for line in lines)
 
 
-def test_columns_leave_in_the_promised_order() -> None:
+def test_narrow_terminals_drop_columns_by_priority() -> None:
     titles = ("passes", "HM", "share", "a pass", "length", "lexity", "interval")
     results = usual()
-    figures, left = rows(results), []
+    figures, left = method_results(results), []
     for width in range(140, 45, -1):
-        heads = [line.plain for line in page(results, figures, SETTING, View(), width)][2:4]
+        heads = [line.plain for line in page(results, figures, CONDITIONS, View(), width)][2:4]
         left.append([title for title in titles if not any(title in line for line in heads)])
     assert left[0] == []
     assert left[-1] == list(titles)
@@ -111,14 +112,14 @@ def test_the_order_is_plain_lossless_by_speed_lossy_and_not_run() -> None:
 
 
 def test_only_the_best_lossless_method_is_bold() -> None:
-    lines = speed_table(rows(usual()), 100).lines
+    lines = speed_table(method_results(usual()), 100).lines
     bold = {line.plain.split()[0] for line in lines if any(span.style == "strong" and span.start == 0 for span in line.spans)}
     assert bold == {"svip"}
 
 
 def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
-    lines = {line.plain.split()[0]: line.plain for line in speed_table(rows(usual()), 100).lines if line.plain.strip()}
-    made = {row.spec.written: row for row in rows(usual())}
+    lines = {line.plain.split()[0]: line.plain for line in speed_table(method_results(usual()), 100).lines if line.plain.strip()}
+    made = {row.spec.written: row for row in method_results(usual())}
     bars = {name: re.search("[━╾╸─╴]+$", line) for name, line in lines.items()}
     figures = made["wild"].overall
     assert figures is not None
@@ -154,43 +155,63 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     lines = shown(results, 200)
     assert any(line.startswith("svip ") and "differs at 12" in line for line in lines)
     assert any(
-        "svip differs from plain decoding at 12 of prompt 1 (p1): the target scores its token 3.5 lower" in line for line in lines
+        "svip differs from plain decoding at 12 of prompt 1 (p1): the target's logit of its token is 3.5 lower" in line
+        for line in lines
     )
     assert any(line.startswith("transformers-assisted is the fastest") for line in lines)
-    broken = next(row for row in rows(results) if row.spec.written == "svip")
-    assert (broken.is_broken, broken.overall and broken.overall.diverged) == (True, 1)
+    broken = next(row for row in method_results(results) if row.spec.written == "svip")
+    assert broken.broken is not None
+    assert broken.overall is not None
+    assert broken.overall.outcomes == {SAME: 2, TIE: 0, DIFFERENT: 1}
 
 
-def test_an_incomplete_turn_counts_for_nobody() -> None:
+def test_an_incomplete_repeat_is_not_counted() -> None:
     results = usual()
     del results.runs["lookup", 2, 0]
-    made: dict[str, Row] = {row.spec.written: row for row in rows(results)}
+    made: dict[str, MethodResult] = {row.spec.written: row for row in method_results(results)}
     assert all(made[name].overall and made[name].overall.prompts == 2 for name in ("ar", "svip", "lookup"))  # type: ignore[union-attr]
     assert "2 of 3 prompts" in shown(results, 100)[0]
 
 
 def test_phases_add_up_to_the_whole() -> None:
-    text = "\n".join(line.plain for line in phases_table(rows(usual()), 120))
+    text = "\n".join(line.plain for line in phases_table(method_results(usual()), 120))
     assert re.search(r"^ar +0\.63  10% +1\.26  20% +3\.78  60% +0\.32   5% +0\.3[12]   5% +6\.30 s$", text, flags=re.MULTILINE)
     assert re.search(r"^transformers-assisted +4\.50 s$", text, flags=re.MULTILINE)
+
+
+CSV_HEADER = (
+    "method,category,lossless,prompts,identical,tied,diverged,acceptance_rate,draft_share,harmonic_mean,block_efficiency,"
+    "mean_draft_length,target_passes,rounds,drafted,accepted,new_tokens,seconds,tokens_per_second,speedup,speedup_low,speedup_high,"
+    "perplexity,joules_per_token,prefill_seconds,draft_seconds,verify_seconds,sample_seconds,other_seconds,predicted_eq14,"
+    "predicted_pass_costs,error"
+)
+
+
+def test_csv_and_json_keep_their_keys() -> None:
+    made = method_results(usual())
+    header = csv_text(made).splitlines()[0]
+    assert header == CSV_HEADER
+    csv_only = {"category", *(f"{phase}_seconds" for phase in PHASES), "predicted_eq14", "predicted_pass_costs"}
+    json_only = {"type", "mean_accepted_run", "energy", "phase_seconds", "differences", "by_category"}
+    assert all(set(as_json(result)) == (set(header.split(",")) - csv_only) | json_only for result in made)
 
 
 # ------------------------------------------------------------------ verdicts
 
 
-def test_the_first_difference_is_found_and_a_missing_end_is_one() -> None:
+def test_the_first_difference_may_be_the_end_of_one_answer() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert not Difference(0, 0, 2, 3, None, None, 1e-3).is_tie
+    assert Difference(0, 0, 2, 3, None, None, 1e-3).outcome is DIFFERENT
 
 
-def test_what_rounding_explains() -> None:
-    assert tie_below("float32", 50.0) == 1e-3
-    assert tie_below("bfloat16", 32.0) == 0.5
-    assert tie_below("float16", 32.0) == 0.125
-    assert Difference(0, 0, 1, 3, 4, -0.4, 0.5).is_tie
-    assert not Difference(0, 0, 1, 3, 4, 0.5, 0.5).is_tie
+def test_ties_are_gaps_that_rounding_explains() -> None:
+    assert tie_threshold("float32", 50.0) == 1e-3
+    assert tie_threshold("bfloat16", 32.0) == 0.5
+    assert tie_threshold("float16", 32.0) == 0.125
+    assert Difference(0, 0, 1, 3, 4, -0.4, 0.5).outcome is TIE
+    assert Difference(0, 0, 1, 3, 4, 0.5, 0.5).outcome is DIFFERENT
 
 
 # ------------------------------------------------------------------ while it runs
@@ -207,12 +228,12 @@ def test_the_progress_fits_and_its_end_stays() -> None:
     assert [duration(seconds) for seconds in (9.2, 200, 7500)] == ["9 s", "3 min", "2 h 5 min"]
 
 
-def test_the_live_table_is_drawn_when_told_and_leaves_nothing() -> None:
+def test_the_live_table_is_drawn_on_show_and_erased_at_the_end() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
     results = usual()
     view = View(is_live=True)
     step = BenchmarkStep(None, None, False, 3, 9, 4.0)
-    with LiveTable(console, lambda width: page(results, rows(results), SETTING, view, width), quiet=False) as live:
+    with LiveTable(console, lambda width: page(results, method_results(results), CONDITIONS, view, width), quiet=False) as live:
         before = len(console.file.getvalue())  # type: ignore[attr-defined]
         live.show(step)
         assert "3 of 9 runs" in console.file.getvalue()[before:]  # type: ignore[attr-defined]
@@ -261,13 +282,16 @@ def test_the_page_says_it_all_and_fetches_nothing() -> None:
     example = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
     about = compare_page.About([("Machine", "a <fast> one")], "specgen 1", "specgen compare")
     predictions = {"svip": Prediction(1.25, 1.5)}
-    view = View(by_category=True, predictions=predictions)
-    more = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about, view))
+    predicted = [
+        replace(result, prediction=predictions.get(result.spec.written, Prediction())) for result in method_results(results)
+    ]
+    view = View(by_category=True)
+    more = "".join(compare_page.page(results, predicted, CONDITIONS, {"svip": example}, about, view))
     assert more.count(">1.25×</td>") == more.count(">1.50×</td>") == 1
     assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
     assert "No prediction for " in more
-    assert "No prediction for " in " ".join(line.plain for line in page(results, rows(results), SETTING, view, 200))
-    written = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about))
+    assert "No prediction for " in " ".join(line.plain for line in page(results, predicted, CONDITIONS, view, 200))
+    written = "".join(compare_page.page(results, method_results(results), CONDITIONS, {"svip": example}, about))
     parsed = Page(written)
     assert not parsed.open
     assert "script" not in parsed.tags
@@ -276,7 +300,7 @@ def test_the_page_says_it_all_and_fetches_nothing() -> None:
     for text in (
         "svip gives the target's text 2.10 times as fast",
         "tie at 57",
-        "not run: sd needs a thing that is not there",
+        "not run: needs a thing that is not there",
         "<script>alert(1)</script>␛",
         "a <fast> one",
         "<b></b>",

@@ -145,7 +145,7 @@ def test_padded_tables_and_added_tokens_are_named(inspect: Inspect, tmp_path: Pa
     assert f"✓ tokenizer  the same, {len(WORDS)} tokens (tables of {VOCAB} rows: padded)" in out
 
 
-def test_texts_that_are_cut_differently_are_shown(inspect: Inspect, tmp_path: Path) -> None:
+def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = None
     from tokenizers import normalizers
@@ -155,7 +155,7 @@ def test_texts_that_are_cut_differently_are_shown(inspect: Inspect, tmp_path: Pa
     both = ("-t", save(make_model("llama"), tmp_path / "t", tokenizer), "-d", save(make_model("llama"), tmp_path / "d", lower))
     out, _ = inspect(*both)
     assert "✓ tokenizer  the same" in out
-    assert "but they cut “Where is Oslo? It's in Norway" in out
+    assert "but they split “Where is Oslo? It's in Norway" in out
     assert "from token 1 on" in out
 
 

@@ -1,4 +1,4 @@
-"""What reaches a real terminal: one process plays scenes on a pseudo-terminal, and the tests read its screen."""
+"""Output on a terminal: one process runs several commands on a pseudo-terminal, and the tests read what they wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for name, (width, environment, arguments) in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """What several commands, run one after the other on one pseudo-terminal, write to it."""
+    """By name the output of several commands that run one after the other on one pseudo-terminal."""
     if sys.platform == "win32":
         pytest.skip("no pseudo-terminals")
     import pty
@@ -84,7 +84,7 @@ def _read(terminal: int) -> bytes:
 
 
 def after_loading(screen: str) -> str:
-    """What stays on the screen: the lines that told of loading are erased."""
+    """What remains on the screen after the lines about loading were erased."""
     return screen.rpartition("\x1b[2K")[2]
 
 
@@ -93,7 +93,7 @@ def plain(screen: str) -> str:
 
 
 def styles(screen: str) -> dict[str, list[str]]:
-    """The pieces of text by the codes that they are shown with."""
+    """The pieces of text by their ANSI codes."""
     pieces = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]+)\x1b\[0m", screen)
     return {code: [text for _, text in group] for code, group in groupby(sorted(pieces), key=lambda piece: str(piece[0]))}
 
@@ -106,7 +106,7 @@ def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> Non
 
 
 @pytest.mark.parametrize("screen", ["no colours", "no colours asked"])
-def test_no_color_keeps_the_underline_and_says_how_many_were_the_targets(screens: Mapping[str, str], screen: str) -> None:
+def test_no_color_keeps_the_underline_and_counts_the_targets_own_tokens(screens: Mapping[str, str], screen: str) -> None:
     shown = after_loading(screens[screen])
     assert plain(shown).splitlines()[:-1] == plain(after_loading(screens["colours"])).splitlines()[:-1]
     assert set(styles(shown)) <= {"1", "2", "4"}
@@ -124,7 +124,7 @@ def test_the_footer_fits_the_terminal(screens: Mapping[str, str], width: int) ->
     assert len(footer) <= width
 
 
-def test_a_rounds_fates_differ_in_hue_and_in_more_than_hue(screens: Mapping[str, str]) -> None:
+def test_token_statuses_differ_in_colour_and_in_attributes(screens: Mapping[str, str]) -> None:
     coloured, mono = styles(after_loading(screens["rounds"])), styles(after_loading(screens["rounds without colours"]))
     assert "accepted" in coloured["32"]
     assert "rejected" in coloured["9;31"]
@@ -132,25 +132,25 @@ def test_a_rounds_fates_differ_in_hue_and_in_more_than_hue(screens: Mapping[str,
     assert "rejected" in mono["9"]
     assert "discarded" in mono["2"]
     assert "bonus" in mono["4"]
-    assert set(mono) <= {"1", "2", "4", "9"}  # each attribute stands alone: what is accepted is not dim as well
+    assert set(mono) <= {"1", "2", "4", "9"}  # one attribute at a time: accepted tokens are not dim
 
 
 @pytest.mark.parametrize("screen", ["hostile", "hostile rounds"])
-def test_no_control_character_of_the_models_reaches_the_terminal(screens: Mapping[str, str], screen: str) -> None:
+def test_no_control_character_in_a_models_text_reaches_the_terminal(screens: Mapping[str, str], screen: str) -> None:
     shown = plain(after_loading(screens[screen]))
     assert "␛[" in shown
     assert "␇�" in shown
     assert all(character.isprintable() for character in shown if character not in "\n\t")
 
 
-def test_an_error_on_a_terminal_has_its_cure_below(screens: Mapping[str, str]) -> None:
+def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -> None:
     expected = "error: there is no method 'sivp'; did you mean svip?\n       All of them: specgen inspect --methods\n"
     assert plain(screens["error"]) == expected
     assert styles(screens["error"]) == {"1;31": ["error: "]}
     assert styles(screens["error without colours"]) == {"1": ["error: "]}
 
 
-def test_a_terminal_is_not_waited_on_for_a_prompt(screens: Mapping[str, str]) -> None:
+def test_a_missing_prompt_is_an_error_on_a_terminal(screens: Mapping[str, str]) -> None:
     lead, hint = plain(screens["error without a prompt"]).splitlines()
     assert lead == "error: there is no prompt"
     assert hint.strip().startswith("Give one: specgen generate ")

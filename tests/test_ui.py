@@ -1,4 +1,4 @@
-"""What is shown: pieces of text, round lines, footers, characters made safe."""
+"""Pieces of the answer, lines of rounds, footers and sanitized text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shown(pieces: Sequence[Piece]) -> str:
     return "".join(f"[{piece.text}]" if piece.drafted else piece.text for piece in pieces)
 
 
-def test_pieces_say_who_proposed_them() -> None:
+def test_pieces_separate_drafted_text_from_the_targets_own() -> None:
     answer = AnswerText(Spelled(), ())
     assert shown(answer.add(a_round(0, (), 0, 10))) == "Hello"
     assert shown(answer.add(a_round(1, (12, 13, 5), 2, 11, "correction"))) == "[ wor][ld]\n"
@@ -112,7 +112,7 @@ def test_a_line_a_round_as_in_the_mock_up() -> None:
     assert lines[4] == f"{'  4    3/3  pencils.<eos>':97}eos"
 
 
-def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
+def test_narrow_terminals_put_the_reason_after_the_text_and_wrap() -> None:
     legend, more, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
     assert legend == "accepted   ✗rejected   discarded"
     assert more == "→correction   ⊕bonus"
@@ -123,8 +123,8 @@ def test_narrow_terminals_put_the_reason_behind_the_text_and_wrap() -> None:
     assert lines[-1].endswith("limit 5")
 
 
-def test_a_trees_branches_stand_by_their_fate() -> None:
-    """Those that the target judged beside one another; `²` where it took the second."""
+def test_a_trees_line_shows_accepted_path_and_rejected_candidates() -> None:
+    """The candidates at the position of the rejection, and `²` where the target accepted the second candidate."""
     draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
     refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
     accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
@@ -203,8 +203,8 @@ def a_parallel_summary() -> Summary:
         (40, "pearl (window 8, c 8.2)  33 tokens"),
     ],
 )
-def test_pearls_footer_says_what_it_waited_for(width: int, line: str) -> None:
-    """Its tokens until a rejection (PEARL, Table 4) are another figure than those a pass."""
+def test_pearls_footer_shows_the_time_spent_waiting_for_the_draft(width: int, line: str) -> None:
+    """The mean accepted tokens for each rejection (PEARL, Table 4) differ from the tokens for each target pass."""
     summary = a_parallel_summary()
     assert footer(summary, ["window 8, c 8.2"], width).plain == line
     assert summary.as_dict("", "length")["mean_accepted_run"] == 15
@@ -226,14 +226,14 @@ def test_pearls_rounds_and_their_legend_fit_any_width(width: int) -> None:
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     rounds = lines[len(legend.splitlines()) :]
-    assert all(line.startswith(("333  p", " " * 18)) for line in rounds), "no line was broken anew by the console"
+    assert all(line.startswith(("333  p", " " * 18)) for line in rounds), "the console wrapped no line again"
 
 
-def test_the_legend_of_trees_says_how_candidates_stand() -> None:
+def test_the_legend_of_trees_explains_candidates() -> None:
     out = io.StringIO()
     RoundsView(Console(file=out, width=60), text_of, {0}, 3, branches=True).legend()
     legend = " ".join(out.getvalue().split())
-    assert legend.endswith("a|b: candidates of one place ²: the second of them was right")
+    assert legend.endswith("a|b: candidates for one position ²: the second one was accepted")
 
 
 def test_pearls_rounds_are_named_as_in_its_figure() -> None:
@@ -245,9 +245,9 @@ def test_pearls_rounds_are_named_as_in_its_figure() -> None:
     view.show(replace(a_round(1, (1,), 1, None, None, "window 4, 3 ahead"), mode="pre-verify"))
     view.show(replace(a_round(2, (2, 3, 4, 5, 6, 7, 8), 3, 9, "correction", "window 4"), mode="post-verify"))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert lines[1] == "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
+    assert lines[1] == "pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified"
     assert lines[2] == "window 4: c 4.2"
-    assert [len(line) for line in lines[3:]] == [90] * 3, "reasons stand at the right"
+    assert [len(line) for line in lines[3:]] == [90] * 3, "reasons are right-aligned"
     assert [re.split("  {2,}", line.strip()) for line in lines[3:]] == [
         ["0", "Hello", "prompt, 3 tokens"],
         ["1  pre", "1/1  starts", "window 4, 3 ahead"],
@@ -255,7 +255,7 @@ def test_pearls_rounds_are_named_as_in_its_figure() -> None:
     ]
 
 
-def test_a_footer_tells_what_was_measured() -> None:
+def test_a_footer_shows_perplexity_and_energy_where_measured() -> None:
     summary = a_summary()
     summary.add_log_likelihood(-51 * math.log(2.5))
     summary.add_energy(Energy("RAPL package-0", 102.0, 12.34, 0.9))
@@ -284,7 +284,7 @@ def test_control_characters_become_pictures() -> None:
     assert escaped_json('{"a": "x\x9b\x7f\u2028"}') == r'{"a": "x\u009b\u007f\u2028"}'
 
 
-def test_a_pipe_gets_the_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_the_text_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     view = AnswerView(Console(file=io.StringIO()))
     view.show([Piece(" a\x1b", True), Piece("b", False)])
     view.end()
@@ -304,5 +304,5 @@ def test_a_pipe_gets_the_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
         ({"COLORFGBG": "default;default"}, False, True, "ansi"),
     ],
 )
-def test_the_flavour_that_suits(environment: dict[str, str], no_color: bool, many: bool, expected: str) -> None:
+def test_the_flavour_follows_the_environment(environment: dict[str, str], no_color: bool, many: bool, expected: str) -> None:
     assert theme.flavour(environment, no_color=no_color, many_colours=many) == expected

@@ -115,7 +115,7 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
         return specs
     made, told = [], []
     for spec in specs:
-        settings = None if spec.is_rival or spec.settings else profile.settings_of(spec.name)
+        settings = None if spec.is_baseline or spec.settings else profile.settings_of(spec.name)
         if settings:
             told.append(in_words(spec.name, settings))
             spec = replace(spec, settings={name: str(value) for name, value in settings.items()})

@@ -1,8 +1,7 @@
-"""What people use today, to be measured beside us: transformers' own `generate`, plain and assisted, on the models we loaded.
+"""Transformers' own `generate`, plain and assisted, as baselines for `compare`, on the same loaded models.
 
-Both are given the same prompts, limits, ends of sequence and sampling as our runs; the generation config's penalties hold for
-both. They report no rounds. Their passes are counted where the models are called, and from these follows what was drafted
-(each pass of the draft is one token) and accepted (each pass of the target gives one token of its own).
+Both get the same prompts, limits, end-of-sequence ids, sampling and penalties as our runs, and report no rounds. A hook counts
+forward passes: a draft pass drafts one token, and a target pass gives one token of its own, so the other tokens were accepted.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 _SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
-RIVALS: Mapping[str, Mapping[str, Setting]] = {
+BASELINES: Mapping[str, Mapping[str, Setting]] = {
     "transformers": {},
     "transformers-assisted": {
-        "k": Setting(0, "tokens in a draft, the first one with a heuristic schedule; 0: transformers' own choice", 0, 1000),
+        "k": Setting(0, "tokens in a draft (with a heuristic schedule, in the first one); 0: transformers' own choice", 0, 1000),
         "schedule": Setting("", "constant, heuristic or heuristic_transient; transformers' own choice where empty"),
         "threshold": Setting(-1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1),
     },
@@ -32,19 +31,19 @@ RIVALS: Mapping[str, Mapping[str, Setting]] = {
 
 
 def baseline_settings(name: str, given: Mapping[str, object]) -> dict[str, Value]:
-    """Checked and completed. Raises SpecgenError naming the setting and its value."""
-    known = RIVALS[name]
+    """The settings given, checked, and defaults for the others. Raises SpecgenError naming the setting and its value."""
+    known = BASELINES[name]
     for setting in given:
         if setting not in known:
             raise SpecgenError(f"{name} has no setting {setting!r}", f"It has {', '.join(known) or 'none'}")
-    values = {setting: row.parse(setting, given.get(setting, row.default)) for setting, row in known.items()}
+    values = {name: setting.parse(name, given.get(name, setting.default)) for name, setting in known.items()}
     if values.get("schedule", "") not in ("", *_SCHEDULES):
         raise SpecgenError(f"schedule is {values['schedule']!r}", f"Take one of {', '.join(_SCHEDULES)}")
     return values
 
 
 class Baseline:
-    """One of them on a pair's models. Greedy or sampling as `sampling` says."""
+    """One of `BASELINES` on a pair's models."""
 
     def __init__(self, pair: Pair, name: str, settings: Mapping[str, Value]) -> None:
         self._pair, self._settings = pair, settings
@@ -53,7 +52,7 @@ class Baseline:
             raise SpecgenError(f"{name} needs a draft model, and there is none", "Name one with --draft")
 
     def run(self, prompt_ids: list[int], limit: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-        """The summary of one run, but for its text. Seconds are the wall clock's around `generate`, the prefill included."""
+        """Generate once. Returns a summary line without its text; `seconds` are wall-clock seconds, prefill included."""
         import torch
 
         target = self._pair.target.model
@@ -70,7 +69,7 @@ class Baseline:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                raise RunError(f"transformers refuses: {' '.join(str(error).split())[:160]}", "Leave this rival out") from error
+                raise RunError(f"transformers refuses: {' '.join(str(error).split())[:160]}", "Leave this method out") from error
             seconds = time.perf_counter() - start
         return self._summary(token_ids, seconds, sum(target_passes), sum(draft_passes))
 
@@ -89,11 +88,11 @@ class Baseline:
         }
 
     def _config(self, limit: int, sampling: SamplingParams) -> Any:
-        """Every field that a model's own generation config would otherwise fill in: the one that decides is ours."""
+        """Our sampling and limits, with every field set that transformers would otherwise take from the model's own config."""
         from transformers import GenerationConfig
 
         ends = [-1] if sampling.ignore_eos else sorted(self._pair.target.eos_ids) or [-1]
-        # transformers warns of sampling fields beside do_sample=False, and takes none over then
+        # with do_sample=False transformers ignores sampling fields and warns of them
         drawn: dict[str, Any] = {"do_sample": False}
         if not sampling.greedy:
             drawn = {
@@ -110,7 +109,8 @@ class Baseline:
 
     @contextmanager
     def _assistant(self) -> Iterator[list[int]]:
-        """The draft model set up for a run, its own generation config put back afterwards: only there do these options count."""
+        """Yields the draft model's counted passes, with our settings in its generation config, the only place where transformers
+        reads them; the config is restored afterwards."""
         if not self._assisted or self._pair.draft is None:
             yield []
             return
@@ -134,7 +134,7 @@ class Baseline:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's warnings: of an end of sequence that never comes, of sampling fields that greedy decoding ignores."""
+    """Silence transformers' warnings about the generation config."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -147,7 +147,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _counted(model: Any) -> Iterator[list[int]]:
-    """A list that grows by a 1 at each of the model's passes."""
+    """Yields a list to which each forward pass of the model appends a 1."""
     passes: list[int] = []
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:

@@ -1,4 +1,4 @@
-"""The machine and the models that figures were measured on, in words. What heavy libraries know is asked when it is wanted."""
+"""Describes the machine and the models of a comparison in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def describe(pair: Pair) -> list[tuple[str, str]]:
-    """Pairs of a name and what it is: machine, devices, threads, models."""
+    """Pairs of a heading and its text: machine, GPU, device and threads, target, draft."""
     import torch
 
     told = [("Machine", f"{_processor()}, {os.cpu_count()} cores, {_memory()}{platform.system()} {platform.release()}")]
@@ -35,7 +35,7 @@ def _model(loaded: LoadedModel) -> str:
 
 
 def _processor() -> str:
-    """The processor's name as Linux gives it, else what Python knows."""
+    """The processor's name from /proc/cpuinfo, elsewhere from Python's `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Methods as `compare` is told them: `svip`, `sd:policy=svip:threshold=0.3`, `selfsd:skip=3+5+7`, and the rivals."""
+"""Methods as `compare` takes them on the command line: `svip`, `sd:policy=svip:threshold=0.3`, `selfsd:skip=3+5+7`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen import methods
-from specgen.compare.baselines import RIVALS, baseline_settings
+from specgen.compare.baselines import BASELINES, baseline_settings
 from specgen.errors import SpecgenError, nearest
 
-BASELINE = "ar"
+REFERENCE = "ar"  # plain decoding, which all other methods are compared with
 EVERY = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """A method as written, and what that means. `settings` are the user's, not yet completed by defaults."""
+    """A method as written on the command line. `settings` are the user's alone, without defaults."""
 
     written: str
     name: str
@@ -23,27 +23,28 @@ class MethodSpec:
     lossless: bool
 
     @property
-    def is_rival(self) -> bool:
-        return self.name in RIVALS
+    def is_baseline(self) -> bool:
+        """Whether it is one of transformers' own methods."""
+        return self.name in BASELINES
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the draft works beside the target, in a process that takes a while to start."""
-        return not self.is_rival and methods.find(self.name).schedule == "parallel"
+        """Whether the draft model runs at the same time as the target, in a process that takes a while to start."""
+        return not self.is_baseline and methods.find(self.name).schedule == "parallel"
 
 
 def parse_spec(written: str) -> MethodSpec:
-    """Raises SpecgenError for a name that is not known, with the nearest one, and for settings that the method does not have."""
+    """Read one method. Raises SpecgenError for an unknown name (with the nearest one) and for settings that the method lacks."""
     name, *pairs = (part.strip() for part in written.strip().split(":"))
     settings = _settings(written, pairs)
-    if name in RIVALS:
+    if name in BASELINES:
         baseline_settings(name, settings)
         return MethodSpec(written.strip(), name, settings, lossless=True)
     if name not in methods.METHODS:
-        known = [*methods.METHODS, *RIVALS]
+        known = [*methods.METHODS, *BASELINES]
         raise SpecgenError(
             f"there is no method {name!r}{nearest(name, known)}",
-            f"All of them: {methods.ALL_METHODS}; the rivals: {', '.join(RIVALS)}",
+            f"All of them: {methods.ALL_METHODS}; from transformers: {', '.join(BASELINES)}",
         )
     method = methods.find(name)
     methods.resolve(method, settings)
@@ -51,12 +52,12 @@ def parse_spec(written: str) -> MethodSpec:
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Lists between commas, `all` standing for every method of the table; plain decoding first, nothing twice."""
+    """Read comma-separated lists, where `all` means every method of the table. Plain decoding comes first, nothing twice."""
     written = [part.strip() for text in texts for part in text.split(",")]
     if not all(written):
         raise SpecgenError(f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup")
     names = [name for part in written for name in (methods.METHODS if part == EVERY else [part])]
-    return [parse_spec(name) for name in dict.fromkeys([BASELINE, *names])]
+    return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *names])]
 
 
 def _settings(written: str, pairs: Sequence[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Prompts to compare methods on, read from files that somebody else wrote: every mistake in them is one clear line.
+"""Reads the prompts of a comparison from a file; any mistake in it is a SpecgenError of one line.
 
-Three forms: YAML as `examples.yaml`, JSON lines with `prompt`, and Spec-Bench's `question.jsonl`, whose questions have `turns`.
+Three forms: YAML as in `examples.yaml`, JSON lines with `prompt`, and Spec-Bench's `question.jsonl` with `turns`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from specgen.errors import SpecgenError, nearest
 from specgen.files import load_yaml
 
 LARGEST_JSONL = 64 << 20  # bytes
-LARGEST_YAML = 4 << 20  # read several times slower
+LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
 UNCATEGORISED = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One answer to be made. `index` counts a file's prompts from 0; `earlier` are the turns of the user before this one."""
+    """A prompt, or one turn of a question. `index` counts the file's turns; `previous_turns` are the user's before this one."""
 
     index: int
     text: str
     category: str = UNCATEGORISED
     name: str = ""
-    earlier: tuple[str, ...] = ()
+    previous_turns: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        """What to call it in a message."""
+        """Its name in messages."""
         return f"prompt {self.index}" + (f" ({self.name})" if self.name else "")
 
 
 def examples_file() -> Path:
-    """The prompts for the bundled pair: inside the wheel, or at the top of a checkout."""
+    """The bundled prompts: inside the package in a wheel, next to the package in a checkout."""
     package = Path(specgen.__file__).parent
     inside = package / "examples.yaml"
     return inside if inside.is_file() else package.parent / "examples.yaml"
@@ -48,9 +48,9 @@ def examples_file() -> Path:
 def load_prompts(
     path: Path | None, *, category: str | None = None, limit: int | None = None, all_turns: bool = False
 ) -> list[Prompt]:
-    """The prompts of a file (None: `examples.yaml`), those of `category`, `limit` of them taken from each category in turn.
+    """The prompts of a file (None: `examples.yaml`), or those of one category; `limit` takes prompts from each category in turn.
 
-    Raises SpecgenError naming the file and the place in it.
+    With `all_turns` each turn of a question is a prompt, otherwise the first one only. Raises SpecgenError naming file and line.
     """
     if limit is not None and limit < 1:
         raise SpecgenError(f"--limit is {limit}", "It has to be a whole number of at least 1")
@@ -83,7 +83,7 @@ class _Question:
 
 
 def _in_turn(questions: Sequence[_Question], limit: int) -> list[_Question]:
-    """`limit` questions in the file's order: the first of each category, then the second of each, and so on."""
+    """`limit` questions in the file's order: the first of each category, then the second of each category, and so on."""
     by_category: dict[str, list[_Question]] = defaultdict(list)
     for question in questions:
         by_category[question.category].append(question)
@@ -102,7 +102,7 @@ def _questions(path: Path) -> Iterator[_Question]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each entry, and where it stands."""
+    """Each entry and its position in the file, in words."""
     suffix = path.suffix.lower()
     text = _read(path, LARGEST_YAML if suffix in (".yaml", ".yml") else LARGEST_JSONL)
     is_lines = suffix in (".jsonl", ".json", ".ndjson") or (suffix not in (".yaml", ".yml") and text.lstrip()[:1] == "{")
@@ -111,7 +111,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for position, entry in _json_lines(path, text) if is_lines else _yaml_entries(path, text):
         if not isinstance(entry, dict):
             raise SpecgenError(
-                f"{path}, {position}: {_shown(entry)} is no prompt", 'Write {"prompt": "…"} or, in YAML, prompt: …'
+                f"{path}, {position}: {_shown(entry)} is not a prompt", 'Write {"prompt": "…"} or, in YAML, prompt: …'
             )
         yield position, entry
 
@@ -147,9 +147,9 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise SpecgenError(
-                f"{path}, line {number} is no JSON: {error.msg} at column {error.colno}", "Write one JSON object a line"
+                f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}", "Write one JSON object a line"
             ) from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets nested too deeply
             raise SpecgenError(f"{path}, line {number} cannot be read as JSON", "Write one JSON object a line") from error
         yield f"line {number}", entry
 
@@ -163,7 +163,7 @@ def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecgenError(f"{path}{where} is no YAML: {problem}", "examples.yaml shows the form") from error
+        raise SpecgenError(f"{path}{where} is not YAML: {problem}", "examples.yaml shows the form") from error
     except (ValueError, RecursionError) as error:  # a date that does not exist, for one
         raise SpecgenError(f"{path} cannot be read as YAML: {error}", "examples.yaml shows the form") from error
     entries = document.get("prompts") if isinstance(document, dict) else document
@@ -184,7 +184,7 @@ def _turns(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:
         raise SpecgenError(f"{where}: `{key}` is {_shown(entry[key])}", f"It has to be {wanted}")
     for turn in turns:
         if not turn.strip():
-            raise SpecgenError(f"{where}: the prompt is empty", "Give the model something to go on from")
+            raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
         if any("\ud800" <= character <= "\udfff" for character in turn):
             raise SpecgenError(f"{where}: the prompt holds half of a surrogate pair", "Write the character itself")
     return tuple(turns)
@@ -200,7 +200,7 @@ def _word(entry: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: short, whatever it is."""
+    """A short form of any value for a message."""
     if isinstance(value, dict | list):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
     text = repr(value)

@@ -1,7 +1,7 @@
-"""Runs of a comparison folded into a row a method: figures over all prompts, the speedup and its interval, the verdict.
+"""The runs of a comparison summed up for each method: figures over all prompts, the speedup and its interval, the differences.
 
-Of a prompt's repeats the run with the median seconds stands for it, with all its figures: so seconds, tokens and phases add up,
-and everything in a row can be computed again from the trace. Imports no torch.
+Of a prompt's repeats only the run with the median seconds counts, with all its figures, so that seconds, tokens and phases add up
+and every figure can be computed again from the trace. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specgen.compare.method_specs import BASELINE, MethodSpec
+from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
-from specgen.compare.verdict import Difference
+from specgen.compare.verdict import Difference, Outcome, count_outcomes
 from specgen.errors import SpecgenError
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRun
 from specgen.types import Round
 
 RESAMPLES = 2000
-FEW_RESAMPLES = 200  # while it runs, where the intervals still move
+FEW_RESAMPLES = 200  # for the live table, whose intervals still change
 LEVEL = 0.95
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run: its summary line (with `drafts`), and each round's draft length where all were chains, drafted in turn with
-    the target's passes; None where they were not, or nobody told. `branches` where drafts were trees, or several at once."""
+    """A finished run: its summary line (with `drafts`) and each round's draft length, None where drafts were not chains drafted
+    in turn with the target's passes, or where there are no rounds. `branches` where drafts were trees or several chains."""
 
     line: Mapping[str, Any]
     draft_lengths: tuple[int, ...] | None
@@ -39,6 +39,14 @@ class Run:
         branches = any(list(round_.draft.parents) != list(range(-1, len(round_.draft.tokens) - 1)) for round_ in rounds)
         in_turn = not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
         return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None, branches)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.line["seconds"])
+
+    @property
+    def tokens(self) -> int:
+        return len(self.line["token_ids"])
 
 
 @dataclass(slots=True)
@@ -51,188 +59,152 @@ class Results:
     runs: dict[Key, Run] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     failures: dict[str, SpecgenError] = field(default_factory=dict)
-    examples: dict[str, TracedRun] = field(default_factory=dict)  # the first prompt's first run, by method
-    skipped: set[int] = field(default_factory=set)  # later turns that the context had no room for
+    examples: dict[str, TracedRun] = field(default_factory=dict)  # by method, the first run of the first prompt
+    skipped: set[int] = field(default_factory=set)  # indices of later turns that the context had no room for
 
-    def whole_turns(self) -> set[tuple[int, int]]:
-        """The prompts and repeats that every method still in has run: only these are fair to compare."""
+    def complete_repeats(self) -> set[tuple[int, int]]:
+        """The (prompt index, repeat) pairs that every method has run, failed methods aside: only these can be compared."""
         running = [spec.written for spec in self.specs if spec.written not in self.failures]
-        turns = {(prompt, repeat) for _, prompt, repeat in self.runs}
-        return {turn for turn in turns if all((written, *turn) in self.runs for written in running)}
+        repeats = {(prompt, repeat) for _, prompt, repeat in self.runs}
+        return {pair for pair in repeats if all((written, *pair) in self.runs for written in running)}
+
+    def label(self, prompt_index: int) -> str:
+        return next(prompt.label for prompt in self.prompts if prompt.index == prompt_index)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Over some prompts. `identical`, `tied` and `diverged` count prompts, None where outputs are not compared."""
+    """A method's figures over some prompts. `differences` is None where outputs are not compared: when sampling, and for lossy
+    methods. `low` and `high` are the ends of the speedup's 95 % interval."""
 
     summary: Summary
     prompts: int
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
-    identical: int | None = None
-    tied: int | None = None
-    diverged: int | None = None
+    differences: Sequence[Difference] | None = None
     perplexity: float | None = None
     joules_per_token: float | None = None
-    branches: bool = False  # drafts are trees, or several at once
+    branches: bool = False  # drafts are trees or several chains
 
-    def as_dict(self) -> dict[str, Any]:
-        counted = self.summary.as_dict("", "")
-        told = {name: value for name, value in counted.items() if name not in ("method", "text", "token_ids", "finish_reason")}
-        if self.summary.unsplit_seconds:
-            told["phase_seconds"] = None
-        return {
-            "prompts": self.prompts,
-            **told,
-            "mean_draft_length": self.summary.mean_draft_length,
-            "speedup": self.speedup,
-            "speedup_low": self.low,
-            "speedup_high": self.high,
-            "identical": self.identical,
-            "tied": self.tied,
-            "diverged": self.diverged,
-            "perplexity": self.perplexity,
-            "joules_per_token": self.joules_per_token,
-        }
+    @property
+    def outcomes(self) -> Mapping[Outcome, int]:
+        """Prompts by how their output compares with plain decoding's; empty where outputs are not compared."""
+        return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A method's line. Where it could not run `failure` says why, and `overall` is None."""
+class Prediction:
+    """Predicted speedups: by EESD's Eq. 14, and by adding up all passes at their measured costs. None where drafts are not chains
+    drafted in turn with the target, or where their lengths are unknown."""
+
+    formula: float | None = None
+    pass_costs: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MethodResult:
+    """A method's results. `overall` is None where it has no runs to compare; `failure` says why it could not run."""
 
     spec: MethodSpec
     overall: Figures | None
     by_category: Mapping[str, Figures] = field(default_factory=dict)
-    differences: Sequence[Difference] = ()
     failure: SpecgenError | None = None
+    prediction: Prediction | None = None  # only where predictions were requested
 
     @property
-    def is_baseline(self) -> bool:
-        return self.spec.written == BASELINE
+    def is_reference(self) -> bool:
+        return self.spec.written == REFERENCE
 
     @property
-    def is_broken(self) -> bool:
-        return any(not difference.is_tie for difference in self.differences)
+    def differences(self) -> Sequence[Difference]:
+        return (self.overall and self.overall.differences) or ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON line, less its `type`."""
-        figures = self.overall or Figures(Summary(self.spec.name), 0)
-        return {
-            "method": self.spec.written,
-            "lossless": self.spec.lossless,
-            **figures.as_dict(),
-            "differences": [difference.as_dict() for difference in self.differences],
-            "error": None if self.failure is None else str(self.failure),
-            "by_category": {category: row.as_dict() for category, row in self.by_category.items()},
-        }
+    @property
+    def broken(self) -> Difference | None:
+        """The first difference that a lossless method must not have."""
+        return next((difference for difference in self.differences if difference.outcome.is_broken), None)
+
+    @property
+    def speedup(self) -> float | None:
+        return None if self.overall is None else self.overall.speedup
 
 
-def rows(results: Results, resamples: int = RESAMPLES) -> list[Row]:
-    """A row a method, in the order asked for, `ar` first."""
-    turns = results.whole_turns()
+def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodResult]:
+    """Each method's results, in the order of the request, plain decoding first."""
+    repeats = results.complete_repeats()
     categories = {prompt.index: prompt.category for prompt in results.prompts}
-    medians = {spec.written: median_runs(results, spec.written, turns) for spec in results.specs}
-    baseline = medians[BASELINE]
+    medians = {spec.written: median_runs(results, spec.written, repeats) for spec in results.specs}
     made = []
     for spec in results.specs:
-        failure = results.failures.get(spec.written)
-        if failure is not None or not medians[spec.written]:
-            made.append(Row(spec, None, failure=failure))
+        own, failure = medians[spec.written], results.failures.get(spec.written)
+        if failure is not None or not own:
+            made.append(MethodResult(spec, None, failure=failure))
             continue
-        different = [
-            results.differences[key]
-            for key in sorted(results.differences, key=lambda key: key[1:])
-            if key[0] == spec.written and key[1:] in turns
-        ]
-        own = medians[spec.written]
-        by_category = {
-            category: _figures(
-                results, spec, _only(own, categories, category), _only(baseline, categories, category), different, resamples
-            )
-            for category in dict.fromkeys(categories[index] for index in sorted(own))
-        }
-        made.append(Row(spec, _figures(results, spec, own, baseline, different, resamples), by_category, different))
+        differences = None
+        if results.greedy and spec.lossless:
+            keys = [key for key in results.differences if key[0] == spec.written and key[1:] in repeats]
+            differences = [results.differences[key] for key in sorted(keys, key=lambda key: key[1:])]
+        by_category = {}
+        for category in dict.fromkeys(categories[index] for index in own):
+            part = {index: run for index, run in own.items() if categories[index] == category}
+            by_category[category] = _figures(spec, part, medians[REFERENCE], differences, resamples)
+        made.append(MethodResult(spec, _figures(spec, own, medians[REFERENCE], differences, resamples), by_category))
     return made
 
 
-def _only(runs: Mapping[int, Run], categories: Mapping[int, str], category: str) -> dict[int, Run]:
-    return {index: run for index, run in runs.items() if categories[index] == category}
-
-
-def median_runs(results: Results, written: str, turns: Iterable[tuple[int, int]]) -> dict[int, Run]:
+def median_runs(results: Results, written: str, repeats: Iterable[tuple[int, int]]) -> dict[int, Run]:
     """By prompt index the run whose seconds are the median of its repeats (the lower one of two)."""
-    repeats: dict[int, list[Run]] = {}
-    for index, repeat in sorted(turns):
+    runs: dict[int, list[Run]] = {}
+    for index, repeat in sorted(repeats):
         if (written, index, repeat) in results.runs:
-            repeats.setdefault(index, []).append(results.runs[written, index, repeat])
-    return {index: sorted(runs, key=_seconds)[(len(runs) - 1) // 2] for index, runs in sorted(repeats.items())}
-
-
-def _seconds(run: Run) -> float:
-    return float(run.line["seconds"])
+            runs.setdefault(index, []).append(results.runs[written, index, repeat])
+    return {index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2] for index, own in runs.items()}
 
 
 def _figures(
-    results: Results,
     spec: MethodSpec,
     own: Mapping[int, Run],
-    baseline: Mapping[int, Run],
-    differences: Sequence[Difference],
+    reference: Mapping[int, Run],
+    differences: Sequence[Difference] | None,
     resamples: int,
 ) -> Figures:
+    """Figures over the prompts of `own`. `reference` and `differences` may be of more prompts."""
     summary = Summary(spec.name)
     for run in own.values():
         summary.include(run.line)
-    speedup, low, high = speedup_interval([_pace(own[index]) + _pace(baseline[index]) for index in own], resamples)
-    identical = tied = diverged = None
-    if spec.written == BASELINE:
-        identical, tied, diverged, low, high = len(own), 0, 0, None, None
-    elif results.greedy and spec.lossless:
-        broken = {difference.prompt_index for difference in differences if not difference.is_tie} & set(own)
-        ties = {difference.prompt_index for difference in differences if difference.is_tie} & set(own) - broken
-        identical, tied, diverged = len(own) - len(ties) - len(broken), len(ties), len(broken)
-    return Figures(
-        summary,
-        len(own),
-        speedup,
-        low,
-        high,
-        identical,
-        tied,
-        diverged,
-        _mean(own.values(), "perplexity", geometric=True),
-        _mean(own.values(), "joules_per_token"),
-        any(run.branches for run in own.values()),
-    )
-
-
-def _pace(run: Run) -> tuple[int, float]:
-    return len(run.line["token_ids"]), _seconds(run)
+    pairs = [(run.tokens, run.seconds, reference[index].tokens, reference[index].seconds) for index, run in own.items()]
+    speedup, low, high = speedup_interval(pairs, resamples)
+    if spec.written == REFERENCE:
+        differences, low, high = (), None, None
+    elif differences is not None:
+        differences = [difference for difference in differences if difference.prompt_index in own]
+    perplexity, joules = _mean(own.values(), "perplexity", geometric=True), _mean(own.values(), "joules_per_token")
+    branches = any(run.branches for run in own.values())
+    return Figures(summary, len(own), speedup, low, high, differences, perplexity, joules, branches)
 
 
 def _mean(runs: Iterable[Run], key: str, *, geometric: bool = False) -> float | None:
-    """The mean over all tokens of a figure that runs may have: perplexities are averaged as log-likelihoods, joules add up.
+    """The mean over all tokens of a figure of the summary lines: perplexities are averaged as log-likelihoods, joules add up.
 
-    None unless each run with tokens has it: a mean over some of the prompts is that of another text.
+    None unless every run with tokens has the figure, since a mean over some of the prompts cannot be compared.
     """
-    lines = [run.line for run in runs if run.line["token_ids"]]
-    if not lines or any(line.get(key) is None for line in lines):
+    measured = [run for run in runs if run.tokens]
+    if not measured or any(run.line.get(key) is None for run in measured):
         return None
-    told = [(float(line[key]), len(line["token_ids"])) for line in lines]
-    total = sum(tokens for _, tokens in told)
+    total = sum(run.tokens for run in measured)
     if geometric:
-        return math.exp(sum(math.log(value) * tokens for value, tokens in told) / total)
-    return sum(value * tokens for value, tokens in told) / total
+        return math.exp(sum(math.log(run.line[key]) * run.tokens for run in measured) / total)
+    return sum(float(run.line[key]) * run.tokens for run in measured) / total
 
 
 def speedup_interval(
     pairs: Sequence[tuple[int, float, int, float]], resamples: int = RESAMPLES
 ) -> tuple[float | None, float | None, float | None]:
-    """How many times as many tokens a second as plain decoding, with a 95 % interval: None with fewer than two prompts.
+    """The ratio of a method's tokens per second to plain decoding's, and its 95 % interval, None with fewer than two prompts.
 
-    `pairs` has a line a prompt: tokens and seconds of the method, tokens and seconds of plain decoding. Where the outputs are the
-    same this is plain decoding's seconds over the method's. The interval is a percentile bootstrap over prompts, its seed fixed.
+    `pairs` has one tuple a prompt: tokens and seconds of the method, tokens and seconds of plain decoding. The interval is a
+    percentile bootstrap over prompts with a fixed seed.
     """
     import numpy as np
 

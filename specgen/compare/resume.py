@@ -1,4 +1,4 @@
-"""A comparison that was broken off, read back from its trace so that it can go on."""
+"""Reads the trace of an interrupted comparison, so that its runs need not be made again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.compare.method_specs import BASELINE, MethodSpec, parse_spec
+from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run
 from specgen.compare.runner import BenchmarkConfig, Runner, settings_of
 from specgen.errors import SpecgenError
@@ -26,67 +26,63 @@ _OPTIONS = {
     "top_k": "--top-k",
     "ignore_eos": "--ignore-eos",
 }
+_UNCHANGED = "Name a trace as --trace writes it, unchanged"
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierRun:
-    """A run of the trace that ended, and the line it begins on."""
+class RecordedRun:
+    """A finished run of the trace, and the number of its first line."""
 
     start: Mapping[str, Any]
     run: Run
     line: int
-    traced: TracedRun | None  # kept whole for the first prompt's first run alone
+    traced: TracedRun | None  # with all rounds, only for the first run of the first prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """What a trace holds. `end` is the byte behind its last whole line."""
+class RecordedComparison:
+    """The finished runs of a trace. `end` is the byte after its last complete line."""
 
     path: Path
-    runs: Sequence[EarlierRun]
+    runs: Sequence[RecordedRun]
     end: int
 
     def specs(self) -> list[MethodSpec]:
-        """The methods of the trace, as they were written."""
-        written = dict.fromkeys([BASELINE, *(str(run.start["spec"]) for run in self.runs)])
-        return [parse_spec(name) for name in written]
+        """The methods of the trace, in the order in which they first ran."""
+        return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *(str(run.start["spec"]) for run in self.runs)])]
 
-    @property
-    def tells_perplexity(self) -> bool:
-        return any(run.run.line.get("perplexity") is not None for run in self.runs)
+    def has(self, figure: str) -> bool:
+        """Whether a run's summary line has this figure."""
+        return any(recorded.run.line.get(figure) is not None for recorded in self.runs)
 
-    @property
-    def tells_energy(self) -> bool:
-        return any(run.run.line.get("energy") is not None for run in self.runs)
-
-    def fill(self, runner: Runner, contest: BenchmarkConfig, pair: Pair) -> None:
-        """Count its runs as far as this comparison asks for them. Raises SpecgenError where they were made otherwise."""
-        specs = {spec.written: spec for spec in contest.specs}
-        prompts = {prompt.index: prompt for prompt in contest.prompts}
-        for earlier in sorted(self.runs, key=lambda run: run.start["spec"] != BASELINE):  # others are judged by plain decoding's
-            self._check_settings(earlier.start, settings_of(contest, pair))
-            start = earlier.start
+    def add_to(self, runner: Runner, config: BenchmarkConfig, pair: Pair) -> None:
+        """Count the runs that this comparison asks for. Raises SpecgenError where they were made with other settings."""
+        specs = {spec.written: spec for spec in config.specs}
+        prompts = {prompt.index: prompt for prompt in config.prompts}
+        # plain decoding's runs come first, since the others are compared with them
+        for recorded in sorted(self.runs, key=lambda run: run.start["spec"] != REFERENCE):
+            start = recorded.start
+            self._check_settings(start, settings_of(config, pair))
             spec, prompt = specs.get(start["spec"]), prompts.get(start["prompt_index"])
-            if spec is None or prompt is None or start["repeat"] >= contest.repeats:
+            if spec is None or prompt is None or start["repeat"] >= config.repeats:
                 continue
             if start["prompt_ids"] != runner.prompt_ids(prompt):
                 raise SpecgenError(
-                    f"{self.path}, line {earlier.line:,}: {prompt.label} was another one",
-                    "Give the same --prompts (and --chat, --turns) as then",
+                    f"{self.path}, line {recorded.line:,}: {prompt.label} had other tokens",
+                    "Give the same --prompts (and --chat, --turns) as for that trace",
                 )
-            runner.add(spec, prompt, start["repeat"], earlier.run)
-            if earlier.traced is not None and prompt is contest.prompts[0]:
-                runner.results.examples[spec.written] = earlier.traced
+            runner.add(spec, prompt, start["repeat"], recorded.run)
+            if recorded.traced is not None and prompt is config.prompts[0]:
+                runner.results.examples[spec.written] = recorded.traced
 
     def _check_settings(self, start: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        before = {name: start.get(name) for name in now if name != "sampling"} | dict(start["sampling"])
-        present = {name: value for name, value in now.items() if name != "sampling"} | dict(now["sampling"])
-        for name, value in present.items():
-            if before.get(name) != value:
+        before, after = {**start, **start["sampling"]}, {**now, **now["sampling"]}
+        for name in after:
+            if name != "sampling" and before.get(name) != after[name]:
                 option = _OPTIONS.get(name)
                 raise SpecgenError(
-                    f"{self.path} was made with {option or name} {_shown(before.get(name))}, and now it is {_shown(value)}",
-                    f"Give the same {option}" if option else "Times are comparable on one installation only: start a new trace",
+                    f"{self.path} was made with {option or name} {_shown(before.get(name))}, and now it is {_shown(after[name])}",
+                    f"Give the same {option}" if option else "Times from other versions cannot be compared: start a new trace",
                 )
 
 
@@ -94,9 +90,9 @@ def _shown(value: object) -> str:
     return ", ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, dict) else str(value)
 
 
-def read_earlier(path: Path) -> Earlier:
-    """The whole runs of a comparison's trace. Raises SpecgenError for what is none."""
-    runs: list[EarlierRun] = []
+def read_comparison(path: Path) -> RecordedComparison:
+    """The finished runs of a comparison's trace. Raises SpecgenError for any other file."""
+    runs: list[RecordedRun] = []
     end = 0
     for traced in read_trace(path):
         end = traced.end
@@ -104,23 +100,23 @@ def read_earlier(path: Path) -> Earlier:
         position = (start.get("spec"), start.get("prompt_index"), start.get("repeat"))
         if not isinstance(position[0], str) or not all(type(number) is int and number >= 0 for number in position[1:]):
             raise SpecgenError(
-                f"{path}, line {traced.first_line:,} begins a run of no comparison",
+                f"{path}, line {traced.first_line:,} begins a run that is not part of a comparison",
                 "Name a trace that specgen compare --trace wrote",
             )
         if traced.summary is None or traced.finish_reason == "interrupted":
             continue
         _check_summary(traced.summary, f"{path}, the run on line {traced.first_line:,}")
         run = Run.of(traced.summary, [entry.round for entry in traced.rounds])
-        is_example = start["repeat"] == 0 and start["prompt_index"] == runs[0].start["prompt_index"] if runs else True
-        runs.append(EarlierRun(start, run, traced.first_line, traced if is_example else None))
-    return Earlier(path, runs, end)
+        is_example = start["repeat"] == 0 and (not runs or start["prompt_index"] == runs[0].start["prompt_index"])
+        runs.append(RecordedRun(start, run, traced.first_line, traced if is_example else None))
+    return RecordedComparison(path, runs, end)
 
 
 def _check_summary(line: Mapping[str, Any], where: str) -> None:
     for name in ("rounds", "drafts", "drafted", "accepted"):
         if type(line.get(name)) is not int or line[name] < 0:
-            raise SpecgenError(f"{where} has {line.get(name)!r} for {name}", "Name a trace as --trace writes it, unchanged")
+            raise SpecgenError(f"{where} has {line.get(name)!r} for {name}", _UNCHANGED)
     phases = line.get("phase_seconds")
     seconds = [line.get("seconds"), *(phases.values() if isinstance(phases, dict) else [])]
     if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in seconds):
-        raise SpecgenError(f"{where} has seconds that are none", "Name a trace as --trace writes it, unchanged")
+        raise SpecgenError(f"{where} has invalid seconds", _UNCHANGED)

@@ -1,7 +1,7 @@
-"""Methods measured against one another on one pair: runs in turn, prompt by prompt, so that a drifting machine is fair to all.
+"""Runs a comparison on one pair: each prompt by all methods in turn, so that changes of the machine's speed affect all alike.
 
-Plain decoding comes first in every turn. Each method runs once before anything is counted; caches are forgotten before each run.
-Nothing is written, shown or judged while a run is timed.
+Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and caches are cleared before
+each run. Nothing is written, shown or compared while a run is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen.compare.baselines import Baseline, baseline_settings
-from specgen.compare.method_specs import BASELINE, MethodSpec
+from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import Results, Run
 from specgen.compare.verdict import judge
@@ -27,13 +27,13 @@ from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair
+    from specgen.pair import Pair, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
-    """What is to be measured. `record` asks for figures of both distributions in the trace; perplexity is told where it is asked
-    for or a method is lossy, and then of all methods."""
+    """What to measure. `record` adds to the trace how far both models' distributions agree. Perplexity is measured for all
+    methods where it is requested or a method is lossy."""
 
     specs: Sequence[MethodSpec]
     prompts: Sequence[Prompt]
@@ -45,13 +45,13 @@ class BenchmarkConfig:
     energy: bool = False
 
     @property
-    def tells_perplexity(self) -> bool:
+    def measures_perplexity(self) -> bool:
         return self.perplexity or not all(spec.lossless for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkStep:
-    """What is run next, None at the end, and how far we are. `seconds_left` is a guess from the runs so far."""
+    """The next run (None at the end) and the progress. `seconds_left` is estimated from the runs so far, if any."""
 
     spec: MethodSpec | None
     prompt: Prompt | None
@@ -63,7 +63,7 @@ class BenchmarkStep:
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A run as a trace has it."""
+    """A run in the form of a trace: its start line, rounds and summary line."""
 
     start: Mapping[str, Any]
     rounds: Sequence[Round]
@@ -71,58 +71,61 @@ class _Finished:
 
 
 class Runner:
-    """Fills `results`. `write` gets each finished run's lines; `held` is where an interruption has to wait."""
+    """Fills `results`. `write` takes the trace lines of each finished run; inside `held` an interruption is delayed."""
 
     def __init__(
         self,
         pair: Pair,
-        contest: BenchmarkConfig,
+        config: BenchmarkConfig,
         results: Results,
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
         held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._pair, self._contest, self.results, self._write, self._held = pair, contest, results, write, held
-        given = contest.sampling.seed
-        self._seed = secrets.randbits(32) if given is None else given
-        self._seconds: dict[str, list[float]] = defaultdict(list)  # of whole runs on the clock, warm-up included, for the guess
+        self._pair, self._config, self.results, self._write, self._held = pair, config, results, write, held
+        seed = config.sampling.seed
+        self._seed = secrets.randbits(32) if seed is None else seed
+        self._seconds: dict[str, list[float]] = defaultdict(
+            list
+        )  # wall-clock, warm-up included, for the estimate of what is left
         self._ids: dict[int, list[int]] = {}
-        self._meter = energy_meter_for(pair.all_devices) if contest.energy else None
+        self._meter = energy_meter_for(pair.all_devices) if config.energy else None
 
     def check(self) -> None:
-        """Refuse a prompt that plain decoding cannot go on from, before anything is run. Raises SpecgenError naming it."""
-        for prompt in self._contest.prompts:
-            if not prompt.earlier:
+        """Raises SpecgenError naming the first prompt that plain decoding cannot continue, before anything is run."""
+        for prompt in self._config.prompts:
+            if not prompt.previous_turns:
                 try:
-                    self._limit(self.prompt_ids(prompt))
+                    self._reference_plan(self.prompt_ids(prompt))
                 except SpecgenError as error:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Later turns stand behind plain decoding's answers to the earlier ones, for all methods alike."""
+        """The prompt's token ids. A later turn follows plain decoding's answers to the earlier ones, whatever the method."""
         if prompt.index not in self._ids:
-            first = prompt.index - len(prompt.earlier)
-            answers = [str(self.results.runs[BASELINE, first + turn, 0].line["text"]) for turn in range(len(prompt.earlier))]
-            before = list(zip(prompt.earlier, answers, strict=True))
-            if self._contest.chat:
-                ids = self._pair.tokenizer.chat(prompt.text, None, before)
+            previous = range(prompt.index - len(prompt.previous_turns), prompt.index)
+            answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
+            turns = list(zip(prompt.previous_turns, answers, strict=True))
+            if self._config.chat:
+                ids = self._pair.tokenizer.chat(prompt.text, None, turns)
             else:
-                said = "".join(f"{question}{answer.rstrip()}\n\n" for question, answer in before)
-                ids = self._pair.tokenizer.encode(said + prompt.text)
+                history = "".join(f"{question}{answer.rstrip()}\n\n" for question, answer in turns)
+                ids = self._pair.tokenizer.encode(history + prompt.text)
             self._ids[prompt.index] = ids
         return self._ids[prompt.index]
 
     def steps(self) -> Iterator[BenchmarkStep]:
-        """Yields before each run, and once at the end; the run happens when the next step is asked for."""
+        """Yields before each run and once at the end; the run itself happens when the caller takes the next step."""
         todo = [
             (spec, prompt, repeat)
-            for repeat in range(self._contest.repeats)
-            for prompt in self._contest.prompts
-            for spec in self._contest.specs
+            for repeat in range(self._config.repeats)
+            for prompt in self._config.prompts
+            for spec in self._config.specs
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
-        for spec in [spec for spec in self._contest.specs if any(spec is other for other, _, _ in todo)]:
-            yield self._step(todo, 0, spec, self._contest.prompts[0], warming_up=True)
-            self._attempt(spec, self._contest.prompts[0], 0)
+        first_prompt = self._config.prompts[0]
+        for spec in [spec for spec in self._config.specs if any(spec is other for other, _, _ in todo)]:
+            yield self._step(todo, 0, spec, first_prompt, warming_up=True)
+            self._attempt(spec, first_prompt, 0)
         for position, (spec, prompt, repeat) in enumerate(todo):
             if spec.written in self.results.failures or prompt.index in self.results.skipped:
                 continue
@@ -142,49 +145,48 @@ class Runner:
         *,
         warming_up: bool = False,
     ) -> BenchmarkStep:
-        results = self.results
-        live = [
-            (entry[0].written, at >= position)
-            for at, entry in enumerate(todo)
-            if entry[0].written not in results.failures and entry[1].index not in results.skipped
-        ]
-        known = {written: sum(seconds) / len(seconds) for written, seconds in self._seconds.items()}
-        longest = max(known.values(), default=None)
-        left = None if longest is None else sum(known.get(written, longest) for written, is_ahead in live if is_ahead)
-        done = sum(not is_ahead for _, is_ahead in live)
-        return BenchmarkStep(spec, prompt, warming_up, done, len(live), left)
+        def possible(runs: Sequence[tuple[MethodSpec, Prompt, int]]) -> list[str]:
+            """The methods of these runs, less the runs that failures rule out."""
+            failures, skipped = self.results.failures, self.results.skipped
+            return [spec.written for spec, prompt, _ in runs if spec.written not in failures and prompt.index not in skipped]
+
+        done, left = possible(todo[:position]), possible(todo[position:])
+        means = {written: sum(seconds) / len(seconds) for written, seconds in self._seconds.items()}
+        longest = max(means.values(), default=None)
+        seconds_left = None if longest is None else sum(means.get(written, longest) for written in left)
+        return BenchmarkStep(spec, prompt, warming_up, len(done), len(done) + len(left), seconds_left)
 
     def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> _Finished | None:
-        """One run; None, with the reason kept, where this method or this prompt cannot be had."""
+        """Make one run. Returns None where the method fails (`results.failures` then says why) or the prompt is skipped."""
         if prompt.index in self.results.skipped or spec.written in self.results.failures:
             return None
-        sampling = replace(self._contest.sampling, seed=(self._seed + repeat) % 2**63)
+        sampling = replace(self._config.sampling, seed=(self._seed + repeat) % 2**63)
         start = time.perf_counter()
         try:
             ids = self.prompt_ids(prompt)
-            finished = self._rival(spec, ids, sampling) if spec.is_rival else self._own(spec, ids, sampling)
+            finished = self._run_baseline(spec, ids, sampling) if spec.is_baseline else self._run_method(spec, ids, sampling)
         except (SpecgenError, RuntimeError, MemoryError) as error:
             self._fail(spec, prompt, error)
             return None
         self._seconds[spec.written].append(time.perf_counter() - start)
-        position = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
-        return replace(finished, start={**finished.start, **position, "prompt_name": prompt.name})
+        place = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
+        return replace(finished, start={**finished.start, **place, "prompt_name": prompt.name})
 
     def _fail(self, spec: MethodSpec, prompt: Prompt, error: Exception) -> None:
-        """Keep why a method cannot run, and go on; what is no mistake of the user's or machine's is raised again."""
+        """Record why a method cannot run, or that a later turn is too long; raises what no method is to blame for."""
         if is_out_of_memory(error):
             error = RunError("out of memory", "Leave this method out, or take a smaller -n")
         if not isinstance(error, SpecgenError):
             raise error
-        if spec.written != BASELINE:
+        if spec.written != REFERENCE:
             self.results.failures[spec.written] = error
-        elif prompt.earlier and not isinstance(error, RunError):
+        elif prompt.previous_turns and not isinstance(error, RunError):
             self.results.skipped.add(prompt.index)
         else:
             raise error
 
-    def _own(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        plan = self._pair.plan(ids, spec.name, sampling, record=self._contest.record, **spec.settings)
+    def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
+        plan = self._pair.plan(ids, spec.name, sampling, record=self._config.record, **spec.settings)
         self._pair.forget()
         summary = Summary(spec.name)
         with self._metered(summary):
@@ -197,24 +199,24 @@ class Runner:
         line = summary.as_dict(text, plan.run.finish_reason or "length") | counts
         return _Finished(traces.start_line(self._pair, plan), rounds, line)
 
-    def _rival(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
+    def _run_baseline(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
         settings = baseline_settings(spec.name, spec.settings)
-        rival = Baseline(self._pair, spec.name, settings)
-        plan = self._pair.plan(ids, BASELINE, sampling)
-        counted = Summary(spec.name)
-        with self._metered(counted):
-            told = rival.run(ids, plan.run.limit, sampling, plan.seed)
+        baseline = Baseline(self._pair, spec.name, settings)
+        plan = self._reference_plan(ids, sampling)
+        summary = Summary(spec.name)
+        with self._metered(summary):
+            counted = baseline.run(ids, plan.run.limit, sampling, plan.seed)
         start = traces.start_line(self._pair, plan) | {"method": spec.name, "settings": settings, "lossless": True}
         if spec.name == "transformers-assisted" and self._pair.draft is not None:
             start["draft"] = self._pair.draft.name
-        counted.include(told)
-        self._add_likelihood(counted, ids)
-        line = counted.as_dict(self._pair.text(plan, told["token_ids"]), told["finish_reason"])
-        return _Finished(start, (), line | {"phase_seconds": None, "drafts": told["drafts"]})
+        summary.include(counted)
+        self._add_likelihood(summary, ids)
+        line = summary.as_dict(self._pair.text(plan, counted["token_ids"]), counted["finish_reason"])
+        return _Finished(start, (), line | {"phase_seconds": None, "drafts": counted["drafts"]})
 
     @contextmanager
     def _metered(self, summary: Summary) -> Iterator[None]:
-        """Count the energy of what happens inside, where that was asked for."""
+        """Add the energy used inside to the summary, where it was requested."""
         if self._meter is None:
             yield
             return
@@ -223,42 +225,42 @@ class Runner:
         summary.add_energy(self._meter.stop())
 
     def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
-        if self._contest.tells_perplexity:
+        if self._config.measures_perplexity:
             summary.add_log_likelihood(self._pair.log_likelihood(prompt_ids, summary.token_ids))
 
-    def _limit(self, ids: list[int]) -> int:
-        return self._pair.plan(ids, BASELINE, self._contest.sampling).run.limit
+    def _reference_plan(self, ids: list[int], sampling: SamplingParams | None = None) -> Plan:
+        return self._pair.plan(ids, REFERENCE, sampling or self._config.sampling)
 
     def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: _Finished) -> None:
         if self._write is not None:
             self._write(self._lines(finished))
-        if repeat == 0 and prompt is self._contest.prompts[0]:
+        if repeat == 0 and prompt is self._config.prompts[0]:
             self.results.examples[spec.written] = self._traced(finished)
         self.add(spec, prompt, repeat, Run.of(finished.line, finished.rounds))
 
     def _lines(self, finished: _Finished) -> Iterator[Mapping[str, Any]]:
         yield finished.start
         for round_ in finished.rounds:
-            yield traces.round_line(round_, self._pair.tokenizer.text_of, record=self._contest.record)
+            yield traces.round_line(round_, self._pair.tokenizer.text_of, record=self._config.record)
         yield traces.summary_line(finished.line)
 
     def _traced(self, finished: _Finished) -> TracedRun:
-        """The run as a reader of its trace would have it."""
+        """The run in the form in which a reader of its trace gets it."""
         text_of = self._pair.tokenizer.text_of
         rounds = []
         for round_ in finished.rounds:
             texts = tuple(text_of([token]) for token in round_.draft.tokens)
-            own = None if round_.verdict.token is None else text_of([round_.verdict.token])
-            rounds.append(TracedRound(round_, texts, own))
+            token_text = None if round_.verdict.token is None else text_of([round_.verdict.token])
+            rounds.append(TracedRound(round_, texts, token_text))
         return TracedRun(finished.start, 0, rounds, finished.line)
 
     def add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run) -> None:
-        """Count a finished run, and judge its output where that can be done."""
+        """Count a finished run and, in greedy decoding by a lossless method, compare its output with plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
-        reference = results.runs.get((BASELINE, prompt.index, repeat))
-        if not results.greedy or not spec.lossless or spec.written == BASELINE or reference is None:
+        reference = results.runs.get((REFERENCE, prompt.index, repeat))
+        if not results.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:
             return
         answers = reference.line["token_ids"], run.line["token_ids"]
         difference = judge(self._pair, prompt.index, repeat, self.prompt_ids(prompt), *answers)
@@ -266,9 +268,9 @@ class Runner:
             results.differences[key] = difference
 
 
-def settings_of(contest: BenchmarkConfig, pair: Pair) -> dict[str, Any]:
-    """What has to be the same for runs to be comparable, under the names that a trace's start line has."""
-    sampling = {name: value for name, value in asdict(contest.sampling).items() if name not in ("seed", "stop")}
+def settings_of(config: BenchmarkConfig, pair: Pair) -> dict[str, Any]:
+    """What has to be equal for runs to be comparable, under the keys of a trace's start line."""
+    sampling = {name: value for name, value in asdict(config.sampling).items() if name not in ("seed", "stop")}
     return {
         "target": pair.target.name,
         "device": str(pair.target.device),

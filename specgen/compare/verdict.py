@@ -1,7 +1,8 @@
-"""Is it the target's own output? In greedy decoding ids say so, up to where two tokens score the same within rounding."""
+"""Whether a method's greedy output is the target's own: token ids decide, up to logits that are equal within rounding."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,16 +10,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-FLOAT32_TIE = 1e-3  # logits; float32 rounds each width of a pass differently by less
-NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # of the largest logit
+FLOAT32_TIE = 1e-3  # logits; forward passes of different widths round differently, in float32 by less than this
+NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # as a share of the largest logit
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an answer compares with plain decoding's. `key` names the count of prompts in JSON and CSV, `one` and `several` are the
+    words for a table's cell, and `is_broken` says that a lossless method must never have it."""
+
+    key: str
+    one: str
+    several: str
+    is_broken: bool = False
+
+
+SAME = Outcome("identical", "same", "same")
+TIE = Outcome("tied", "tie at {position}", "{count} ties")
+DIFFERENT = Outcome("diverged", "differs at {position}", "{count} differ", is_broken=True)
+OUTCOMES = (SAME, TIE, DIFFERENT)  # from best to worst
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer first leaves plain decoding's. `place` counts the tokens before it, which are the same in both.
+    """The first difference between an answer and plain decoding's, after `position` tokens that are the same in both.
 
-    `gap` is how much higher the target scores plain decoding's token than the other (below 0: lower), None where one of the two
-    answers simply ends. Under `threshold` it is a tie.
+    `gap` is the target's logit of plain decoding's token minus that of the other token, None where one of the answers ends.
+    A gap below `threshold` is a tie.
     """
 
     prompt_index: int
@@ -30,18 +48,51 @@ class Difference:
     threshold: float
 
     @property
-    def is_tie(self) -> bool:
-        return self.gap is not None and abs(self.gap) < self.threshold
+    def outcome(self) -> Outcome:
+        return TIE if self.gap is not None and abs(self.gap) < self.threshold else DIFFERENT
 
     def as_dict(self) -> dict[str, Any]:
-        renamed = {
-            "place" if name == "position" else name: value for name, value in asdict(self).items()
-        }  # the key's name is promised
-        return renamed | {"tie": self.is_tie}
+        """The entry of a JSON line's `differences`, whose keys are a promise."""
+        fields = asdict(self)
+        return {"place": fields.pop("position"), **fields, "tie": self.outcome is TIE}
+
+    def explanation(self, methods: str, prompt: str) -> str:
+        """A sentence on where these methods left plain decoding's output, and whether rounding explains it."""
+        if self.outcome is TIE:
+            return (
+                f"tie at {self.position} of {prompt} ({methods}): "
+                f"the two tokens' logits are {abs(self.gap or 0):.2g} apart; rounding explains {self.threshold:.2g}."
+            )
+        where = f"{methods} differs from plain decoding at {self.position} of {prompt}"
+        if self.gap is None:
+            return f"{where}: one answer ends there, and the other does not."
+        side = "lower" if self.gap > 0 else "higher"
+        return (
+            f"{where}: the target's logit of its token is {abs(self.gap):.3g} {side} than that of ar's token, "
+            f"and rounding explains at most {self.threshold:.3g}."
+        )
+
+
+def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[Outcome, int]:
+    """Of `prompts` prompts, how many have each outcome; a prompt counts with the worst outcome of its repeats."""
+    worst: dict[int, Outcome] = {}
+    for difference in differences:
+        so_far = worst.get(difference.prompt_index, SAME)
+        worst[difference.prompt_index] = max(so_far, difference.outcome, key=OUTCOMES.index)
+    counts = Counter(worst.values())
+    return {SAME: prompts - len(worst)} | {outcome: counts[outcome] for outcome in OUTCOMES[1:]}
+
+
+def outcome_text(differences: Sequence[Difference]) -> str:
+    """The worst outcome in the words of a table's cell: `same`, `tie at 57`, `2 differ`."""
+    worst = max((difference.outcome for difference in differences), key=OUTCOMES.index, default=SAME)
+    found = [difference for difference in differences if difference.outcome is worst]
+    count = len({difference.prompt_index for difference in found})
+    return worst.several.format(count=count) if count > 1 else worst.one.format(position=found[0].position if found else 0)
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place of the first token that is not the same, None where all are."""
+    """The position of the first token that differs, None where all are the same."""
     if list(reference) == list(other):
         return None
     shorter = min(len(reference), len(other))
@@ -51,18 +102,19 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 def judge(
     pair: Pair, prompt_index: int, repeat: int, prompt_ids: Sequence[int], reference: Sequence[int], other: Sequence[int]
 ) -> Difference | None:
-    """Compare an answer with plain decoding's; at a difference one uncached pass of the target scores both tokens."""
+    """Compare an answer with plain decoding's; at the first difference one uncached pass of the target scores both tokens."""
     position = first_difference(reference, other)
     if position is None:
         return None
-    ids = [answer[position] if position < len(answer) else None for answer in (reference, other)]
-    if ids[0] is None or ids[1] is None:
-        return Difference(prompt_index, repeat, position, ids[0], ids[1], None, FLOAT32_TIE)
-    row = pair.reference_logits(prompt_ids, reference[:position])
-    gap = float(row[ids[0]] - row[ids[1]])
-    return Difference(prompt_index, repeat, position, ids[0], ids[1], gap, tie_below(pair.target.dtype_name, float(row.max())))
+    reference_id, token_id = (answer[position] if position < len(answer) else None for answer in (reference, other))
+    if reference_id is None or token_id is None:
+        return Difference(prompt_index, repeat, position, reference_id, token_id, None, FLOAT32_TIE)
+    logits = pair.reference_logits(prompt_ids, reference[:position])
+    gap = float(logits[reference_id] - logits[token_id])
+    threshold = tie_threshold(pair.target.dtype_name, float(logits.max()))
+    return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)
 
 
-def tie_below(dtype: str, largest: float) -> float:
-    """The gap between two logits that rounding explains, where the largest of the row is `largest`."""
+def tie_threshold(dtype: str, largest: float) -> float:
+    """The gap between two logits that rounding explains, where `largest` is the largest logit at that position."""
     return NARROW_TIES[dtype] * abs(largest) if dtype in NARROW_TIES else FLOAT32_TIE

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from specgen import methods
 from specgen.compare.method_specs import parse_spec
-from specgen.compare.results import Results, rows
+from specgen.compare.results import Results, method_results
 from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.errors import SpecgenError
 from specgen.speedup_model import SpeedupModel
@@ -310,8 +310,8 @@ class Tuner:
             self._watch.doing(f"really running {name}", self._left)
             if self._left < sampling.max_new_tokens * self._a_token(found, rivals):
                 break
-        measured = {row.spec.written: row.overall for row in rows(results) if row.overall is not None}
-        turns = len(results.whole_turns())
+        measured = {result.spec.written: result.overall for result in method_results(results)}
+        turns = len(results.complete_repeats())
         if not turns:
             return found, ""
         made = []

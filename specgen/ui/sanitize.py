@@ -28,8 +28,3 @@ def inline(text: str) -> str:
 def escaped_json(line: str) -> str:
     """A JSON line with the control characters escaped that JSON itself would let through."""
     return line.translate(_JSON)
-
-
-def draft_length(mean: float | None, *, branches: bool) -> str:
-    """Tokens of a draft, in trees and several drafts at once its nodes: no path is as long as that."""
-    return "" if mean is None else f"{mean:.0f} nodes" if branches else f"{mean:.1f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specgen.compare.columns import draft_length
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
 from specgen.ui.html.charts import Scale, time_bar
@@ -12,7 +13,6 @@ from specgen.ui.html.entropy_chart import entropy_chart
 from specgen.ui.html.page import code, document, facts, text
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
 from specgen.ui.html.token_view import answer, rounds_list
-from specgen.ui.sanitize import draft_length
 
 LOSSY = "lossy: other text than the target's, by design; not ranked."
 MOST_SHOWN = 12  # runs whose text and charts stand on the page; the table holds all

@@ -1,4 +1,4 @@
-"""The answer as it comes: each round's text in one write, the draft's tokens apart from the target's own."""
+"""Streams the answer: one write for each round, the draft's tokens in another colour than the target's own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text and who proposed it."""
+    """Some text, and whether the draft proposed it."""
 
     text: str
     drafted: bool
 
 
 class AnswerText:
-    """Rounds to pieces of text. Holds back what may yet turn out to be a stop string, and ends before one."""
+    """Turns rounds into pieces of text, ending before the first stop string. Text that may begin a stop string is held back."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -40,20 +40,20 @@ class AnswerText:
         self.text = ""
 
     def add(self, round_: Round) -> list[Piece]:
-        """What can be shown after this round."""
+        """The text that can be shown after this round."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
             self._held.append(Piece(self._detokenizer.push(token), drafted=position < accepted))
         return self._release(self._safe_length())
 
     def finish(self) -> list[Piece]:
-        """What was held back until now."""
+        """The rest of the text, at the end of generation."""
         self._held.append(Piece(self._detokenizer.flush(), drafted=False))
         self._safe_length()
         return self._release(sum(len(piece.text) for piece in self._held))
 
     def _safe_length(self) -> int:
-        """How much of the held text is certain to be part of the answer; cuts it where a stop string begins."""
+        """The number of held characters that belong to the answer in any case; cuts the held text where a stop string begins."""
         held = "".join(piece.text for piece in self._held)
         if self._ended:
             held = ""
@@ -73,7 +73,7 @@ class AnswerText:
 
 
 def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """The pieces that make up the first `length` characters, and those behind them."""
+    """Split the pieces after `length` characters."""
     front: list[Piece] = []
     back: list[Piece] = []
     for piece in pieces:
@@ -85,12 +85,12 @@ def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class AnswerView:
-    """Writes pieces to standard output: coloured and made safe on a terminal, as they are into a pipe."""
+    """Writes pieces to standard output: coloured and without control characters on a terminal, unchanged into a pipe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -110,7 +110,7 @@ class AnswerView:
         for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
             shown = streamed("".join(piece.text for piece in group))
             if not self._begun and not styled:
-                shown = shown.removeprefix(" ")  # what parts the first word from the prompt, which is not shown
+                shown = shown.removeprefix(" ")  # it separates the first word from the prompt, which is not shown
             styled.append(shown, "token.accepted" if drafted else "token.target")
         self._begun = True
         self._console.print(styled, end="")

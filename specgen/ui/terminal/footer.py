@@ -1,4 +1,4 @@
-"""The one line under an answer, as long as the terminal is wide."""
+"""The line of figures below an answer, shortened to the terminal's width."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ Segment = tuple[str, str]  # text, style
 
 
 def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
-    """Method, tokens, speed, acceptance, tokens a pass, shares of the time. Narrow terminals lose the last ones first, and the
-    method's name; `notes`, and `tuned`, which says how a profile chose, stay at any width. In mono the target's own tokens are
-    counted, as no colour tells them apart.
+    """Method, tokens, speed, acceptance, tokens a pass, shares of the time, at most `width` cells where notes allow.
+
+    Narrow terminals lose the last figures first, then the method's name; `notes` and `tuned` (the method and settings that a
+    profile chose, in words) always stay. With `mono` the target's own tokens are counted, since no colour shows them.
     """
-    for segments in _versions(summary, notes, mono, tuned):
+    for segments in _variants(summary, notes, mono, tuned):
         line = Text("  ").join(_styled(text, style) for text, style in segments)
         if line.cell_len <= width:
             return line
     return line
 
 
-def _versions(summary: Summary, notes: Sequence[str], mono: bool, tuned: str) -> list[list[Segment]]:
-    """From the longest to the shortest."""
+def _variants(summary: Summary, notes: Sequence[str], mono: bool, tuned: str) -> list[list[Segment]]:
+    """The footer's segments, from the longest variant to the shortest."""
     name = [(summary.method, "strong")]
     noted = f" ({', '.join(notes)})" if notes else ""
     named = [(f"{tuned or summary.method}{noted}", "strong")] if notes or tuned else []
@@ -42,7 +43,7 @@ def _versions(summary: Summary, notes: Sequence[str], mono: bool, tuned: str) ->
         measured.append((f"{summary.joules_per_token:.3g} J/token above {summary.energy.idle_watts:.3g} W idle", ""))
     run = summary.mean_accepted_run
     runs = [(f"runs of {run:.1f}", "")] if summary.parallel and run is not None else []
-    words = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")  # what drafting beside costs
+    words = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")
     shares = [(f"{drafting:.0%} {words[1]} {verifying:.0%} verify", "quiet")] if rate is not None else []
     shares_long = [(f"{drafting:.0%} {words[0]}, {verifying:.0%} verifying", "quiet")] if rate is not None else []
     speed += measured
@@ -65,4 +66,4 @@ def _styled(text: str, style: str) -> Text:
     if style != "accepted":
         return Text(text, style)
     number, _, word = text.partition(" ")
-    return Text(f"{number} ").append(word, "token.accepted")  # the word is the colours' key
+    return Text(f"{number} ").append(word, "token.accepted")  # the green word explains the colour of accepted tokens

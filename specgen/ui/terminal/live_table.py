@@ -1,4 +1,4 @@
-"""What is shown while a comparison runs: the table as far as it is known, a bar and the time left. Drawn between runs alone."""
+"""Shows a running comparison: the table so far, a progress bar and the time left, drawn only between runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BAR = 20  # cells
 
 
 class LiveTable:
-    """A context manager on stderr; `table` gives the lines for a width. Silent unless stderr is a terminal, gone when it ends.
+    """A context manager that shows the lines that `table` gives for a width, and erases them at the end.
 
-    No thread redraws it, so that nothing runs beside what is timed.
+    It shows nothing unless `console` is a terminal. No thread redraws it, since that would disturb the timing.
     """
 
     def __init__(self, console: Console, table: Callable[[int], Sequence[Text]], *, quiet: bool) -> None:
@@ -40,7 +40,7 @@ class LiveTable:
         width = self._console.width
         lines = [*self._table(width), Text(), progress_line(step, width)]
         room = max(self._console.height - 1, 4)
-        if len(lines) > room:  # the progress has to be seen
+        if len(lines) > room:  # cut the table, not the progress line
             lines = [*lines[: room - 2], *lines[-2:]]
         self._live.update(Group(*lines), refresh=True)
 
@@ -56,7 +56,7 @@ class LiveTable:
 
 
 def progress_line(step: BenchmarkStep, width: int) -> Text:
-    """`▸ svip on prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`, the end first to stay where the window is narrow."""
+    """`▸ svip on prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`, of which narrow terminals keep the end."""
     filled = round(BAR * step.done / step.total) if step.total else BAR
     count = f"{step.done} of {step.total} runs"
     left = f"  ~{duration(step.seconds_left)} left" if step.seconds_left is not None and step.done < step.total else ""

@@ -1,4 +1,4 @@
-"""What is going on while models load: a spinner on stderr, gone when the answer begins."""
+"""A spinner on stderr that says what is being loaded, erased when the answer begins."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specgen.ui.sanitize import inline
 
 
 class LoadingLine:
-    """A context manager; `announce` changes its words. Silent unless stderr is a terminal."""
+    """A context manager; `announce` changes the text. It shows nothing unless stderr is a terminal."""
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
         self._status = None if quiet or not console.is_terminal else Status("starting", console=console, spinner="dots")
 
     def announce(self, what: str) -> None:
-        """Downloads show bars of the hub's own, for which the spinner makes room."""
+        """Show what is being done. The spinner stops for downloads, which have progress bars of their own."""
         if self._status is None:
             return
         if what.startswith("downloading"):
@@ -28,7 +28,7 @@ class LoadingLine:
             self._status.start()
 
     def still(self, what: str) -> None:
-        """Say what is going on without a thread that redraws: something is being timed."""
+        """Show the text without the spinner, whose thread would disturb something that is being timed."""
         if self._status is not None:
             self._status.stop()
             self._status.console.print(Text(inline(what), "quiet"), end="\r")

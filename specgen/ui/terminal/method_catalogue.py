@@ -1,4 +1,4 @@
-"""A method described for people: what it is, where it comes from, what can be set."""
+"""Describes a method: its paper, whether it is lossless, and its settings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.text import Text
 from specgen.methods import FEEDS, POLICIES, Method, known_settings
 
 
-def _fitting(method: Method) -> list[str]:
-    """The policies that its drafter can feed."""
+def _policies(method: Method) -> list[str]:
+    """The length policies whose signals the method's drafter gives."""
     return [name for name, policy in POLICIES.items() if policy.signals <= FEEDS[method.drafter]]
 
 
 def method_line(method: Method) -> dict[str, Any]:
-    """The same for `--json`. Bounds are null where there are none."""
+    """The JSON line of a method. Bounds are null where there are none."""
     settings = {
         name: {
             "default": setting.default,
@@ -36,21 +36,21 @@ def method_line(method: Method) -> dict[str, Any]:
         "needs_draft_model": method.needs_draft_model,
         "needs_exit_layer": method.needs_exit_layer,
         "policy": method.policy,
-        "policies": _fitting(method) if method.any_policy else [],
+        "policies": _policies(method) if method.any_policy else [],
         "settings": settings,
     }
 
 
 def method_card(console: Console, method: Method) -> None:
-    """Name, paper and whether it is lossless; a line a setting, with its default."""
+    """Print name, paper and whether the method is lossless, then a line for each setting with its default."""
     head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
     head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
     if method.needs_draft_model:
         head.append("  needs a draft model", "quiet")
     console.print(head)
     if method.any_policy:
-        fitting = ", ".join(_fitting(method))
-        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {fitting}, with its settings", "quiet"))
+        policies = ", ".join(_policies(method))
+        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {policies}, with its settings", "quiet"))
     for name, setting in known_settings(method, method.policy).items():
         default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
         console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))

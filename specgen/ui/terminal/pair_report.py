@@ -1,4 +1,4 @@
-"""The pre-flight of a pair in a terminal: what fits, what it costs, from where on it pays, what each method still needs."""
+"""`specgen inspect --pair` in a terminal: do the models fit together, what do they cost, which methods can run on them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,55 @@ from rich.text import Text
 from specgen.speedup_model import ACCEPTANCES, SpeedupModel
 from specgen.tuning.pair_report import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.ui.sanitize import inline
+from specgen.ui.terminal.text_layout import labelled
 
-_LEAD = 13  # columns before what a line says
+_LEAD = 13  # cells before the text of a line
+_CELL = 7  # cells of a table's column
+_STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
-    """The whole report; `next_step` is the command to go on with."""
+    """Print the whole report; `next_step` is the command to run next."""
     for line in lines(report, console.width, next_step):
         console.print(line)
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
-    """At most `width` columns each, from 40 on."""
+    """The report in lines of at most `width` cells, for widths of at least 40."""
     yield from _models(report, width)
     yield Text()
     if report.tokenizers is not None and report.draft is not None:
         yield from _tokenizers(report.tokenizers, report.target, report.draft, width)
-    yield from _memory(report, width)
-    yield from _context(report, width)
+    yield from _line(*_memory(report), width)
+    yield from _line("✓ context", _context(report), width)
     if report.payoff is not None:
         yield from _costs(report.payoff, width)
+        yield from _pays(report.payoff, width)
     yield Text()
     yield from _methods(report.methods, width)
     if next_step:
         yield Text()
-        yield from _said("next", "none", Text(next_step, "command"), width, lead=6)
+        yield from labelled(Text("next"), Text(next_step, "command"), width, 6)
+
+
+def _line(label: str, text: str, width: int, *, style: str = "none") -> list[Text]:
+    """A label, its sign in the style of its meaning, and the text beside it."""
+    return labelled(_label(label), Text(inline(text), style), width, _LEAD)
+
+
+def _label(label: str) -> Text:
+    return Text().append(label[:1], _STYLES.get(label[:1], "none")).append(label[1:])
 
 
 def _models(report: PairReport, width: int) -> Iterator[Text]:
-    models = [("target", report.target)] + ([("draft", report.draft)] if report.draft is not None else [])
-    rows = [[role, *_columns(model)] for role, model in models]
-    widths = [max(len(row[position]) for row in rows) for position in range(len(rows[0]))]
-    for row in rows:
-        aligned = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
-        if len(aligned) <= width:
-            yield Text().append(aligned[: widths[0]], "strong").append(aligned[widths[0] :])
-        else:
-            yield from _said(row[0], "strong", Text("  ".join(row[1:])), width, lead=8)
+    models = {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
+    rows = [[role, *_columns(model)] for role, model in models.items()]
+    sizes = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for role, *cells in rows:
+        padded = [f"{cell:{size}}" for cell, size in zip(cells, sizes[1:], strict=True)]
+        line = Text().append(f"{role:{sizes[0]}}", "strong").append("".join(f"  {cell}" for cell in padded))
+        line.rstrip()
+        yield from [line] if line.cell_len <= width else labelled(Text(role, "strong"), Text("  ".join(cells)), width, 8)
 
 
 def _columns(model: ModelFacts) -> list[str]:
@@ -56,168 +68,122 @@ def _columns(model: ModelFacts) -> list[str]:
 
 def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, width: int) -> Iterator[Text]:
     if found.refusal is not None:
-        told = f"{found.refusal}; {found.shared:,} tokens have the same id in both"
-        yield from _said("✗ tokenizer", "bad", Text(inline(told)), width)
+        yield from _line("✗ tokenizer", f"{found.refusal}; {found.shared:,} tokens have the same id in both", width)
         for difference in found.differences:
-            ours, theirs = _token(difference.target), _token(difference.draft)
-            told = f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft"
-            yield from _said("", "none", Text(told, "quiet"), width)
-        hint = "what a draft says would mean something else to the target: take one of its family, or method lookup"
-        yield from _said("", "none", Text(hint, "quiet"), width)
+            ours, theirs = (
+                "no token" if token is None else f"“{inline(token)}”" for token in (difference.target, difference.draft)
+            )
+            yield from _line("", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft", width, style="quiet")
+        hint = "the target would misread the draft's token ids: take a draft of the target's family, or method lookup"
+        yield from _line("", hint, width, style="quiet")
         return
-    same = found.target_size == found.draft_size == found.shared
-    told = (
-        f"the same, {found.target_size:,} tokens"
-        if same
-        else (f"{found.shared:,} tokens in common; the target has {found.target_size:,}, the draft {found.draft_size:,}")
-    )
+    text = f"the same, {found.target_size:,} tokens"
+    if not found.target_size == found.draft_size == found.shared:
+        text = f"{found.shared:,} tokens in common; the target has {found.target_size:,}, the draft {found.draft_size:,}"
     if target.table_rows != found.target_size or draft.table_rows != found.draft_size:
-        rows = (
-            f"{target.table_rows:,}"
-            if target.table_rows == draft.table_rows
-            else f"{target.table_rows:,} and {draft.table_rows:,}"
-        )
-        told += f" (tables of {rows} rows: padded)"
-    yield from _said("✓ tokenizer", "good", Text(told), width)
+        sizes = " and ".join(f"{size:,}" for size in dict.fromkeys((target.table_rows, draft.table_rows)))
+        text += f" (tables of {sizes} rows: padded)"
+    yield from _line("✓ tokenizer", text, width)
     if found.probe is not None:
-        text, target_ids, draft_ids = found.probe
+        probe, target_ids, draft_ids = found.probe
         pairs = enumerate(zip(target_ids, draft_ids, strict=False))
         position = next((at for at, (one, other) in pairs if one != other), min(len(target_ids), len(draft_ids)))
-        told = f"but they cut “{inline(text)}” differently, from token {position + 1} on: only the target's way is used"
-        yield from _said("", "none", Text(told, "quiet"), width)
+        text = f"but they split “{inline(probe)}” differently, from token {position + 1} on: only the target's way is used"
+        yield from _line("", text, width, style="quiet")
 
 
-def _token(token: str | None) -> str:
-    return "no token" if token is None else f"“{inline(token)}”"
-
-
-def _memory(report: PairReport, width: int) -> Iterator[Text]:
-    needed = report.weight_bytes + (report.cache_bytes or 0)
-    told = f"{_size(report.weight_bytes)} of weights"
+def _memory(report: PairReport) -> tuple[str, str]:
+    text = f"{_size(report.weight_bytes)} of weights"
     if report.cache_bytes is not None and report.context_limit is not None:
-        told += f" and {_size(report.cache_bytes)} of cache for {report.context_limit:,} tokens"
+        text += f" and {_size(report.cache_bytes)} of cache for {report.context_limit:,} tokens"
     if report.free_bytes is None:
-        yield from _said("· memory", "quiet", Text(told), width)
-        return
-    told += f"; {report.target.device} has {_size(report.free_bytes)} free"
-    if report.weight_bytes > report.free_bytes:
-        yield from _said("✗ memory", "bad", Text(f"{told}: the weights do not fit"), width)
-    elif needed > report.free_bytes:
-        a_token = report.target.cache_bytes + (report.draft.cache_bytes if report.draft else 0)
-        room = (report.free_bytes - report.weight_bytes) // max(a_token, 1)
-        yield from _said("✓ memory", "good", Text(f"{told}: room for about {room:,} tokens"), width)
-    else:
-        yield from _said("✓ memory", "good", Text(told), width)
+        return "· memory", text
+    text += f"; {report.target.device} has {_size(report.free_bytes)} free"
+    room = report.free_bytes - report.weight_bytes
+    if room < 0:
+        return "✗ memory", f"{text}: the weights do not fit"
+    if room < (report.cache_bytes or 0):
+        token_bytes = report.target.cache_bytes + (report.draft.cache_bytes if report.draft else 0)
+        text += f": room for about {room // max(token_bytes, 1):,} tokens"
+    return "✓ memory", text
 
 
-def _context(report: PairReport, width: int) -> Iterator[Text]:
+def _context(report: PairReport) -> str:
     limit = report.context_limit
-    told = "the target's config names no limit" if limit is None else f"{limit:,} tokens, prompt and answer together"
+    text = "the target's config names no limit" if limit is None else f"{limit:,} tokens, prompt and answer together"
     draft_limit = report.draft.context_limit if report.draft is not None else None
     if draft_limit is not None and (limit is None or draft_limit < limit):
-        told += f"; the draft's ends at {draft_limit:,}, from there on nothing is drafted"
-    yield from _said("✓ context", "good", Text(told), width)
+        text += f"; the draft's ends at {draft_limit:,}, after which nothing is drafted"
+    return text
 
 
-def _costs(payoff: SpeedupModel, width: int) -> Iterator[Text]:
-    target, widest = payoff.target_seconds, max(payoff.target_seconds)
-    single = target[1]
-    five = min(5, widest)
-    told = f"a target pass takes {_duration(single)}"
-    if payoff.draft_seconds:
-        told = f"a draft pass takes {payoff.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
-    told += f"; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
-    yield from _said("✓ cost", "good", Text(told), width)
-    by_width = [width_ for width_ in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16) if width_ in target]
-    yield from _table(
-        (
-            ("tokens", [str(width_) for width_ in by_width]),
-            ("a pass", [f"{target[width_] / single:.2f}×" for width_ in by_width]),
-        ),
-        width,
-    )
-    if payoff.cost_ratio is not None and payoff.window is not None:
-        told = (
-            f"a target pass takes as long as {payoff.cost_ratio:.1f} draft passes (c), so PEARL's window would be {payoff.window}"
+def _costs(model: SpeedupModel, width: int) -> Iterator[Text]:
+    target = model.target_seconds
+    single, five = target[1], min(5, max(target))
+    text = f"a target pass takes {_duration(single)}"
+    if model.draft_seconds:
+        text = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
+    text += f"; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
+    yield from _line("✓ cost", text, width)
+    widths = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16) if tokens in target]
+    yield from _table({"tokens": map(str, widths), "a pass": (f"{target[tokens] / single:.2f}×" for tokens in widths)}, width)
+    if model.cost_ratio is not None and model.window is not None:
+        text = (
+            f"a target pass takes as long as {model.cost_ratio:.1f} draft passes (c), so PEARL's window would be {model.window}"
         )
-        yield from _said("", "none", Text(told), width)
-    yield from _pays(payoff, width)
+        yield from _line("", text, width)
 
 
-def _pays(payoff: SpeedupModel, width: int) -> Iterator[Text]:
-    lengths = payoff.draft_lengths
-    paying = [rate for rate in map(payoff.pays_from, lengths) if rate is not None]
+def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
+    rates = {k: model.pays_from(k) for k in model.draft_lengths}
+    paying = [rate for rate in rates.values() if rate is not None]
     if not paying:
-        yield from _said(
-            "✗ pays from", "bad", Text("no acceptance rate: drafting and verifying cost more than they can save"), width
-        )
+        yield from _line("✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save", width)
         return
-    told = f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
-    yield from _said("✓ pays from", "good", Text(told), width)
-    listed = [k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 15) if k in lengths]
-    rates = [payoff.pays_from(k) for k in listed]
-    yield from _table(
-        (("length", [str(k) for k in listed]), ("pays from", ["never" if rate is None else f"{rate:.0%}" for rate in rates])),
-        width,
-    )
-    yield from _said("", "none", Text("at the best draft length, where each token is accepted with the same chance:"), width)
-    best = [payoff.best(chance) for chance in ACCEPTANCES]
-    rows = (
-        ("acceptance", [f"{chance:.0%}" for chance in ACCEPTANCES]),
-        ("speedup", [f"{gain:.2f}×" for _, gain in best]),
-        ("length", [str(k) for k, _ in best]),
-    )
-    yield from _table(rows, width)
+    yield from _line("✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:", width)
+    listed = {k: rates[k] for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 15) if k in rates}
+    shown = ("never" if rate is None else f"{rate:.0%}" for rate in listed.values())
+    yield from _table({"length": map(str, listed), "pays from": shown}, width)
+    yield from _line("", "at the best draft length, where each token is accepted with the same probability:", width)
+    best = [model.best(acceptance) for acceptance in ACCEPTANCES]
+    columns = {
+        "acceptance": (f"{acceptance:.0%}" for acceptance in ACCEPTANCES),
+        "speedup": (f"{speedup:.2f}×" for _, speedup in best),
+        "length": (str(k) for k, _ in best),
+    }
+    yield from _table(columns, width)
 
 
-def _table(rows: Sequence[tuple[str, Sequence[str]]], width: int) -> Iterator[Text]:
-    """Rows with a heading each, in as many columns as fit; the rest goes below."""
-    cell = 7
-    fitting = max(1, (width - _LEAD) // cell)
-    count = len(rows[0][1])
-    for start in range(0, count, fitting):
-        for heading, cells in rows:
+def _table(rows: Mapping[str, Iterator[str]], width: int) -> Iterator[Text]:
+    """Rows with a heading each, broken into blocks of as many columns as fit."""
+    cells = {heading: list(values) for heading, values in rows.items()}
+    fitting = max(1, (width - _LEAD) // _CELL)
+    for start in range(0, max(map(len, cells.values())), fitting):
+        for heading, values in cells.items():
             line = Text().append(f"  {heading:<{_LEAD - 2}}", "quiet")
-            yield line.append("".join(f"{entry:>{cell}}" for entry in cells[start : start + fitting]))
+            yield line.append("".join(f"{value:>{_CELL}}" for value in values[start : start + fitting]))
 
 
 def _methods(found: Mapping[str, Readiness], width: int) -> Iterator[Text]:
-    """Methods that say the same thing share a line; the ready ones come first."""
+    """Methods of the same readiness share a line; those that can run come first."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for name, readiness in found.items():
         groups.setdefault((not readiness.ready, readiness.why, readiness.hint), []).append(name)
-    room = max(width // 2, 16)
-    shown = [(_names(names, room - 4), key) for key, names in sorted(groups.items(), key=lambda group: group[0][0])]
-    column = max((len(names) for names, _ in shown), default=0) + 4
+    room = max(width // 2, 16) - 4
+    shown = [(_names(names, room), key) for key, names in sorted(groups.items(), key=lambda group: group[0][0])]
+    lead = max((len(names) for names, _ in shown), default=0) + 4
     for names, (is_missing, why, hint) in shown:
-        told = Text(why if is_missing else f"ready; {why}" if why else "ready")
-        if hint:
-            told.append(f": {hint}", "quiet")
-        yield from _said(f"{'✗' if is_missing else '✓'} {names}", "bad" if is_missing else "good", told, width, lead=column)
+        text = Text(why if is_missing else f"ready; {why}" if why else "ready").append(f": {hint}" if hint else "", "quiet")
+        yield from labelled(_label(f"{'✗' if is_missing else '✓'} {names}"), text, width, lead)
 
 
 def _names(names: Sequence[str], room: int) -> str:
-    """All of them, or as many as there is room for and how many they are."""
-    for named in range(len(names), 0, -1):
-        line = ", ".join(names) if named == len(names) else f"{', '.join(names[:named])}, … ({len(names)})"
+    """All names, or as many as fit into `room` cells and how many there are."""
+    for count in range(len(names), 0, -1):
+        line = ", ".join(names) if count == len(names) else f"{', '.join(names[:count])}, … ({len(names)})"
         if len(line) <= room:
             break
     return line
-
-
-def _said(mark: str, style: str, told: Text, width: int, *, lead: int = _LEAD) -> Iterator[Text]:
-    """A mark, and behind it what it says, wrapped below itself; the words behind the sign are plain."""
-    sign, space, words = mark.partition(" ")
-    start = Text().append(sign, style).append(space + words)
-    if start.cell_len > lead - 1:
-        yield start
-        start = Text()
-    for position, part in enumerate(told.wrap(Console(width=width), max(width - lead, 12))):
-        part.rstrip()
-        first = start if position == 0 else Text()
-        line = first + Text(" " * (lead - first.cell_len)) + part
-        line.rstrip()
-        yield line
 
 
 def _count(number: int) -> str:

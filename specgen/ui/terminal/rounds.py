@@ -1,4 +1,4 @@
-"""One line a round, as in EESD's Figure 6: what was drafted, what stood, what the target said instead, what ended the draft."""
+"""One line for each round, as in EESD's Figure 6: the draft, what was accepted, the target's token, what ended the draft."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rich.text import Text
 
 from specgen.types import Round, TokenStatus
 from specgen.ui.sanitize import inline
+from specgen.ui.terminal.text_layout import wrapped
 
-LEAD = 12  # columns before a round's text: its number and how many were kept
-MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's rounds, in a column of their own
-MODE = 6  # its columns
-NARROW = 80  # below this the reason follows the text
+LEAD = 12  # cells before a round's text, for its number and accepted/drafted
+MODES = {"pre-verify": "pre", "post-verify": "post"}  # of PEARL's rounds, in a column of their own
+MODE = 6  # cells of that column
+NARROW = 80  # on narrower terminals the reason follows the text
 Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
 _STYLES: Mapping[Kind, str] = {
     "accepted": "token.accepted",
@@ -33,17 +34,17 @@ _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a round's line and what it is: tokens by their fate, the target's own, the marks between them."""
+    """A piece of a round's line: draft tokens of one status, the target's own token, or a mark between them."""
 
     text: str
     kind: Kind
 
 
 def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
-    """A round's line: the draft by fate, `✗` before the first refused token, then the target's own behind its mark.
+    """A round's line: the draft by token status, `✗` before the first rejected token, then the target's own token and its mark.
 
-    `shown` is the text of token ids on one line. Of a tree the accepted path stands, `²` behind a token that was the second
-    candidate of its place, and the refused candidates as `a|b`; its other branches are left out.
+    `shown` gives the text of token ids on one line. Of a tree only the accepted path is shown, with `²` after a token that was
+    the second candidate at its position, then the rejected candidates as `a|b`.
     """
     is_chain = all(parent == node - 1 for node, parent in enumerate(round_.draft.parents))
     line = _chain(round_, shown) if is_chain else _tree(round_, shown)
@@ -78,16 +79,16 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
         siblings = [other for other, parent in enumerate(draft.parents) if parent == draft.parents[node]]
         rank = siblings.index(node) + 1
         line.append(Part(shown([draft.tokens[node]]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
-    refused = [draft.tokens[node] for node, status in enumerate(round_.statuses) if status is TokenStatus.REJECTED]
-    if refused:
+    rejected = [draft.tokens[node] for node, status in enumerate(round_.statuses) if status is TokenStatus.REJECTED]
+    if rejected:
         line += [Part(" ", "space"), Part("✗", "cross")]
-        line.append(Part("|".join(shown([token]).removeprefix(" ") for token in refused), "rejected"))
+        line.append(Part("|".join(shown([token]).removeprefix(" ") for token in rejected), "rejected"))
     return line
 
 
 class RoundsView:
-    """`text_of` turns ids into text for display. `parallel` rounds are PEARL's, `window` a line that says how it was found;
-    `branches` where drafts are trees, of which the legend says how they stand."""
+    """Prints rounds. `text_of` gives the text of token ids. `parallel` is for PEARL's rounds, `window` a line on how its window
+    was chosen, and `branches` adds the marks of trees to the legend."""
 
     def __init__(
         self,
@@ -118,20 +119,19 @@ class RoundsView:
             self._print_wrapped(line)
             self._print_wrapped(key)
         if self._branches:
-            self._print_wrapped(Text("a|b: candidates of one place   ²: the second of them was right", "quiet"))
+            self._print_wrapped(Text("a|b: candidates for one position   ²: the second one was accepted", "quiet"))
         if self._parallel:
-            ahead = "pre, post: judged while the next tokens were drafted   ahead: drafted, not judged yet"
-            for told in filter(None, (ahead, self._window)):
-                self._print_wrapped(Text(told, "quiet"))
+            modes = "pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified"
+            for text in filter(None, (modes, self._window)):
+                self._print_wrapped(Text(text, "quiet"))
 
     def _print_wrapped(self, line: Text) -> None:
-        for part in line.wrap(self._console, self._console.width):
-            part.rstrip()
+        for part in wrapped(line, self._console.width):
             self._console.print(part)
 
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)
-        kept = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
+        accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
         text = self._tokens(round_)
         reason = Text(self._reason(round_), "quiet")
         width = self._console.width
@@ -140,14 +140,12 @@ class RoundsView:
             column -= len(reason) + 2
         else:
             text.append("  ").append_text(reason)
-        lines = text.wrap(self._console, max(column, 20))
-        lines[0].rstrip()
+        lines = wrapped(text, max(column, 20))
         mode = f"  {MODES.get(round_.mode, ''):<{MODE - 2}}" if self._parallel else ""
-        row = Text().append(f"{round_.index:>3}{mode}{kept:>7}  ", "quiet").append_text(lines[0])
+        row = Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet").append_text(lines[0])
         if width >= NARROW and reason:
             row.append(" " * (width - row.cell_len - reason.cell_len)).append_text(reason)
         for line in lines[1:]:
-            line.rstrip()
             row.append("\n" + " " * self._lead).append_text(line)
         self._console.print(row)
 
@@ -157,7 +155,7 @@ class RoundsView:
         return round_.draft.stop_reason or ""
 
     def _tokens(self, round_: Round) -> Text:
-        """The draft's tokens by fate, then the target's own."""
+        """The draft's tokens in the style of their status, then the target's own token."""
         return Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
 
     def _shown(self, tokens: Sequence[int]) -> str:

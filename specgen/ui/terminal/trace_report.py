@@ -1,4 +1,4 @@
-"""`inspect` in a terminal: a run's figures as compact charts of text, at any width from 40 columns on, several side by side."""
+"""`specgen inspect` in a terminal: the figures of runs as charts of text, side by side, for widths of at least 40 cells."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.text import Text
 
+from specgen.compare.columns import draft_length
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
 from specgen.ui.html.trace_page import ENDED, LOSSY, Shown
-from specgen.ui.sanitize import draft_length, inline
+from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
+from specgen.ui.terminal.text_layout import wrapped
 
-NARROWEST = 44  # columns that a run needs beside another
+NARROWEST = 44  # cells for each run where several are shown side by side
 _GAP = 4
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 _PHASES = (
@@ -28,7 +30,7 @@ _PHASES = (
 
 
 def show(console: Console, shown: Sequence[Shown], most_rounds: int | None) -> None:
-    """All that the traces tell. `most_rounds` is how many to show of each run: 40 of one, none of several by default."""
+    """Print all figures. `most_rounds` rounds of each run are listed: by default 40 of a single run, none of several."""
     limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
     for entry in shown:
         if limit and entry.run.rounds:
@@ -40,11 +42,11 @@ def show(console: Console, shown: Sequence[Shown], most_rounds: int | None) -> N
     width = min((console.width + _GAP) // columns - _GAP, 100)
     for start in range(0, len(shown), columns):
         blocks = [list(block(entry, width)) for entry in shown[start : start + columns]]
-        for row in zip_longest(*blocks, fillvalue=Text()):
-            console.print(_beside(row, width))
+        for cells in zip_longest(*blocks, fillvalue=Text()):
+            console.print(_side_by_side(cells, width))
 
 
-def _beside(cells: Sequence[Text], width: int) -> Text:
+def _side_by_side(cells: Sequence[Text], width: int) -> Text:
     line = Text()
     for cell in cells[:-1]:
         line.append_text(cell).append(" " * (width - cell.cell_len + _GAP))
@@ -74,13 +76,13 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
 
 
 def block(entry: Shown, width: int) -> Iterator[Text]:
-    """One method's figures over all its runs, and the shown run's course, in lines of at most `width` columns."""
+    """A method's figures over all its runs and charts of the shown run, in lines of at most `width` cells."""
     anatomy, run = entry.anatomy, entry.run
     summary = anatomy.summary
-    yield from _wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
+    yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
     for note in run.notes:
-        yield from _wrapped(Text().append("note: ", "bad").append(note), width)
-    yield from _wrapped(Text("  ").join(_figures(anatomy)), width)
+        yield from wrapped(Text().append("note: ", "bad").append(note), width)
+    yield from wrapped(Text("  ").join(_figures(anatomy)), width)
     if run.finish_reason is not None and anatomy.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
@@ -123,18 +125,18 @@ def _figures(anatomy: TraceStatistics) -> Iterator[Text]:
 
 
 def _titled(title: str, figure: str, width: int) -> Iterator[Text]:
-    yield from _wrapped(Text().append(title, "strong").append(f"  {figure}" if figure else "", "quiet"), width)
+    yield from wrapped(Text().append(title, "strong").append(f"  {figure}" if figure else "", "quiet"), width)
 
 
 def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
-    """A label, a figure, and a bar over what is left of the width; half a cell is the smallest step."""
+    """A label, a figure and a bar in the remaining width, in steps of half a cell."""
     room = min(width - len(label) - len(figure) - 6, 40)
     halves = round(2 * room * share) or (1 if share else 0)
     return Text(f"  {label}{figure}  ").append("━" * (halves // 2) + "╸" * (halves % 2), style)
 
 
 def _lengths(anatomy: TraceStatistics, width: int) -> Iterator[Text]:
-    """Over the rounds of all runs. The tokens of a tree are nodes, only one path of which can be accepted."""
+    """Draft lengths and accepted lengths over the rounds of all runs. The length of a tree is its number of nodes."""
     means = f"mean {anatomy.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
     longest = max(anatomy.lengths, default=0)
     if longest:
@@ -147,14 +149,14 @@ def _lengths(anatomy: TraceStatistics, width: int) -> Iterator[Text]:
 
 
 def _spark(values: Sequence[float], top: float, columns: int) -> str:
-    """One character a value, means of neighbours where they are too many; a blank is nothing at all."""
+    """One character for each value, or for the mean of neighbouring values where they are too many; a blank is zero."""
     group = math.ceil(len(values) / columns) or 1
     means = [sum(part) / len(part) for part in (values[at : at + group] for at in range(0, len(values), group))]
     return "".join(" " if mean <= 0 else _EIGHTHS[min(7, int(8 * mean / top))] for mean in means)
 
 
 def _by_entropy(bins: Sequence[Bin], width: int) -> Iterator[Text]:
-    yield from _titled("how often the draft was right, by its entropy", "nats; of so many tokens", width)
+    yield from _titled("how often the draft was right, by its entropy", "nats; number of tokens", width)
     for found in bins:
         yield _bar(
             f"{_span(found.low, found.high):<10}", found.rate, f"{found.rate:>4.0%} {found.judged:>6,}", width, "token.accepted"
@@ -173,10 +175,10 @@ def _bounds(bounds: Bounds, width: int) -> Iterator[Text]:
     for found in bounds.by_entropy:
         line = Text(f"  {_span(found.low, found.high):<10}").append(f"{found.overlap:>6.2f}", "token.accepted")
         yield line.append(f"{found.pinsker:>8.2f}{found.bretagnolle_huber:>6.2f}{found.estimate:>7.2f}")
-    yield from _wrapped(Text(f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}", "quiet"), width)
+    yield from wrapped(Text(f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}", "quiet"), width)
     if bounds.ratio is not None and bounds.measured_c is not None:
-        told = f"cross-entropy {bounds.ratio:.2f} times the entropy: c would be {bounds.measured_c:.2f}"
-        yield from _wrapped(Text(told, "quiet"), width)
+        text = f"cross-entropy {bounds.ratio:.2f} times the entropy: c would be {bounds.measured_c:.2f}"
+        yield from wrapped(Text(text, "quiet"), width)
     yield Text()
 
 
@@ -186,7 +188,7 @@ def _posterior(rounds: Sequence[Round], width: int) -> Iterator[Text]:
         return
     last = found[-1]
     yield from _titled(
-        "Thompson sampling", f"θ {last.mean:.2f} ({last.low:.2f}–{last.high:.2f}) behind round {last.index:,}", width
+        "Thompson sampling", f"θ {last.mean:.2f} ({last.low:.2f}–{last.high:.2f}) after round {last.index:,}", width
     )
     for name, figure in _EDGES:
         yield Text(f"  {name:<10}").append(_spark([figure(belief) for belief in found], 1.0, width - 12), "bar")
@@ -200,14 +202,8 @@ _EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
 )
 
 
-def _wrapped(line: Text, width: int) -> Iterator[Text]:
-    for part in line.wrap(Console(width=width), width):
-        part.rstrip()
-        yield part
-
-
 def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
-    """A line a method; narrow windows lose columns from the right, never names."""
+    """A line for each method; narrow terminals lose columns from the right."""
     heads = ("tokens/s", "accepted", "a pass", "drafted", "runs")
     names = max(6, *(len(inline(entry.label)) for entry in shown))
     names = min(names, max(6, width - 11))
@@ -226,5 +222,5 @@ def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
         label.truncate(names, overflow="ellipsis", pad=True)
         yield label.append("".join(f"{cell:>10}" for cell in cells[:kept]))
     if not all(entry.lossless for entry in shown):
-        yield from _wrapped(Text(LOSSY, "quiet"), width)
+        yield from wrapped(Text(LOSSY, "quiet"), width)
     yield Text()

@@ -1,0 +1,184 @@
+"""The columns of a comparison, each defined once: the terminal's table, the HTML page, the CSV and the JSON read this list."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from specgen.compare.results import Figures, MethodResult, Prediction
+from specgen.compare.verdict import OUTCOMES, Outcome, outcome_text
+from specgen.traces.summary import Summary
+from specgen.types import PHASES
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a table: a method's figures over all prompts, or over those of one category."""
+
+    result: MethodResult
+    figures: Figures
+    category: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.category or self.result.spec.written
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the whole method: a category has none."""
+        return Prediction() if self.category or self.result.prediction is None else self.result.prediction
+
+
+def entries(result: MethodResult, *, by_category: bool = False) -> list[Entry]:
+    """The overall line (of empty figures where the method did not run), then a line for each category."""
+    overall = Entry(result, result.overall or Figures(Summary(result.spec.name), 0))
+    categories = result.by_category.items() if by_category else ()
+    return [overall, *(Entry(result, figures, category) for category, figures in categories)]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of a comparison under its JSON and CSV `key`; `value` reads it from an entry.
+
+    Tables show the columns with a `title` of two lines. `form` is a format string for the value, or a function from the entry to
+    its text. Narrow terminals drop the columns with the highest `priority` first. The HTML page shows the columns with a `label`,
+    which follows the figure where there is no room for titles; the speedup and its interval have cells of their own there.
+    """
+
+    key: str
+    value: Callable[[Entry], Any]
+    title: str = ""
+    form: str | Callable[[Entry], str] = "{}"
+    priority: int = 0
+    label: str = ""
+    is_optional: bool = field(default=False, kw_only=True)  # shown only where an entry has a value
+    is_speed: bool = field(default=False, kw_only=True)  # at the right end of the terminal's table, bold for the best method
+    is_interval: bool = field(default=False, kw_only=True)  # dim and left-aligned
+    in_json: bool = field(default=True, kw_only=True)
+    in_csv: bool = field(default=True, kw_only=True)
+
+    def text(self, entry: Entry) -> str:
+        """The cell of a table, empty where there is no value."""
+        value = self.value(entry)
+        return "" if value is None else self.form.format(value) if isinstance(self.form, str) else self.form(entry)
+
+
+def draft_length(mean: float | None, *, branches: bool) -> str:
+    """Mean tokens in a draft. In trees and several chains these are nodes, which is more than the longest path."""
+    return "" if mean is None else f"{mean:.0f} nodes" if branches else f"{mean:.1f}"
+
+
+def _draft_length(entry: Entry) -> str:
+    return draft_length(entry.figures.summary.mean_draft_length, branches=entry.figures.branches)
+
+
+def _interval(entry: Entry) -> str:
+    return f"{entry.figures.low:.2f}–{entry.figures.high:.2f}"
+
+
+def _outcome(outcome: Outcome) -> Callable[[Entry], int | None]:
+    return lambda entry: entry.figures.outcomes.get(outcome)
+
+
+def _phase(phase: str) -> Callable[[Entry], float | None]:
+    return lambda entry: (_phases(entry) or {}).get(phase) if entry.figures.prompts else None
+
+
+def _phases(entry: Entry) -> dict[str, float] | None:
+    """Seconds by phase; transformers' methods report none."""
+    return None if entry.figures.summary.unsplit_seconds else dict(entry.figures.summary.phase_seconds)
+
+
+def _figure(name: str) -> Callable[[Entry], Any]:
+    return attrgetter(f"figures.{name}")
+
+
+def _summary(name: str) -> Callable[[Entry], Any]:
+    return attrgetter(f"figures.summary.{name}")
+
+
+COLUMNS = (
+    Column("prompts", _figure("prompts")),
+    *(Column(outcome.key, _outcome(outcome)) for outcome in OUTCOMES),
+    Column("acceptance_rate", _summary("acceptance_rate"), "accep-\ntance", "{:.0%}", 2, "accepted"),
+    Column("draft_share", _summary("draft_share"), "draft\nshare", "{:.0%}", 10),
+    Column("harmonic_mean", _summary("harmonic_mean"), "\nHM", "{:.2f}", 11),
+    Column("block_efficiency", _summary("block_efficiency"), "tokens\na pass", "{:.2f}", 9, "a pass"),
+    Column("mean_draft_length", _summary("mean_draft_length"), "draft\nlength", _draft_length, 8, "drafted"),
+    Column("mean_accepted_run", _summary("mean_accepted_run"), in_csv=False),
+    Column("target_passes", _summary("target_passes"), "target\npasses", "{:,}", 12),
+    Column("rounds", _summary("rounds")),
+    Column("drafted", _summary("drafted")),
+    Column("accepted", _summary("accepted")),
+    Column("new_tokens", _summary("new_tokens")),
+    Column("seconds", _summary("seconds")),
+    Column("tokens_per_second", _summary("tokens_per_second"), "tokens\n/s", "{:,.1f}", 1, "tokens/s", is_speed=True),
+    Column("speedup", _figure("speedup"), "\nspeedup", "{:.2f}×", is_speed=True),
+    Column("speedup_low", _figure("low"), "95%\ninterval", _interval, 4, is_speed=True, is_interval=True),
+    Column("speedup_high", _figure("high")),
+    Column("perplexity", _figure("perplexity"), "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
+    Column("joules_per_token", _figure("joules_per_token"), "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),
+    Column("energy", _summary("energy"), in_csv=False),
+    Column("phase_seconds", _phases, in_csv=False),
+    *(Column(f"{phase}_seconds", _phase(phase), in_json=False) for phase in PHASES),
+    *(
+        Column(
+            key, attrgetter(path), title, "{:.2f}×", 3, title.replace("\n", " "), in_json=False, is_optional=True, is_speed=True
+        )
+        for key, path, title in (
+            ("predicted_eq14", "prediction.formula", "by\nEq. 14"),
+            ("predicted_pass_costs", "prediction.pass_costs", "by pass\ncosts"),
+        )
+    ),
+)
+
+
+def shown_columns(lines: Iterable[Entry]) -> list[Column]:
+    """The columns of a table with these lines, in the order of `COLUMNS`."""
+    lines = list(lines)
+    return [column for column in COLUMNS if column.title and (not column.is_optional or any(map(column.text, lines)))]
+
+
+def output_text(entry: Entry) -> str:
+    """The cell that says how a method's output compares with plain decoding's."""
+    if entry.result.is_reference:
+        return "reference"
+    if not entry.result.spec.lossless:
+        return "lossy"
+    return "sampled" if entry.figures.differences is None else outcome_text(entry.figures.differences)
+
+
+def as_json(result: MethodResult) -> dict[str, Any]:
+    """A method's JSON line; `by_category` holds the same figures for each category."""
+    overall, *categories = entries(result, by_category=True)
+    return {
+        "type": "method",
+        "method": result.spec.written,
+        "lossless": result.spec.lossless,
+        **_json_figures(overall),
+        "differences": [difference.as_dict() for difference in result.differences],
+        "error": None if result.failure is None else str(result.failure),
+        "by_category": {entry.category: _json_figures(entry) for entry in categories},
+    }
+
+
+def _json_figures(entry: Entry) -> dict[str, Any]:
+    return {column.key: column.value(entry) for column in COLUMNS if column.in_json}
+
+
+def csv_text(results: Sequence[MethodResult], *, by_category: bool = False) -> str:
+    """A line for each method, and with `by_category` one for each of its categories; an empty category means all prompts."""
+    columns = [column for column in COLUMNS if column.in_csv]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["method", "category", "lossless", *(column.key for column in columns), "error"])
+    for result in results:
+        error = None if result.failure is None else str(result.failure)
+        for entry in entries(result, by_category=by_category):
+            values = [column.value(entry) for column in columns]
+            writer.writerow([result.spec.written, entry.category, result.spec.lossless, *values, error])
+    return out.getvalue()

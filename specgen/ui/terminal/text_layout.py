@@ -1,0 +1,30 @@
+"""Wraps text, alone or to the right of a label."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+_CONSOLE = Console(width=200)  # only for wrapping, which asks it for tab sizes
+SHORTEST_WRAP = 12
+
+
+def wrapped(text: Text, width: int) -> list[Text]:
+    """The text in lines of at most `width` cells, without trailing spaces."""
+    lines = text.wrap(_CONSOLE, width)
+    for line in lines:
+        line.rstrip()
+    return list(lines)
+
+
+def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
+    """A label in a column of `lead` cells with the text wrapped to its right; a longer label gets a line of its own."""
+    lines = []
+    if label.cell_len >= lead:
+        lines, label = [label], Text()
+    for part in wrapped(text, max(width - lead, SHORTEST_WRAP)):
+        line = Text().append_text(label).append(" " * (lead - label.cell_len)).append_text(part)
+        line.rstrip()
+        lines.append(line)
+        label = Text()
+    return lines
