@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.interrupts import Interrupts, noticed
+from specgen.cli.interrupts import Interrupts, interrupt_watch
 from specgen.errors import SpecgenError
 
 
@@ -34,7 +34,7 @@ def test_the_second_one_does_not_wait() -> None:
         press()
         with pytest.raises(KeyboardInterrupt):
             press()
-        interrupts._waiting = False
+        interrupts._pending = False
 
 
 def test_between_rounds_it_comes_at_once_and_the_old_handler_comes_back() -> None:
@@ -70,10 +70,10 @@ def test_one_that_a_library_swallows_is_raised_at_the_next_check(capsys: pytest.
         def __del__(self) -> None:
             press()
 
-    with noticed():
-        noticed.check()
+    with interrupt_watch():
+        interrupt_watch.check()
         dying = Dying()
         del dying
         with pytest.raises(KeyboardInterrupt):
-            noticed.check()
+            interrupt_watch.check()
     assert capsys.readouterr().err == ""
