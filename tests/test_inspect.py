@@ -122,8 +122,8 @@ def test_every_line_fits_its_width(inspect: Inspect, tmp_path: Path, width: int,
     assert out.count("Thompson sampling") == count
     if count > 1:
         assert "beta-ts (trace-1)" in out
-        beside = max(line.count("where the time went") for line in out.splitlines())
-        assert beside == max(1, min(count, (width + 4) // 48))
+        columns = max(line.count("where the time went") for line in out.splitlines())
+        assert columns == max(1, min(count, (width + 4) // 48))
 
 
 def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) -> None:

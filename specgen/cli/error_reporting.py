@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 
 def reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Make a command exit with the code that it returns, or that its error stands for, and report the error on stderr."""
+    """Make a command exit with the code that it returns, or with its error's exit code after one message on stderr."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

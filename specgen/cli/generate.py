@@ -37,7 +37,7 @@ class GenerateRequest:
         if self.system is not None and not self.chat:
             raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
         for name, argument in (("the prompt", self.prompt), ("--system", self.system or "")):
-            if any("\ud800" <= character <= "\udfff" for character in argument):  # Python's stand-ins for undecodable bytes
+            if any("\ud800" <= character <= "\udfff" for character in argument):  # how Python represents undecodable bytes
                 raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
         if not self.prompt.strip():
             raise SpecgenError("the prompt is empty", "Give the model a text to continue")
