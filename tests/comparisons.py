@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from specgen.cli.app import main
+from cli_helpers import Lines, parsed, run_main
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
 CATEGORIES = ["prose", "prose", "code", "code"]
 
-Lines = list[dict[str, Any]]
 Compare = Callable[..., tuple[int, str, str]]
 
 
@@ -32,18 +29,9 @@ def compare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
     """Run `specgen compare` on the tiny pair in this process: its exit code, stdout and stderr."""
 
     def call(*arguments: str, models: tuple[str, ...] = pair) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["specgen", "compare", *models, "--device", "cpu", "--prompts", prompts, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
+        return run_main(monkeypatch, capfd, "compare", *models, "--device", "cpu", "--prompts", prompts, *arguments)
 
     return call
-
-
-def parsed(text: str) -> Lines:
-    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
 def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:

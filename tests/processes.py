@@ -1,8 +1,7 @@
-"""`specgen` in processes of its own that do not cost their start each: to import torch and transformers takes a process longer
-than all else that tests ask of it.
+"""Runs `specgen` in other processes without importing torch and transformers in each, which would take most of the time.
 
-`one_by_one` runs several commands in one process, where their streams are all that is looked at. `Forked` is a process for one,
-with its own signals, environment and way out, forked from another that has imported what is heavy, and idles.
+`one_by_one` runs several commands in one process and captures their streams. `Forked` runs one command in a process with its own
+signals, environment and exit code, which is forked from a server that has imported the libraries.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import IO, NamedTuple
 _ONE_BY_ONE = """
 import json, os, sys, tempfile
 from specgen.cli.app import main
-told = os.fdopen(os.dup(1), "w")
+results = os.fdopen(os.dup(1), "w")
 for arguments, given in json.loads(sys.argv[1]):
     files = [tempfile.TemporaryFile() for _ in range(3)]
     files[0].write(given.encode("latin-1"))
-    for place, file in enumerate(files):
+    for descriptor, file in enumerate(files):
         file.seek(0)
-        os.dup2(file.fileno(), place)
+        os.dup2(file.fileno(), descriptor)
     sys.stdin, sys.argv = open(0, closefd=False), ["specgen", *arguments]
     try:
         main()
@@ -38,15 +37,15 @@ for arguments, given in json.loads(sys.argv[1]):
     sys.stderr.flush()
     for file in files[1:]:
         file.seek(0)
-    print(json.dumps([code, *(file.read().decode() for file in files[1:]), "torch" in sys.modules]), file=told)
+    print(json.dumps([code, *(file.read().decode() for file in files[1:]), "torch" in sys.modules]), file=results)
 """
 _SERVER = """
 import gc, json, os, signal, socket, sys
 import specgen.cli.generate, specgen.cli.compare, specgen.loading
 from transformers import LlamaForCausalLM
-gc.freeze()  # no child goes through all that, and copies it, on its way out
+gc.freeze()  # otherwise a child's last garbage collection copies all of this memory
 server = socket.socket(fileno=int(sys.argv[1]))
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no monitor is waited for
 while True:
     data, files, _, _ = socket.recv_fds(server, 1 << 20, 4)
     if not data:
@@ -55,7 +54,7 @@ while True:
         for file in files:
             os.close(file)
         continue
-    # a keeper: it tells the process's number, waits for its end, and tells its exit code
+    # a monitor: it reports the command's process id, waits for its end, and reports its exit code
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server.close()
     if pid := os.fork():
@@ -63,12 +62,12 @@ while True:
         os.write(files[3], b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     break
-for place, file in enumerate(files):
-    if place < 3:
-        os.dup2(file, place)
+for descriptor, file in enumerate(files):
+    if descriptor < 3:
+        os.dup2(file, descriptor)
     os.close(file)
 arguments, environment, closed = json.loads(data)
-if closed:  # as Python has it that was started so
+if closed:  # as in Python started with a closed stdout
     os.close(1)
     sys.stdout = None
 os.environ.clear()
@@ -80,7 +79,7 @@ main()
 
 
 class Ended(NamedTuple):
-    """How a command ended, and whether torch had been imported by then."""
+    """The exit code and output of a command, and whether torch had been imported at its end."""
 
     code: int
     out: str
@@ -91,7 +90,7 @@ class Ended(NamedTuple):
 def one_by_one(
     *commands: Sequence[str], stdin: Sequence[bytes] = (), environment: Mapping[str, str] | None = None
 ) -> list[Ended]:
-    """Run `specgen` with each of these arguments and standard inputs, one after the other in one process."""
+    """Run `specgen` with each of these argument lists and standard inputs, one after the other in one process."""
     given = json.dumps([(list(command), data.decode("latin-1")) for command, data in zip_longest(commands, stdin, fillvalue=b"")])
     process = [sys.executable, "-c", _ONE_BY_ONE, given]
     done = subprocess.run(process, stdout=subprocess.PIPE, env=environment, timeout=120, check=True)
@@ -100,7 +99,7 @@ def one_by_one(
 
 @cache
 def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The end to send orders to, which ends the server when this process ends; and the server itself."""
+    """The socket for sending commands, whose closing at the end of this process ends the server; and the server process."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-c", _SERVER, str(theirs.fileno())]
@@ -108,20 +107,22 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 class Forked:
-    """`specgen` with these arguments and this process's environment, as a `subprocess.Popen` that knows no more than is asked
-    for here. Its standard input is empty; what is no file is a pipe, or `closed`."""
+    """`specgen` with these arguments and this process's environment, with the methods of `subprocess.Popen` that tests need.
+
+    Standard input is empty. Standard output is a pipe unless it is a given file or `closed`.
+    """
 
     def __init__(self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False) -> None:
-        told, tell = os.pipe()
+        reports, report = os.pipe()
         self.stdout, out = (None, os.dup(stdout.fileno())) if stdout is not None else _pipe()
         self.stderr, err = _pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
-        files = [nothing, out, err, tell]
+        files = [nothing, out, err, report]
         socket.send_fds(_server()[0], [json.dumps([arguments, dict(os.environ), closed]).encode()], files)
         for file in files:
             os.close(file)
-        self._told = os.fdopen(told, "rb")
-        self.pid = int(self._told.readline())
+        self._reports = os.fdopen(reports, "rb")
+        self.pid = int(self._reports.readline())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -134,8 +135,8 @@ class Forked:
         return self.returncode
 
     def _ended(self, timeout: float) -> int | None:
-        if self.returncode is None and select.select([self._told], [], [], timeout)[0]:
-            self.returncode = int(self._told.readline())
+        if self.returncode is None and select.select([self._reports], [], [], timeout)[0]:
+            self.returncode = int(self._reports.readline())
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -143,7 +144,7 @@ class Forked:
             os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-        """All that it writes, once it has ended."""
+        """Wait for the end. Returns all of stdout and stderr."""
         found: dict[str, bytes] = {}
         streams = {"out": self.stdout, "err": self.stderr}
         readers = [

@@ -1,84 +1,47 @@
-"""The command line when all is well, interrupted, or cut off: streams, records, round lines, a real terminal."""
+"""The commands where nothing is wrong, interrupted or cut off: streams, JSON lines, round lines, exit codes."""
 
 from __future__ import annotations
 
+import inspect
 import io
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_helpers import POSIX, ROUND, START, SUMMARY, Lines, parsed, run, run_main, start
 from families import CONTEXT, LETTERS, make_tokenizer
 from processes import Forked
 
-from specgen.cli.app import main
+from specgen.cli import options as cli_options
 from specgen.methods import METHODS
 
-POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 PROMPT = "the cat sat on the mat"
-
-START = "type method settings lossless target draft device dtype prompt_ids sampling versions"
-ROUND = (
-    "type index mode draft_ids draft_texts parents accepted_ids token_id token_text source "
-    "stop_reason entropies top_probs policy seconds"
-)
-SUMMARY = (
-    "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
-    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "
-    "energy phase_seconds"
-)
 PHASES = {"prefill", "draft", "verify", "sample", "other"}
 
-Lines = list[dict[str, Any]]
 Generate = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
 def generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...]) -> Generate:
-    """Run `specgen generate` on the tiny pair in this process: what it wrote to stdout and stderr."""
+    """Run `specgen generate` on the tiny pair in this process: its stdout and stderr."""
 
     def call(*arguments: str, models: tuple[str, ...] = pair) -> tuple[str, str]:
-        return _call(monkeypatch, capfd, "generate", *models, "--device", "cpu", *arguments)
+        code, out, err = run_main(monkeypatch, capfd, "generate", *models, "--device", "cpu", *arguments)
+        assert code == 0
+        return out, err
 
     return call
 
 
-def _call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "argv", ["specgen", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    captured = capfd.readouterr()
-    return captured.out, captured.err
-
-
-def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """`specgen` in a process of its own, with pipes: from the interpreter's start on."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **options.pop("environment", {})}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, "-m", "specgen", *arguments], env=environment, **streams)
-
-
-def run(*arguments: str, **options: Any) -> tuple[int, bytes, bytes]:
-    process = start(*arguments, **options)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out or b"", err
-
-
-def parsed(text: str) -> Lines:
-    assert text.endswith("\n")
-    return [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
-
-
 def check_record(lines: Lines) -> None:
-    """The promised keys and no others; the rounds add up to the answer."""
+    """Check that the lines have the documented keys and no others, and that the rounds contain exactly the generated tokens."""
     first, *rounds, last = lines
     assert (first["type"], last["type"]) == ("start", "summary")
     assert set(first) == set(START.split())
@@ -100,7 +63,7 @@ def check_record(lines: Lines) -> None:
     assert last["accepted"] == sum(len(line["accepted_ids"]) for line in rounds)
 
 
-# ------------------------------------------------------------------ pipes, in processes of their own
+# ------------------------------------------------------------------ pipes and signals, in new processes
 
 
 @POSIX
@@ -137,7 +100,7 @@ def test_json_lines_have_the_promised_keys_and_are_the_same_in_the_trace(pair: t
     assert lines[-1]["new_tokens"] == 40
 
 
-def test_recorded_distributions_stand_beside_each_drafted_token(generate: Generate, pair: tuple[str, ...]) -> None:
+def test_recorded_distributions_have_two_figures_per_drafted_token(generate: Generate, pair: tuple[str, ...]) -> None:
     options = ("-n", "20", "--ignore-eos", "-m", "sd", "--json", "-q")
     lines = parsed(generate(*options, "--record", "distributions", PROMPT)[0])
     for line in lines[1:-1]:
@@ -146,8 +109,8 @@ def test_recorded_distributions_stand_beside_each_drafted_token(generate: Genera
         assert all(0 <= overlap <= 1 for overlap in line["overlap"])
         assert all(kl >= 0 for kl in line["kl"])
     assert any(line["overlap"] for line in lines[1:-1])
-    plainly = parsed(generate(*options, PROMPT)[0])
-    assert plainly[-1]["token_ids"] == lines[-1]["token_ids"]  # a record changes nothing
+    unrecorded = parsed(generate(*options, PROMPT)[0])
+    assert unrecorded[-1]["token_ids"] == lines[-1]["token_ids"]
     code, _, err = run("generate", *pair, *options[:-2], "--record", "distributions", PROMPT)
     assert (code, b"--record distributions" in err) == (2, True)
 
@@ -161,7 +124,7 @@ def test_a_character_that_the_locale_lacks_becomes_a_question_mark(pair: tuple[s
 
 
 @POSIX
-def test_an_interruption_keeps_what_was_generated(tmp_path: Path) -> None:
+def test_an_interruption_keeps_the_text_and_a_complete_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     arguments = ("-n", "900", "--ignore-eos", "--trace", str(trace), "def add(a, b):")
     process = Forked("generate", *arguments)
@@ -179,7 +142,7 @@ def test_an_interruption_keeps_what_was_generated(tmp_path: Path) -> None:
 
 
 @POSIX
-def test_an_interruption_while_loading_needs_no_traceback() -> None:
+def test_an_interruption_while_loading_prints_no_traceback() -> None:
     process = start("generate", "hi", environment={"PYTHONPROFILEIMPORTTIME": "1"})
     assert process.stderr is not None
     while b"torch.nn.functional" not in process.stderr.readline():
@@ -192,7 +155,7 @@ def test_an_interruption_while_loading_needs_no_traceback() -> None:
 
 @POSIX
 @pytest.mark.parametrize("form", [(), pytest.param(("--json",), marks=pytest.mark.slow)], ids=["text", "json"])
-def test_a_reader_that_leaves_is_met_with_silence(form: tuple[str, ...]) -> None:
+def test_a_reader_that_closes_the_pipe_causes_no_error(form: tuple[str, ...]) -> None:
     process = Forked("generate", "-n", "900", "--ignore-eos", *form, "def add(a, b):")
     assert process.stdout is not None
     assert process.stderr is not None
@@ -203,7 +166,7 @@ def test_a_reader_that_leaves_is_met_with_silence(form: tuple[str, ...]) -> None
 
 
 @FULL
-def test_a_full_disk_under_the_output_is_one_line(pair: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_in_one_line(pair: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
         process = Forked("generate", *pair, "-n", "5", PROMPT, stdout=full)
     _, err = process.communicate(timeout=120)
@@ -211,7 +174,7 @@ def test_a_full_disk_under_the_output_is_one_line(pair: tuple[str, ...]) -> None
 
 
 @POSIX
-def test_an_output_that_is_closed_is_no_error(pair: tuple[str, ...]) -> None:
+def test_a_closed_output_causes_no_error(pair: tuple[str, ...]) -> None:
     process = Forked("generate", "-q", "-n", "5", *pair, PROMPT, closed=True)
     assert process.communicate(timeout=120) == (b"", b"")
     assert process.returncode == 0
@@ -219,16 +182,16 @@ def test_an_output_that_is_closed_is_no_error(pair: tuple[str, ...]) -> None:
 
 @POSIX
 @pytest.mark.slow
-def test_an_output_that_the_shell_closed_is_no_error(pair: tuple[str, ...]) -> None:
+def test_an_output_closed_by_the_shell_causes_no_error(pair: tuple[str, ...]) -> None:
     command = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "specgen", "generate", "-q", "-n", "5", *pair, PROMPT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
     before = os.times()
     code, out, err = run("--help")
-    after = os.times()  # processor time: other tests run beside this one
+    after = os.times()  # processor time, as other tests run at the same time
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
     assert (code, err) == (0, b"")
     assert b"generate" in out
@@ -238,16 +201,16 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == b""
 
 
-def test_without_a_command_there_is_help_and_no_complaint() -> None:
+def test_without_a_command_the_help_is_shown() -> None:
     code, out, err = run()
     assert (code, err) == (2, b"")
     assert b"Usage" in out
 
 
-# ------------------------------------------------------------------ text, options and notes, in this process
+# ------------------------------------------------------------------ text, options and the footer, in this process
 
 
-def test_the_answer_ends_before_a_stop_text(generate: Generate) -> None:
+def test_the_output_ends_before_a_stop_text(generate: Generate) -> None:
     whole, _ = generate("-n", "60", "--ignore-eos", PROMPT)
     position = next(n for n in range(20, 50) if whole[n : n + 3] not in whole[: n + 2])
     stop = whole[position : position + 3]
@@ -261,7 +224,7 @@ def test_the_answer_ends_before_a_stop_text(generate: Generate) -> None:
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_chat_puts_the_prompt_into_the_models_template(generate: Generate, system: str | None) -> None:
+def test_chat_formats_the_prompt_with_the_chat_template(generate: Generate, system: str | None) -> None:
     out, _ = generate("-n", "2", "--json", "--chat", *(["--system", system] if system else []), "hello")
     text = (f"system {system}\n" if system else "") + "user hello\nassistant "
     assert parsed(out)[0]["prompt_ids"] == make_tokenizer(LETTERS)(text)["input_ids"]
@@ -278,7 +241,7 @@ def test_chat_puts_the_prompt_into_the_models_template(generate: Generate, syste
         ([], " é ".encode(), " é "),
         (["abc\n"], b"not read", "abc\n"),
     ],
-    ids=["dash", "missing", "newline", "crlf", "one-newline-of-two", "spaces-kept", "argument-as-it-is"],
+    ids=["dash", "missing", "newline", "crlf", "one-newline-of-two", "spaces-kept", "argument-unchanged"],
 )
 def test_the_prompt_is_the_argument_or_standard_input(
     generate: Generate, monkeypatch: pytest.MonkeyPatch, arguments: list[str], data: bytes, prompt: str
@@ -308,7 +271,7 @@ def test_without_a_draft_model_lookup_is_the_default_and_the_footer_says_so(gene
     assert parsed(out)[0]["draft"] is None
 
 
-def test_plain_decoding_has_no_acceptance_to_speak_of(generate: Generate) -> None:
+def test_plain_decoding_has_no_acceptance_rate(generate: Generate) -> None:
     out, footer = generate("-m", "ar", "-n", "5", "--ignore-eos", "--json", PROMPT)
     assert parsed(out)[-1]["acceptance_rate"] is None
     assert re.fullmatch(r"ar  5 tokens  [\d.]+ tokens/s\n", footer)
@@ -329,7 +292,8 @@ def test_settings_reach_the_method(generate: Generate) -> None:
 
 
 def test_help_method_describes_one_method(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    out, _ = _call(monkeypatch, capfd, "generate", "--help-method", "-m", "svip")
+    code, out, _ = run_main(monkeypatch, capfd, "generate", "--help-method", "-m", "svip")
+    assert code == 0
     head, *settings = out.splitlines()
     assert head.startswith("svip  SVIP  lossless")
     assert [line.split("=")[0].strip() for line in settings] == ["threshold", "c", "max_draft"]
@@ -339,8 +303,8 @@ def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    out, err = _call(monkeypatch, capfd, "inspect", "--methods")
-    assert err == ""
+    code, out, err = run_main(monkeypatch, capfd, "inspect", "--methods")
+    assert (code, err) == (0, "")
     heads = [line for line in out.splitlines() if not line.startswith(" ")]
     assert [line.split()[0] for line in heads] == list(METHODS)
     assert all(method.paper in line for method, line in zip(METHODS.values(), heads, strict=True))
@@ -349,11 +313,32 @@ def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(
     assert "svip" not in lookup
 
 
+@dataclass(frozen=True)
+class Longer(cli_options.SamplingOptions):
+    max_new_tokens: cli_options.MaxNewTokens = 999
+
+
+def test_a_command_takes_a_group_of_options_as_one_value() -> None:
+    taken = []
+
+    @cli_options.grouped
+    def command(prompt: cli_options.Prompt = None, *, sampling: Longer, quiet: cli_options.Quiet = False) -> None:
+        taken.append((prompt, sampling, quiet))
+
+    parameters = inspect.signature(command).parameters
+    sampling = ["max_new_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos"]
+    assert list(parameters) == ["prompt", *sampling, "quiet"]
+    assert [parameters[name].default for name in sampling] == [999, 0.0, 1.0, 0, None, False]
+    given = dict.fromkeys(sampling, 3)
+    command(prompt="hi", **given, quiet=True)
+    assert taken == [("hi", Longer(**given), True)]
+
+
 # ------------------------------------------------------------------ round lines
 
 
 @pytest.mark.parametrize("width", [100, 60])
-def test_rounds_are_a_legend_a_line_each_and_then_the_answer(
+def test_rounds_show_a_legend_then_one_line_per_round_then_the_answer(
     generate: Generate, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

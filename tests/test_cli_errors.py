@@ -1,7 +1,6 @@
-"""Whatever is wrong, the user gets one line: `error:`, the value at fault and a way out, and the exit code that was promised.
+"""Every mistake is reported in one line with the wrong value and a remedy, and ends with the documented exit code.
 
-What is refused before torch is imported runs in a process without it, all of it in one; most of the rest calls the console
-script's function in this one.
+Mistakes that are refused before torch is imported are tested in one process without torch, most others in this process.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_helpers import run_main
 from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, save
 from processes import Forked, one_by_one
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
-
-from specgen.cli.app import main
 
 RUN_FAILED, USER_ERROR = 1, 2
 Folders = Mapping[str, str]
@@ -28,7 +26,7 @@ Fails = Callable[..., str]
 
 
 def refused_together(*commands: Sequence[str], stdin: Sequence[bytes] = ()) -> list[tuple[str, str]]:
-    """What `specgen` writes to stdout and stderr for each: all have to be refused, before anything heavy is imported."""
+    """The stdout and stderr of each command. Checks that all are refused with exit code 2 before torch is imported."""
     found = one_by_one(*commands, stdin=stdin)
     assert [(ended.code, ended.has_torch) for ended in found] == [(USER_ERROR, False)] * len(commands)
     return [(ended.out, ended.err) for ended in found]
@@ -41,11 +39,11 @@ def check_line(out: str, err: str, named: tuple[str, ...]) -> None:
     assert len(err.splitlines()) == 1
     for text in named:
         assert text in err
-    assert "?." not in err  # a question ends its sentence itself
+    assert "?." not in err  # a question mark ends its sentence
 
 
 def check_refused(*arguments: str, named: tuple[str, ...], stdin: bytes = b"") -> None:
-    """From the interpreter's start on, in a process that may import what it likes."""
+    """Run `specgen` in a new process, which may import torch, and check that it is refused."""
     command = [sys.executable, "-m", "specgen", *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False)
     assert done.returncode == USER_ERROR
@@ -54,14 +52,11 @@ def check_refused(*arguments: str, named: tuple[str, ...], stdin: bytes = b"") -
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Fails:
-    """Run `specgen generate` in this process: its one line of complaint, which has to name what is `named`."""
+    """Run `specgen generate` in this process: its error line, which has to contain each of `named`."""
 
     def call(*arguments: str, named: tuple[str, ...], code: int = USER_ERROR) -> str:
-        monkeypatch.setattr(sys, "argv", ["specgen", "generate", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        assert ended.value.code == code
+        found, out, err = run_main(monkeypatch, capfd, "generate", *arguments)
+        assert found == code
         check_line(out, err, named)
         return err
 
@@ -134,44 +129,44 @@ def test_a_wrong_option_is_named_with_its_value(wrong_options: list[tuple[str, s
     check_line(*wrong_options[position], OPTIONS[position][1])
 
 
-def test_an_unknown_command_is_named_and_inspect_says_what_it_can_show() -> None:
+def test_an_unknown_command_is_named_and_inspect_needs_an_argument() -> None:
     unknown, nothing = refused_together(["genrate", "hi"], ["inspect"])
     check_line(*unknown, ("'genrate'", "Did you mean 'generate'? See --help"))
     check_line(*nothing, ("specgen inspect --methods",))
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_that_is_none_is_refused(no_prompts: Mapping[str, tuple[str, str]], name: str) -> None:
+def test_an_empty_prompt_is_refused(no_prompts: Mapping[str, tuple[str, str]], name: str) -> None:
     check_line(*no_prompts[name], PROMPTS[name][2])
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="there, no argument can hold such bytes")
 def test_an_argument_that_is_not_utf8_is_refused() -> None:
     system = ["generate", "hi", "--chat", "--system", os.fsdecode(b"\xff")]
-    prompt, told = refused_together(["generate", os.fsdecode(b"caf\xe9")], system)
+    prompt, message = refused_together(["generate", os.fsdecode(b"caf\xe9")], system)
     check_line(*prompt, ("the prompt is not UTF-8",))
-    check_line(*told, ("--system is not UTF-8",))
+    check_line(*message, ("--system is not UTF-8",))
 
 
-def test_a_trace_needs_a_file_in_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_a_trace_needs_an_existing_folder(tmp_path: Path) -> None:
     missing = ["generate", "hi", "--trace", str(tmp_path / "no" / "t.jsonl")]
     nowhere, folder = refused_together(missing, ["generate", "hi", "--trace", str(tmp_path)])
     check_line(*nowhere, (str(tmp_path / "no"), "no folder"))
     check_line(*folder, (str(tmp_path), "is a folder"))
 
 
-def test_a_trace_from_before_outlives_a_mistake(tmp_path: Path, fails: Fails) -> None:
+def test_a_mistake_leaves_an_old_trace_unchanged(tmp_path: Path, fails: Fails) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text("precious")
     fails("hi", "-t", str(tmp_path / "no"), "--trace", str(trace), named=("no folder",))
     assert trace.read_text() == "precious"
 
 
-# ------------------------------------------------------------------ refused once models are looked at
+# ------------------------------------------------------------------ refused when models are opened
 
 
 def _broken(folder: str) -> Path:
-    """A copy of a good model, for a test to break."""
+    """A copy of a good model for a test to damage."""
     good = Path(folder)
     copy = good.parent / f"{good.name}-{len(list(good.parent.iterdir()))}"
     shutil.copytree(good, copy)
@@ -201,7 +196,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs forks")
-def test_a_missing_folder_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_missing_folder_in_a_new_process(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     process = Forked("generate", "hi", "-t", missing)
     out, err = process.communicate(timeout=120)
@@ -210,13 +205,13 @@ def test_a_missing_folder_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tokenizers_that_differ_in_a_process_of_its_own(folders: Folders) -> None:
+def test_tokenizers_that_differ_in_a_new_process(folders: Folders) -> None:
     target, draft = folders["good"], folders["other-ids"]
     check_refused("generate", "abc", "-t", target, "-d", draft, named=("tokenizers differ", target, draft, "-m lookup"))
 
 
 @pytest.mark.slow
-def test_a_prompt_beyond_the_context_in_a_process_of_its_own(folders: Folders) -> None:
+def test_a_prompt_beyond_the_context_in_a_new_process(folders: Folders) -> None:
     arguments = ("generate", "-n", "5", "-t", folders["good"])
     check_refused(*arguments, stdin=b"abc" * CONTEXT, named=(f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"))
 
@@ -226,7 +221,7 @@ def test_a_prompt_as_long_as_the_context_leaves_no_room(folders: Folders, fails:
 
 
 @pytest.mark.parametrize("model", ["nobody/nothing", "nothing"])
-def test_a_model_neither_here_nor_cached(model: str, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
+def test_a_model_that_is_neither_a_folder_nor_cached(model: str, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fails("hi", "-t", model, named=(model, "Check the spelling"))
     fails("hi", "-t", model, "--offline", named=(model, "offline"))
@@ -251,13 +246,13 @@ def test_a_folder_without_a_configuration(folders: Folders, fails: Fails) -> Non
     fails("hi", "-t", str(folder), named=(str(folder), "no config.json", "save_pretrained"))
 
 
-def test_a_configuration_that_is_no_json(folders: Folders, fails: Fails) -> None:
+def test_a_configuration_that_is_not_json(folders: Folders, fails: Fails) -> None:
     folder = _broken(folders["good"])
     (folder / "config.json").write_text("{")
     fails("hi", "-t", str(folder), named=("configuration", str(folder)))
 
 
-def test_weights_that_can_run_code_are_not_read(folders: Folders, fails: Fails) -> None:
+def test_weights_that_could_run_code_are_not_read(folders: Folders, fails: Fails) -> None:
     folder = _broken(folders["good"])
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     fails("hi", "-t", str(folder), named=(str(folder), "only pytorch_model.bin", "convert it to safetensors"))
@@ -330,6 +325,6 @@ def test_a_dtype_that_does_not_exist(folders: Folders, fails: Fails) -> None:
     fails("abc", "-t", folders["good"], "--dtype", "float8", named=("'float8'", "auto, float32, bfloat16, float16"))
 
 
-def test_no_control_character_of_an_argument_is_shown(fails: Fails) -> None:
+def test_control_characters_of_an_argument_are_not_shown(fails: Fails) -> None:
     err = fails("hi", "-t", "./\x1b[2J\nfolder\x9b", named=("␛[2J↵folder",))
     assert err.rstrip("\n").isprintable()

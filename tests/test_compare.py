@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from cli_helpers import SUMMARY
 from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
-from test_cli import SUMMARY
 
 from specgen import factory, methods
 from specgen.decoding.verifiers import GreedyVerifier

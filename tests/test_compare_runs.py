@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_helpers import POSIX
 from comparisons import Compare, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from processes import Forked
-from test_cli import POSIX
 
 
 def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Compare, tmp_path: Path) -> None:

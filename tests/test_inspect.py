@@ -1,8 +1,7 @@
-"""`specgen inspect` on traces: what is shown fits its width and recomputes, mistakes get one line, large ones stay quick."""
+"""`specgen inspect` on traces: output fits its width, figures are right, mistakes get one line, large traces are fast."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,34 +13,25 @@ from typing import Any
 
 import pytest
 import traces
-from test_cli import run as run_specgen
-
-from specgen.cli.app import main
+from cli_helpers import parsed, run, run_main
 
 Inspect = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
 def inspect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Inspect:
-    """Run `specgen inspect` in this process: what it wrote to stdout and stderr."""
+    """Run `specgen inspect` in this process: its stdout and stderr."""
 
     def call(*arguments: str | Path, width: int = 100, code: int = 0) -> tuple[str, str]:
         monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setattr(sys, "argv", ["specgen", "inspect", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capfd.readouterr()
-        assert ended.value.code == code, captured.err
-        return captured.out, captured.err
+        found, out, err = run_main(monkeypatch, capfd, "inspect", *map(str, arguments))
+        assert found == code, err
+        return out, err
 
     return call
 
 
-def lines_of(out: str) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
-
-
-def test_what_a_comparison_took_as_one_method_is_one(inspect: Inspect, tmp_path: Path) -> None:
+def test_runs_that_a_comparison_wrote_as_one_method_are_one_group(inspect: Inspect, tmp_path: Path) -> None:
     runs = [traces.a_run("pearl", spec="pearl", settings={"window": window, "pre_verify": True}) for window in (8, 12, 10)]
     mine = traces.a_run("svip", spec="svip")
     lossy = traces.a_run("mtad", spec="mtad:k=3", lossless=False)
@@ -60,11 +50,11 @@ def test_what_a_comparison_took_as_one_method_is_one(inspect: Inspect, tmp_path:
     assert re.search(r'class="m best"><th scope="row">(svip|pearl)<', written)
     assert 'class="m lossy"><th scope="row">mtad:k=3 (lossy)<' in written
     assert "window 8 (8–12 over all runs)" in written
-    lines = lines_of(inspect(trace, "--json")[0])
+    lines = parsed(inspect(trace, "--json")[0])
     assert [(line["spec"], line["lossless"]) for line in lines[-2:]] == [("pearl", True), ("mtad:k=3", False)]
 
 
-def test_lengths_are_those_of_all_runs_and_trees_have_nodes(inspect: Inspect, tmp_path: Path) -> None:
+def test_lengths_cover_all_runs_and_trees_show_nodes(inspect: Inspect, tmp_path: Path) -> None:
     def run(*drafts: int, **changes: Any) -> list[Any]:
         rounds = [traces.round_line(0, token=10)]
         rounds += [traces.round_line(at, (4,) * size, 1, 9, "correction", **changes) for at, size in enumerate(drafts, 1)]
@@ -78,7 +68,7 @@ def test_lengths_are_those_of_all_runs_and_trees_have_nodes(inspect: Inspect, tm
     assert "draft nodes, accepted length  mean 2.5 and 1.0, most 3" in out
 
 
-def test_another_programs_acceptance_is_told(inspect: Inspect, tmp_path: Path) -> None:
+def test_the_acceptance_of_another_program_is_shown(inspect: Inspect, tmp_path: Path) -> None:
     start = traces.start_line("transformers-assisted", spec="transformers-assisted")
     summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length", "seconds": 1.5}
     summary |= {"target_passes": 2, "drafted": 4, "accepted": 1, "drafts": 2}
@@ -92,7 +82,7 @@ def test_another_programs_acceptance_is_told(inspect: Inspect, tmp_path: Path) -
 def test_the_methods_as_json(inspect: Inspect) -> None:
     from specgen import METHODS
 
-    lines = lines_of(inspect("--methods", "--json")[0])
+    lines = parsed(inspect("--methods", "--json")[0])
     assert [line["name"] for line in lines] == list(METHODS)
     mtad = next(line for line in lines if line["name"] == "mtad")
     assert (mtad["lossless"], mtad["settings"]["tau"]["default"]) == (False, 0.1)
@@ -132,8 +122,8 @@ def test_every_line_fits_its_width(inspect: Inspect, tmp_path: Path, width: int,
     assert out.count("Thompson sampling") == count
     if count > 1:
         assert "beta-ts (trace-1)" in out
-        beside = max(line.count("where the time went") for line in out.splitlines())
-        assert beside == max(1, min(count, (width + 4) // 48))
+        columns = max(line.count("where the time went") for line in out.splitlines())
+        assert columns == max(1, min(count, (width + 4) // 48))
 
 
 def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) -> None:
@@ -148,7 +138,7 @@ def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) ->
 def test_json_figures_recompute_from_the_trace(inspect: Inspect, tmp_path: Path) -> None:
     recorded = traces.a_recorded_run(200, prompt_index=3, category="code", repeat=1)
     path = traces.write(tmp_path / "t.jsonl", *recorded, *traces.a_run())
-    first, second = lines_of(inspect(path, "--json")[0])
+    first, second = parsed(inspect(path, "--json")[0])
     rounds = recorded[1:-1]
     assert (first["type"], first["line"], first["method"], first["category"]) == ("inspect", 1, "beta-ts", "code")
     assert (second["line"], second["method"], second["finish_reason"]) == (len(recorded) + 1, "svip", "eos")
@@ -175,7 +165,7 @@ def test_json_figures_recompute_from_the_trace(inspect: Inspect, tmp_path: Path)
     assert second["posterior"] == []
 
 
-def test_several_methods_of_one_trace_stand_side_by_side(inspect: Inspect, tmp_path: Path) -> None:
+def test_several_methods_of_one_trace_are_shown_side_by_side(inspect: Inspect, tmp_path: Path) -> None:
     runs = [
         traces.a_run("ar", prompt_index=0),
         traces.a_run("svip", prompt_index=0),
@@ -194,14 +184,14 @@ def test_several_methods_of_one_trace_stand_side_by_side(inspect: Inspect, tmp_p
     assert "has no run 2 of sd: it holds 1" in err
 
 
-def test_a_cut_trace_shows_what_is_whole(inspect: Inspect, tmp_path: Path) -> None:
+def test_a_truncated_trace_shows_its_complete_part(inspect: Inspect, tmp_path: Path) -> None:
     path = traces.write(tmp_path / "t.jsonl", *traces.a_run())
     *lines, fifth, _ = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + fifth[:80])
     out, _ = inspect(path)
     assert "note: the trace was cut in line 7: what is whole before it is shown" in out
     assert "tokens/s" in out
-    (line,) = lines_of(inspect(path, "--json")[0])
+    (line,) = parsed(inspect(path, "--json")[0])
     assert line["finish_reason"] is None
     assert line["rounds"] == 5
 
@@ -235,16 +225,16 @@ def test_malformed_traces_get_one_line(inspect: Inspect, tmp_path: Path) -> None
         (("t.jsonl", "--pair"), "--pair is for a pair of models"),
         (("t.jsonl", "--target", "x"), "--target is for a pair of models"),
         (("t.jsonl", "--measure"), "--measure is for a pair of models"),
-        (("--pair", "--html", "x.html"), "--html stands without a trace"),
-        (("--pair", "--rounds", "3"), "--rounds stands without a trace"),
+        (("--pair", "--html", "x.html"), "--html is given without a trace"),
+        (("--pair", "--rounds", "3"), "--rounds is given without a trace"),
         (("--pair", "--target", "x"), "--pair is the bundled pair"),
-        (("--draft", "x"), "--draft x stands without --target"),
+        (("--draft", "x"), "--draft x is given without --target"),
         (("t.jsonl", "--rounds", "-1"), "--rounds is -1"),
         (("t.jsonl", "--run", "0"), "--run is 0"),
         (("nowhere.jsonl",), "cannot read the trace nowhere.jsonl"),
     ],
 )
-def test_what_does_not_go_together_is_refused(inspect: Inspect, arguments: tuple[str, ...], named: str) -> None:
+def test_options_that_contradict_are_refused(inspect: Inspect, arguments: tuple[str, ...], named: str) -> None:
     out, err = inspect(*arguments, code=2)
     assert out == ""
     assert named in err
@@ -258,7 +248,7 @@ def test_pages_that_cannot_be_written_are_refused_at_once(inspect: Inspect, tmp_
     assert "cannot write the page" in err
 
 
-def test_a_page_is_written_whole_or_not_at_all(inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_page(inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, page = traces.write(tmp_path / "t.jsonl", *traces.a_run()), tmp_path / "page.html"
     inspect(path, "--html", page)
     before = page.read_text(encoding="utf-8")
@@ -286,21 +276,21 @@ def test_ten_thousand_rounds_take_seconds_and_no_torch(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", limited, "inspect", "-q", str(path), *options], capture_output=True, text=True, check=False
         )
-        after = os.times()  # processor time: other tests run beside this one
+        after = os.times()  # processor time: as other tests run at the same time
         taken = after.children_user + after.children_system - before.children_user - before.children_system
         assert taken < 12, "a loose bound, for slow machines"
         assert (done.returncode, done.stderr) == (0, "False\n")
     assert (tmp_path / "page.html").stat().st_size < 20 << 20
 
 
-def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(3000))
-    code, _, err = run_specgen("inspect", str(path), "--rounds", "3000", stdout=open("/dev/full", "w"))  # noqa: SIM115
+    code, _, err = run("inspect", str(path), "--rounds", "3000", stdout=open("/dev/full", "w"))  # noqa: SIM115
     assert code == 1
     assert err.startswith(b"error: cannot write the output")
 
 
-def test_nothing_shown_is_nan(inspect: Inspect, tmp_path: Path) -> None:
+def test_the_output_contains_no_nan(inspect: Inspect, tmp_path: Path) -> None:
     start, first, second, *_ = traces.a_run()
     nulls = second | {"entropies": [None, 0.5, None], "overlap": [None, 0.5, 0.25], "kl": [0.5, None, 0.5], "top_probs": []}
     path = traces.write(tmp_path / "t.jsonl", start, first, nulls)
@@ -308,10 +298,10 @@ def test_nothing_shown_is_nan(inspect: Inspect, tmp_path: Path) -> None:
     inspect(path, "--html", page)
     out = inspect(path)[0] + inspect(path, "--json")[0] + page.read_text(encoding="utf-8")
     assert not re.search(r"\bnan\b", out.lower())
-    assert math.isfinite(lines_of(inspect(path, "--json")[0])[0]["seconds"])
+    assert math.isfinite(parsed(inspect(path, "--json")[0])[0]["seconds"])
 
 
-def test_different_prompts_have_no_winner(inspect: Inspect, tmp_path: Path) -> None:
+def test_runs_on_different_prompts_are_not_ranked(inspect: Inspect, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for prompt, headline in (([1, 2, 3], "was the fastest here: "), ([9], "2 recordings side by side")):
         runs = traces.a_run("svip"), traces.a_run("ar", prompt_ids=prompt)

@@ -1,4 +1,4 @@
-"""`specgen`: one command line, its commands in files of their own. Nothing heavy is imported before a command runs."""
+"""The `specgen` command: its subcommands, the streams it writes to, and its exit code. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-app.command("generate")(generate)
-app.command("compare")(compare)
-app.command("inspect")(inspect)
-app.command("tune")(tune)
+for command in (generate, compare, inspect, tune):
+    app.command(command.__name__)(command)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         import specgen
 
         typer.echo(f"specgen {specgen.__version__}")
@@ -40,20 +38,18 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def specgen(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and leave.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version, then exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened."""
 
 
 def main() -> None:
-    """The console script. The parser's own errors get one line too."""
+    """The console script. The parser's errors are reported as those of commands are."""
     _prepare_streams()
     try:
         code = app(standalone_mode=False)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except typer.Abort:
+    except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -63,7 +59,7 @@ def main() -> None:
 
 
 def _prepare_streams() -> None:
-    """A stream that the shell closed (`>&-`) leads nowhere; a character that the locale lacks becomes a question mark."""
+    """Replace a stream that the shell closed (`>&-`), and write a question mark for a character that the locale lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,4 +1,4 @@
-"""How a command ends: one clear line and an exit code for whatever goes wrong."""
+"""Turns every way a command can end into an exit code and at most one error message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ParamSpec
 
 import typer
 
-from specgen.cli.interrupts import noticed
+from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 
 INTERRUPTED = 130
@@ -18,12 +18,12 @@ P = ParamSpec("P")
 
 
 def reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn what a command returns or raises into an exit code, with one line on stderr where there is something to say."""
+    """Make a command exit with the code that it returns, or with its error's exit code after one message on stderr."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with noticed():
+            with interrupt_watch():
                 code = command(*args, **kwargs) or 0
             sys.stdout.flush()
         except SpecgenError as error:
@@ -31,8 +31,9 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
             code = error.exit_code
         except KeyboardInterrupt:
             code = INTERRUPTED
-        except BrokenPipeError:
-            code = _reader_has_gone()
+        except BrokenPipeError:  # the reader closed the pipe, which is no error
+            _silence_stdout()
+            code = 0
         except OSError as error:
             _silence_stdout()
             code = _failed(f"cannot write the output: {error.strerror}" if error.filename is None else str(error))
@@ -46,7 +47,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def report(error: SpecgenError, *, no_color: bool = False) -> None:
-    """`error:` and what is wrong; the cure below it, indented, on a terminal, and on the same line in a pipe."""
+    """Print `error:`, the message and the hint on stderr: wrapped and indented on a terminal, else on one line."""
     from rich.text import Text
 
     from specgen.ui.sanitize import inline
@@ -65,15 +66,15 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
 
 
 def usage_error(error: Exception) -> int:
-    """Report what the command-line parser refused. Returns the exit code."""
+    """Report an error of the command-line parser. Returns the exit code."""
     message: str = error.format_message()  # type: ignore[attr-defined]
-    if message:  # without one, the parser has shown the help instead
+    if message:  # it is empty where the parser has shown the help text instead
         report(_wrong_value(error) or SpecgenError(message.rstrip("."), "See --help"))
     return 2
 
 
 def _wrong_value(error: Exception) -> SpecgenError | None:
-    """The parser's complaint about an option's value, with the value, which the parser itself does not name."""
+    """The parser's error about an option's value, with that value, which the parser's own message lacks."""
     option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if option is None or checks is None:
         return None
@@ -86,12 +87,7 @@ def _failed(message: str, hint: str = "") -> int:
     return error.exit_code
 
 
-def _reader_has_gone() -> int:
-    _silence_stdout()
-    return 0
-
-
 def _silence_stdout() -> None:
-    """What is still buffered cannot be written: let the interpreter's last flush go nowhere."""
+    """Discard what is still buffered for stdout, so that the interpreter's last flush cannot fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

@@ -1,19 +1,17 @@
-"""`specgen inspect --target T --draft D`: the pre-flight of a pair."""
+"""`specgen inspect --target T --draft D`: reports whether a pair of models can be used, and what each method needs."""
 
 from __future__ import annotations
 
-import json as json_lines
-import os
 import shlex
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specgen.cli.model_options import ModelOptions, open_pair
+from specgen.cli.model_options import ModelOptions, disable_hub_progress, open_pair
+from specgen.cli.options import OutputOptions
+from specgen.json_lines import print_json
 from specgen.ui import theme
-from specgen.ui.sanitize import escaped_json
 from specgen.ui.terminal import pair_report as view
 from specgen.ui.terminal.loading_line import LoadingLine
 
@@ -21,31 +19,29 @@ if TYPE_CHECKING:
     from specgen.tuning.pair_report import PairReport
 
 
-def inspect_pair(models: ModelOptions, *, measure: bool, json: bool, quiet: bool, no_color: bool) -> None:
-    """Report on a pair; with `measure` load it and time its passes, where it can be used at all."""
-    err = theme.console(stderr=True, no_color=no_color)
-    report = _looked_at(models, err, quiet=quiet)
-    if measure and (report.tokenizers is None or report.tokenizers.refusal is None):
-        report = _measured(models, report, err, quiet=quiet)
-    if json:
-        line = escaped_json(json_lines.dumps({"type": "pair", **report.as_dict()}, ensure_ascii=False)) + "\n"
-        sys.stdout.buffer.write(line.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
-        return
-    view.show(theme.console(no_color=no_color), report, _next_step(models, report))
+def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool) -> None:
+    """Show a report on a pair. With `measure`, load it and measure its forward passes, unless its tokenizers do not fit."""
+    err = theme.console(stderr=True, no_color=display.no_color)
+    report = _report(models, err, quiet=display.quiet)
+    if measure and not _is_refused(report):
+        report = _measured(models, report, err, quiet=display.quiet)
+    if display.json:
+        print_json({"type": "pair", **report.as_dict()})
+    else:
+        view.show(theme.console(no_color=display.no_color), report, _next_command(models, report))
 
 
-def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
-    if quiet or not err.is_terminal:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
+def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
+    """What the models' files tell, without loading their weights."""
+    disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen import demo
         from specgen.engine.devices import pick_device
         from specgen.engine.model_loading import ModelSource
         from specgen.tuning.pair_inspection import look
 
-        on = pick_device(models.device)
-        draft_on = pick_device(models.draft_device) if models.draft_device is not None else on
+        device = pick_device(models.device)
+        draft_device = pick_device(models.draft_device) if models.draft_device is not None else device
         draft: ModelSource | None
         if models.target is None:
             target, draft = (ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft"))
@@ -53,7 +49,7 @@ def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport
             shared = (models.trust_remote_code, models.offline)
             target = ModelSource(models.target, None, models.revision, *shared)
             draft = None if models.draft is None else ModelSource(models.draft, None, models.draft_revision, *shared)
-        return look(target, draft, (on, draft_on), models.dtype, loading.announce, exit_layer=models.exit_layer)
+        return look(target, draft, (device, draft_device), models.dtype, loading.announce, exit_layer=models.exit_layer)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
@@ -64,16 +60,15 @@ def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: 
         return replace(report, payoff=measure(pair, line.still), methods=planned(report.methods, refusals(pair)))
 
 
-def _next_step(models: ModelOptions, report: PairReport) -> str | None:
-    """The command to go on with, where the pair can be used."""
-    if report.tokenizers is not None and report.tokenizers.refusal is not None:
+def _is_refused(report: PairReport) -> bool:
+    return report.tokenizers is not None and report.tokenizers.refusal is not None
+
+
+def _next_command(models: ModelOptions, report: PairReport) -> str | None:
+    """A command to run next, None where the pair cannot be used."""
+    if _is_refused(report):
         return None
-    named = [
-        ("--target", models.target),
-        ("--draft", models.draft),
-        ("--dtype", models.dtype if models.dtype != "auto" else None),
-    ]
-    options = "".join(f" {option} {shlex.quote(value)}" for option, value in named if value is not None)
-    if report.payoff is None:
-        return f"specgen inspect{options} --measure"
-    return f"specgen compare{options}"
+    dtype = models.dtype if models.dtype != "auto" else None
+    named = {"--target": models.target, "--draft": models.draft, "--dtype": dtype}
+    arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
+    return f"specgen inspect{arguments} --measure" if report.payoff is None else f"specgen compare{arguments}"

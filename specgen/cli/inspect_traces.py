@@ -1,68 +1,74 @@
-"""`specgen inspect TRACE.jsonl ...`: recorded runs as text, as JSON, as a page."""
+"""`specgen inspect TRACE.jsonl ...`: shows recorded runs as text, as JSON lines or as an HTML page."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specgen.cli.options import OutputOptions
 from specgen.errors import SpecgenError
+from specgen.json_lines import print_json
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.ui import theme
-from specgen.ui.sanitize import escaped_json, inline
+from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
     from specgen.ui.html.trace_page import Shown
 
-
-_TOLD = (
-    "spec",
-    "settings",
-    "lossless",
-    "target",
-    "draft",
-    "device",
-    "dtype",
-    "prompt_index",
-    "category",
-    "repeat",
-)  # of a start line
+START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")
 
 
 @dataclass(frozen=True, slots=True)
-class TraceViewOptions:
-    """What to show of the traces, and how. `run` counts each method's runs from 1; `rounds` None: as many as suit."""
+class TraceView:
+    """What to show of the traces. `run` counts each method's runs from 1. `rounds` is None where the report chooses how many."""
 
+    display: OutputOptions
     html: Path | None
-    json: bool
     rounds: int | None
     run: int
-    quiet: bool
-    no_color: bool
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.rounds < 0:
+            raise SpecgenError(f"--rounds is {self.rounds}", "It has to be a whole number, 0 for none")
+        if self.run < 1:
+            raise SpecgenError(f"--run is {self.run}", "Runs count from 1")
 
 
 @dataclass(slots=True)
 class _Group:
-    """A method's runs in one file, folded; `run` is the one to look at in detail. `name` is the method as it was written in a
-    comparison, else its name; `settings` are all values that its runs had."""
+    """The runs of one method in one file.
+
+    `name` is the method as the comparison wrote it, else its name. `settings` has every value that a setting had in these runs.
+    `run` is the run to show in detail.
+    """
 
     path: Path
     name: str
-    anatomy: TraceStatistics
+    statistics: TraceStatistics
     settings: dict[str, list[Any]] = field(default_factory=dict)
     run: TracedRun | None = None
 
-    def told(self) -> dict[str, Any]:
-        """Each setting's value, or where runs had several the range of them: PEARL's window is measured anew for each prompt."""
+    def add(self, run: TracedRun, detailed: int) -> None:
+        """Add a run, and keep it if it is number `detailed`, counted from 1."""
+        self.statistics.add(run)
+        for setting, value in run.start["settings"].items():
+            values = self.settings.setdefault(setting, [])
+            if value not in values:
+                values.append(value)
+        if self.statistics.runs == detailed:
+            self.run = run
+
+    def values(self) -> dict[str, Any]:
+        """Each setting's value, or the range of its values: PEARL's measured window differs between prompts."""
         return {name: values[0] if len(values) == 1 else _range(values) for name, values in self.settings.items()}
 
-    @property
-    def varying(self) -> dict[str, str]:
+    def ranges(self) -> dict[str, str]:
+        """The ranges of the settings that had several values."""
         return {name: _range(values) for name, values in self.settings.items() if len(values) > 1}
 
 
@@ -72,87 +78,77 @@ def _range(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def inspect_traces(paths: Sequence[Path], wanted: TraceViewOptions) -> None:
-    """Show recorded runs. Raises SpecgenError for what is no trace, and for a page that cannot be written."""
+def inspect_traces(paths: Sequence[Path], view: TraceView) -> None:
+    """Show recorded runs. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written."""
     from specgen.ui.html import trace_page
     from specgen.ui.html.page import check_page_writable, write_page
     from specgen.ui.terminal import trace_report
 
-    if wanted.html is not None:
-        check_page_writable(wanted.html)
+    if view.html is not None:
+        check_page_writable(view.html)
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):
-            _add(groups, path, run, wanted.run)
-            if wanted.json:
-                _write_line(path, run)
-    shown = list(_labelled(list(groups.values()), wanted.run))
-    if wanted.html is not None:
-        write_page(
-            wanted.html,
-            trace_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {wanted.html.name}"),
-        )
-        if not wanted.quiet:
-            theme.console(stderr=True, no_color=wanted.no_color).print(f"page written to {inline(str(wanted.html))}")
-    elif not wanted.json:
-        trace_report.show(theme.console(no_color=wanted.no_color), shown, wanted.rounds)
+            _group(groups, path, run).add(run, view.run)
+            if view.display.json:
+                print_json(_line(path, run))
+    shown = list(_labelled(list(groups.values()), view.run))
+    no_color = view.display.no_color
+    if view.html is not None:
+        command = f"specgen inspect {shlex.join(path.name for path in paths)} --html {view.html.name}"
+        write_page(view.html, trace_page.page(shown, command))
+        if not view.display.quiet:
+            theme.console(stderr=True, no_color=no_color).print(f"page written to {inline(str(view.html))}")
+    elif not view.display.json:
+        trace_report.show(theme.console(no_color=no_color), shown, view.rounds)
 
 
-def _add(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun, wanted: int) -> None:
-    """To the runs of its method: what a comparison took as one is one, whatever was measured for each prompt."""
+def _group(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun) -> _Group:
+    """The group of a run. Runs that a comparison wrote as one method are one group, even if their measured settings differ."""
     spec = run.start.get("spec")
     is_compared = isinstance(spec, str) and bool(spec)
     name = str(spec) if is_compared else run.method
     key = (path, name, "" if is_compared else json.dumps(run.start["settings"], sort_keys=True))
-    group = groups.setdefault(key, _Group(path, name, TraceStatistics(run.method)))
-    group.anatomy.add(run)
-    for setting, value in run.start["settings"].items():
-        values = group.settings.setdefault(setting, [])
-        if value not in values:
-            values.append(value)
-    if group.anatomy.runs == wanted:
-        group.run = run
+    return groups.setdefault(key, _Group(path, name, TraceStatistics(run.method)))
 
 
-def _labelled(groups: Sequence[_Group], wanted: int) -> Iterator[Shown]:
-    """Each group by its method's name; by settings or the file too where the name alone does not tell them apart, and with a word
-    where its output is not the target's."""
+def _labelled(groups: Sequence[_Group], number: int) -> Iterator[Shown]:
+    """Each group with a unique label: the method, the settings or the file where several groups share it, and `(lossy)`."""
     from specgen.ui.html.trace_page import Shown
 
     for group in groups:
-        if group.run is None:
-            raise SpecgenError(
-                f"{group.path} has no run {wanted} of {group.name}: it holds {group.anatomy.runs}", "Choose another with --run"
-            )
-        own = group.told()
-        same = [other.told() for other in groups if other.name == group.name and other is not group]
-        differing = {name for other in same for name in own if own[name] != other.get(name, ...)}
+        run, statistics = group.run, group.statistics
+        if run is None:
+            message = f"{group.path} has no run {number} of {group.name}: it holds {statistics.runs}"
+            raise SpecgenError(message, "Choose another with --run")
+        own = group.values()
+        others = [other.values() for other in groups if other.name == group.name and other is not group]
+        differing = {name for other in others for name in own if own[name] != other.get(name, ...)}
         label = group.name + "".join(f":{name}={value}" for name, value in own.items() if name in differing)
-        if own in same:
+        if own in others:
             label += f" ({group.path.stem})"
-        is_lossy = group.run.start.get("lossless") is False
-        yield Shown(f"{label} (lossy)" if is_lossy else label, group.path.name, group.anatomy, group.run, group.varying)
+        if run.start.get("lossless") is False:
+            label += " (lossy)"
+        yield Shown(label, group.path.name, statistics, run, group.ranges())
 
 
-def _write_line(path: Path, run: TracedRun) -> None:
-    """One run's figures as a line of JSON; all of them are computed from its rounds."""
-    anatomy = TraceStatistics(run.method)
-    anatomy.add(run)
+def _line(path: Path, run: TracedRun) -> dict[str, Any]:
+    """One run's figures, all computed from its rounds."""
+    statistics = TraceStatistics(run.method)
+    statistics.add(run)
     rounds = [traced.round for traced in run.rounds]
-    line = {
+    return {
         "type": "inspect",
         "trace": str(path),
         "line": run.first_line,
-        **{name: run.start.get(name) for name in _TOLD},
+        **{name: run.start.get(name) for name in START_KEYS},
         "finish_reason": run.finish_reason,
         "notes": run.notes,
-        **anatomy.as_dict(),
+        **statistics.as_dict(),
         "draft_lengths": [len(round_.draft.tokens) for round_ in rounds],
         "accepted_lengths": [len(round_.verdict.path) for round_ in rounds],
         "posterior": [
-            {"round": belief.index, "mean": belief.mean, "low": belief.low, "high": belief.high} for belief in posteriors(rounds)
+            {"round": posterior.index, "mean": posterior.mean, "low": posterior.low, "high": posterior.high}
+            for posterior in posteriors(rounds)
         ],
     }
-    text = escaped_json(json.dumps(line, ensure_ascii=False)) + "\n"
-    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-    sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""Ctrl-C between rounds or inside a pass, never while a round is being shown and recorded; and none that a library loses."""
+"""Handling of Ctrl-C: noticing every one during a command, and deferring one until a round is shown and recorded."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from types import FrameType
 from typing import Any
 
 
-class Noticed:
-    """A context manager for a whole command. Not every KeyboardInterrupt gets through: a lazy import makes another error of it, a
-    destructor only prints it. Here every Ctrl-C is noticed, and what failed behind one was interrupted."""
+class InterruptWatch:
+    """Notices every Ctrl-C while a command runs: `with interrupt_watch(): ...`.
+
+    A KeyboardInterrupt can get lost: an import that it breaks off raises another error instead, and one in a destructor is only
+    printed. Any error after a Ctrl-C therefore becomes a KeyboardInterrupt, and `check` raises one that was lost silently.
+    """
 
     def __init__(self) -> None:
         self._pressed = False
-        self._told = sys.unraisablehook
+        self._previous_hook = sys.unraisablehook
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         self._pressed = False
         before = signal.getsignal(signal.SIGINT)
         if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-            yield  # ignored, or somebody else's: no business of ours
+            yield  # SIGINT is ignored or handled by the caller
             return
         signal.signal(signal.SIGINT, self._handle)
-        self._told, sys.unraisablehook = sys.unraisablehook, self._tell
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         try:
             yield
         except Exception as error:
@@ -35,11 +38,11 @@ class Noticed:
                 raise KeyboardInterrupt from error
             raise
         finally:
-            sys.unraisablehook = self._told
+            sys.unraisablehook = self._previous_hook
             signal.signal(signal.SIGINT, before)
 
     def check(self) -> None:
-        """Raise what was lost."""
+        """Raise KeyboardInterrupt if there was a Ctrl-C, whether or not its exception got lost."""
         if self._pressed:
             raise KeyboardInterrupt
 
@@ -47,25 +50,25 @@ class Noticed:
         self._pressed = True
         raise KeyboardInterrupt
 
-    def _tell(self, lost: Any) -> None:
-        """Python's traceback of what a destructor raised, but for a Ctrl-C, which is not lost here."""
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
-            self._told(lost)
+    def _unraisable(self, unraisable: Any) -> None:
+        """Print the traceback of an error in a destructor, except for a KeyboardInterrupt, which `check` raises."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._previous_hook(unraisable)
 
 
-noticed = Noticed()
+interrupt_watch = InterruptWatch()
 
 
 class Interrupts:
-    """A context manager that turns SIGINT into KeyboardInterrupt, except that the first one waits while `held`.
+    """A context manager that turns SIGINT into KeyboardInterrupt, but defers the first one while `held`.
 
-    So a trace's rounds, its summary and the text always tell of the same tokens. A second Ctrl-C does not wait: the reader of a
-    pipe may be the one that is stuck.
+    The text, a trace's rounds and its summary therefore always contain the same tokens. A second Ctrl-C is not deferred, because
+    writing to a pipe may block.
     """
 
     def __init__(self) -> None:
         self._held = False
-        self._waiting = False
+        self._pending = False
 
     def __enter__(self) -> Interrupts:
         self._before = signal.signal(signal.SIGINT, self._handle)
@@ -76,17 +79,18 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
+        """Defer a first Ctrl-C to the end of the block."""
         self._held = True
         try:
             yield
         finally:
             self._held = False
-        if self._waiting:
-            self._waiting = False
+        if self._pending:
+            self._pending = False
             raise KeyboardInterrupt
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._held and not self._waiting:
-            self._waiting = True
+        if self._held and not self._pending:
+            self._pending = True
         else:
             raise KeyboardInterrupt

@@ -1,48 +1,55 @@
-"""From the common options to a loaded pair."""
+"""The options that select models and devices, and loading the pair that they select."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from specgen.cli.interrupts import noticed
+from specgen.cli import options
+from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import SpecgenError
-from specgen.ui.terminal.loading_line import LoadingLine
-from specgen.workers.process import DraftProcess, is_possible
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specgen.pair import Pair
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The options that say which models, where from and where to."""
+    """Which models to load, and onto which devices. Raises SpecgenError for options that need another one."""
 
-    target: str | None
-    draft: str | None
-    device: str
-    draft_device: str | None
-    dtype: str
-    revision: str | None
-    draft_revision: str | None
-    trust_remote_code: bool
-    offline: bool
-    exit_layer: Path | None = None
+    target: options.Target = None
+    draft: options.Draft = None
+    device: options.Device = "auto"
+    draft_device: options.DraftDevice = None
+    dtype: options.Dtype = "auto"
+    revision: options.Revision = None
+    draft_revision: options.DraftRevision = None
+    trust_remote_code: options.TrustRemoteCode = False
+    offline: options.Offline = False
+    exit_layer: options.ExitLayer = None
+
+    def __post_init__(self) -> None:
+        if self.target is None and self.draft is not None:
+            raise SpecgenError(f"--draft {self.draft} is given without --target", "Name the target too: --target MODEL")
+        if self.draft_revision is not None and self.draft is None:
+            raise SpecgenError("--draft-revision is given without --draft", "Name the draft model too")
+        if self.revision is not None and self.target is None:
+            raise SpecgenError("--revision is given without --target", "Name the target too: --target MODEL")
 
     @property
     def has_draft(self) -> bool:
-        """Whether a draft model will be there: one is named, or the bundled pair brings it."""
+        """Whether there will be a draft model: a named one, or the bundled pair's."""
         return self.draft is not None or self.target is None
 
     @property
-    def has_no_exit(self) -> bool:
-        """Whether it is sure, before anything is loaded, that there will be no exit layer: none is named, and none is kept for
-        the target's folder. Of a name on the hub nothing is known yet."""
+    def lacks_exit_layer(self) -> bool:
+        """Whether it is certain before loading that there is no exit layer: none is named, and none was trained for the target's
+        folder. Always False for a model on the hub."""
         if self.exit_layer is not None or self.target is None:
             return False
         folder = Path(self.target)
@@ -53,53 +60,40 @@ class ModelOptions:
 
         try:
             return kept_exit(self.target, weights_fingerprint(folder)) is None
-        except SpecgenError:  # damaged weights: said when they are read
+        except SpecgenError:  # damaged weights are reported when they are loaded
             return False
 
     @property
     def probably_on_cpu(self) -> bool:
-        """A guess, before torch can be asked; a wrong one costs time alone."""
-        named = {self.device, self.draft_device or self.device}
-        if named <= {"cpu"}:
+        """A guess that does not import torch. A wrong guess only costs time."""
+        devices = {self.device, self.draft_device or self.device}
+        if devices <= {"cpu"}:
             return True
-        return named <= {"cpu", "auto"} and sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
-
-    def __post_init__(self) -> None:
-        if self.target is None and self.draft is not None:
-            raise SpecgenError(f"--draft {self.draft} stands without --target", "Name the target too: --target MODEL")
-        if self.draft_revision is not None and self.draft is None:
-            raise SpecgenError("--draft-revision stands without --draft", "Name the draft model too")
-        if self.revision is not None and self.target is None:
-            raise SpecgenError("--revision stands without --target", "Name the target too: --target MODEL")
+        return devices <= {"cpu", "auto"} and sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False) -> Pair:
-    """Load the models, with a spinner while it takes. What is heavy is imported here.
+    """Load the models and warm them up, with a spinner on `err`.
 
-    For a `parallel` method the draft's process is started before that, so that both get ready side by side.
+    For a `parallel` method on a CPU the draft's process starts first, so that it imports torch at the same time.
     """
-    if quiet or not err.is_terminal:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub reads it when it is imported, below
+    from specgen.ui.terminal.loading_line import LoadingLine
+    from specgen.workers.process import DraftProcess, is_possible
+
+    disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.loading import load
 
-        noticed.check()
-        pair = load(
-            models.target,
-            models.draft,
-            device=models.device,
-            dtype=models.dtype,
-            draft_device=models.draft_device,
-            revision=models.revision,
-            draft_revision=models.draft_revision,
-            trust_remote_code=models.trust_remote_code,
-            offline=models.offline,
-            announce=loading.announce,
-            process=process,
-            exit_layer=models.exit_layer,
-        )
+        interrupt_watch.check()
+        pair = load(**asdict(models), announce=loading.announce, process=process)
         loading.still("warming up")
         pair.settle()
-        noticed.check()
+        interrupt_watch.check()
     return pair
+
+
+def disable_hub_progress(err: Console, *, quiet: bool) -> None:
+    """Disable the hub's download bars where they would not be seen. Has to be called before huggingface_hub is imported."""
+    if quiet or not err.is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,97 +1,93 @@
-"""The options that commands share, each with its help."""
+"""Command-line options that commands share: their types with help texts, and the groups that a command takes as one value."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
 
-_MODELS, _SAMPLING, _OUTPUT = "Models", "Sampling and limits", "Output"
+_model = partial(typer.Option, rich_help_panel="Models")
+_sampling = partial(typer.Option, rich_help_panel="Sampling and limits")
+_output = partial(typer.Option, rich_help_panel="Output")
 
 Prompt = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="What to go on from; standard input when it is - or missing.")
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The text to continue. Standard input is read where it is - or missing."),
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option("--method", "-m", metavar="NAME", help="How to decode; all of them: specgen inspect --methods."),
+    typer.Option(
+        "--method",
+        "-m",
+        metavar="NAME",
+        help="The decoding method (specgen inspect --methods lists them). Default: the tuned one, else svip, or lookup without "
+        "a draft model.",
+    ),
 ]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method (repeatable).")]
-Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system turn, with --chat.")]
-HelpMethod = Annotated[bool, typer.Option("--help-method", help="Describe --method and leave.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the method (repeatable).")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message for --chat.")]
+HelpMethod = Annotated[bool, typer.Option("--help-method", help="Describe --method and its settings, then exit.")]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Use the tuned profile in this folder. Default: the one that specgen tune saved for this pair."
+    ),
+]
 
 Target = Annotated[
     str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        metavar="MODEL",
-        help="Hugging Face id or folder; without it the bundled demo pair.",
-        rich_help_panel=_MODELS,
+    _model(
+        "--target", "-t", metavar="MODEL", help="The target model: a Hugging Face id or a folder. Default: the bundled demo pair."
     ),
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(
-        "--draft", "-d", metavar="MODEL", help="Draft model, likewise; some methods need none.", rich_help_panel=_MODELS
-    ),
+    _model("--draft", "-d", metavar="MODEL", help="The draft model: a Hugging Face id or a folder. Some methods need none."),
 ]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N|mps", help="Where the models run.", rich_help_panel=_MODELS)]
-DraftDevice = Annotated[
-    str | None, typer.Option(metavar="DEVICE", help="Where the draft runs, if elsewhere.", rich_help_panel=_MODELS)
-]
+Device = Annotated[str, _model(metavar="auto|cpu|cuda|cuda:N|mps", help="The device that runs the models.")]
+DraftDevice = Annotated[str | None, _model(metavar="DEVICE", help="The device that runs the draft model. Default: --device.")]
 Dtype = Annotated[
     str,
-    typer.Option(
+    _model(
         metavar="auto|float32|bfloat16|float16",
-        help="auto: the weights' own; on a CPU, what is measured to be faster.",
-        rich_help_panel=_MODELS,
+        help="The dtype of both models. auto: the dtype of the weights, on a CPU the one that is measured to be faster.",
     ),
 ]
-Revision = Annotated[str | None, typer.Option(metavar="REV", help="The target's branch, tag or commit.", rich_help_panel=_MODELS)]
-DraftRevision = Annotated[str | None, typer.Option(metavar="REV", help="The draft's.", rich_help_panel=_MODELS)]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that a model brings along.", rich_help_panel=_MODELS),
-]
-Offline = Annotated[bool, typer.Option("--offline", help="Never ask the hub; use what is cached.", rich_help_panel=_MODELS)]
-
+Revision = Annotated[str | None, _model(metavar="REV", help="The target's branch, tag or commit on the hub.")]
+DraftRevision = Annotated[str | None, _model(metavar="REV", help="The draft model's branch, tag or commit on the hub.")]
+TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Allow models to run the Python code in their repository.")]
+Offline = Annotated[bool, _model("--offline", help="Use only models in the local cache, and never connect to the hub.")]
 ExitLayer = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="EESD's trained part; what was trained for the target here is found by itself.",
-        rich_help_panel=_MODELS,
+    _model(
+        metavar="FILE", help="The trained exit layer for the eesd methods. Default: the one that was trained here for the target."
     ),
 ]
 
-Profile = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="A tuned profile instead of the one found by itself (specgen tune --out DIR)."),
-]
-
-MaxNewTokens = Annotated[
-    int,
-    typer.Option("--max-new-tokens", "-n", metavar="N", help="Longest answer, in tokens.", rich_help_panel=_SAMPLING),
-]
-Temperature = Annotated[float, typer.Option(metavar="T", help="0 decodes greedily.", rich_help_panel=_SAMPLING)]
+MaxNewTokens = Annotated[int, _sampling("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens.")]
+Temperature = Annotated[float, _sampling(metavar="T", help="The sampling temperature. 0: greedy decoding.")]
 TopP = Annotated[
-    float,
-    typer.Option("--top-p", metavar="P", help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING),
+    float, _sampling("--top-p", metavar="P", help="Sample from the most probable tokens whose probabilities add up to P.")
 ]
-TopK = Annotated[
-    int,
-    typer.Option("--top-k", metavar="K", help="Keep the K likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING),
+TopK = Annotated[int, _sampling("--top-k", metavar="K", help="Sample from the K most probable tokens. 0: from all.")]
+Seed = Annotated[
+    int | None, _sampling(metavar="N", help="The seed for sampling. The same seed gives the same tokens. Default: a random one.")
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Same seed, same tokens.", rich_help_panel=_SAMPLING)]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="End the answer before this text (repeatable).", rich_help_panel=_SAMPLING),
+Stop = Annotated[list[str] | None, _sampling(metavar="TEXT", help="End the output before this text (repeatable).")]
+IgnoreEos = Annotated[
+    bool, _sampling("--ignore-eos", help="Continue after an end-of-sequence token, so that every measured run is equally long.")
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end: for measuring.", rich_help_panel=_SAMPLING)]
 
 CompareMethods = Annotated[
     list[str] | None,
@@ -99,72 +95,121 @@ CompareMethods = Annotated[
         "--methods",
         "-m",
         metavar="LIST",
-        help="Methods between commas, settings behind the name: svip,sd:k=8,lookup:policy=beta-ts. "
-        "all (the default) is every method; transformers and transformers-assisted are rivals to check us against.",
+        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all methods. "
+        "transformers and transformers-assisted are baselines.",
     ),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="YAML as examples.yaml (the default), JSONL with prompt, or Spec-Bench's question.jsonl."),
+    typer.Option(
+        metavar="FILE",
+        help="The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl.",
+    ),
 ]
-Category = Annotated[str | None, typer.Option(metavar="NAME", help="The prompts of this category alone.")]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="So many prompts, taken from each category in turn.")]
-Turns = Annotated[bool, typer.Option("--turns", help="All turns of a question, behind plain decoding's answers; else the first.")]
-CompareChat = Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")]
-Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each prompt; the median counts.")]
-ByCategory = Annotated[bool, typer.Option("--by-category", help="A row for each category too.", rich_help_panel=_OUTPUT)]
-Phases = Annotated[
-    bool, typer.Option("--phases", help="Where the time goes: drafting, verifying, sampling.", rich_help_panel=_OUTPUT)
-]
-Predict = Annotated[
+Category = Annotated[str | None, typer.Option(metavar="NAME", help="Use only the prompts of this category.")]
+Limit = Annotated[int | None, typer.Option(metavar="N", help="Use at most N prompts, taken from the categories in turn.")]
+Turns = Annotated[
     bool,
-    typer.Option(
-        "--predict", help="What theory says beside what was measured: EESD's Eq. 14, pass costs.", rich_help_panel=_OUTPUT
-    ),
+    typer.Option("--turns", help="Use all turns of a question, with plain decoding's answers between them, not only the first."),
 ]
-Record = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--record",
-        metavar="distributions",
-        help="In the trace, how far draft and target agree at each drafted token (overlap, KL). Takes time.",
-        rich_help_panel=_OUTPUT,
-    ),
+CompareChat = Annotated[bool, typer.Option("--chat", help="Format each prompt with the model's chat template.")]
+Repeats = Annotated[int, typer.Option(metavar="N", help="Run each prompt N times and use the median time.")]
+ByCategory = Annotated[bool, _output("--by-category", help="Show one row for each category as well.")]
+Phases = Annotated[bool, _output("--phases", help="Show the time for drafting, verification and sampling.")]
+Predict = Annotated[
+    bool, _output("--predict", help="Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.")
 ]
 Resume = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.jsonl", help="Go on from an interrupted comparison's trace, and in it.", rich_help_panel=_OUTPUT),
+    Path | None, _output(metavar="FILE.jsonl", help="Continue an interrupted comparison from its trace, and append to it.")
 ]
-Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, for pandas.", rich_help_panel=_OUTPUT)]
+Csv = Annotated[Path | None, _output(metavar="FILE", help="Write all figures to a CSV file.")]
 Html = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="One page with all of it, an example of each method too.", rich_help_panel=_OUTPUT),
+    Path | None, _output(metavar="FILE", help="Write a self-contained page with all figures and an example of each method.")
 ]
-Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="The table as a picture, for a README.", rich_help_panel=_OUTPUT)]
+Svg = Annotated[Path | None, _output(metavar="FILE", help="Write the table as an SVG image.")]
 
-Trace = Annotated[
-    Path | None, typer.Option(metavar="FILE.jsonl", help="Record every round as JSON lines.", rich_help_panel=_OUTPUT)
-]
-Json = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of text.", rich_help_panel=_OUTPUT)]
-Rounds = Annotated[
-    bool, typer.Option("--rounds", help="Show each round: accepted, rejected, discarded.", rich_help_panel=_OUTPUT)
-]
-Perplexity = Annotated[
-    bool,
-    typer.Option(
-        "--perplexity", help="The answer's perplexity under the target; lossy methods show it anyway.", rich_help_panel=_OUTPUT
+Trace = Annotated[Path | None, _output(metavar="FILE.jsonl", help="Write every round to this file, as JSON lines.")]
+Record = Annotated[
+    list[str] | None,
+    _output(
+        "--record",
+        metavar="distributions",
+        help="Add to the trace the overlap and KL divergence of draft and target at each drafted token. This takes time.",
     ),
 ]
-Energy = Annotated[
-    bool, typer.Option("--energy", help="Joules a token above idle, where there are counters.", rich_help_panel=_OUTPUT)
+Rounds = Annotated[bool, _output("--rounds", help="Show each round's accepted, rejected and discarded tokens.")]
+Perplexity = Annotated[
+    bool, _output("--perplexity", help="Compute the output's perplexity under the target. Lossy methods always do.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no footer.", rich_help_panel=_OUTPUT)]
-NoColor = Annotated[bool, typer.Option("--no-color", help="Attributes instead of colours.", rich_help_panel=_OUTPUT)]
+Energy = Annotated[
+    bool, _output("--energy", help="Measure the energy above idle, in joules per token, where the hardware has counters.")
+]
+Json = Annotated[bool, _output("--json", help="Write JSON lines to standard output instead of text.")]
+Quiet = Annotated[bool, _output("--quiet", "-q", help="Show no progress and no footer.")]
+NoColor = Annotated[bool, _output("--no-color", help="Use bold, underline and strikethrough instead of colours.")]
 
 
-def recorded(wanted: list[str] | None) -> bool:
-    """Whether `--record` asks for the distributions' figures. Raises SpecgenError for anything else it may ask for."""
-    for name in wanted or []:
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen, and how many. A command with other defaults takes a subclass with these fields assigned anew."""
+
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    seed: Seed = None
+    ignore_eos: IgnoreEos = False
+
+    def params(self, stop: Sequence[str] = ()) -> SamplingParams:
+        """Raises SpecgenError for a value out of range."""
+        return SamplingParams(**asdict(self), stop=tuple(stop))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How a command shows its result."""
+
+    json: Json = False
+    quiet: Quiet = False
+    no_color: NoColor = False
+
+
+def grouped(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Let a command take groups of options: a parameter whose type is a dataclass becomes one option per field.
+
+    The options appear in the help text at the group's position, with the fields' defaults. The fields' types are `Annotated` with
+    a `typer.Option`. Errors that a group's `__post_init__` raises come from the returned function, so `reported` goes outside.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def with_groups(**values: Any) -> int | None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return command(**values)
+
+    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_groups
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    """A parameter for each field of a dataclass."""
+    types = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(field.name, kind, default=field.default, annotation=types[field.name]) for field in fields(group)]
+
+
+def recorded(names: list[str] | None) -> bool:
+    """Whether `--record distributions` is given. Raises SpecgenError for any other value of `--record`."""
+    for name in names or []:
         if name != "distributions":
-            raise SpecgenError(f"--record is {name!r}", "There is --record distributions")
-    return bool(wanted)
+            raise SpecgenError(f"--record is {name!r}", "The only value is --record distributions")
+    return bool(names)

@@ -1,4 +1,4 @@
-"""The profile that a command goes by: found for its pair, or named; and what it says of methods and settings."""
+"""Finds the tuned profile that holds for a pair, and takes methods and settings from it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from specgen.tuning.profile import Profile
     from specgen.types import SamplingParams
 
-_EXIT = "exit.safetensors"
-_SHORT = {("svip", "threshold"): "h"}
+EXIT_FILE = "exit.safetensors"
+_SYMBOLS = {("svip", "threshold"): "h"}  # settings that a paper names by a letter
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The method to decode with. `tuned` says in a few words what a profile had to do with it, nothing where it had not."""
+    """The method and settings to decode with. `tuned` describes settings that a profile chose, empty where it chose none."""
 
     method: str
     settings: Mapping[str, object]
@@ -36,122 +36,123 @@ class Choice:
 
 
 def with_exit(models: ModelOptions, folder: Path | None) -> ModelOptions:
-    """What was trained lies in a profile's folder too."""
-    if folder is None or models.exit_layer is not None or not (folder / _EXIT).is_file():
+    """The models with the exit layer in a profile's folder, if there is one and no other is named."""
+    if folder is None or models.exit_layer is not None or not (folder / EXIT_FILE).is_file():
         return models
     return replace(models, exit_layer=folder)
 
 
-def find(pair: Pair, sampling: SamplingParams, named: Path | None, err: Console, *, quiet: bool) -> Profile | None:
-    """The profile that holds for this pair and this way of sampling; one that does not is said not to, and is not used.
+def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console, *, quiet: bool) -> Profile | None:
+    """The profile for this pair and sampling: in `folder`, else in the pair's default folder. None where there is none.
 
-    Raises SpecgenError where one is named and cannot be read.
+    A profile for another machine, pair or sampling is not used, and a note on `err` says why. Raises SpecgenError where `folder`
+    is given and its profile cannot be read.
     """
     from specgen.tuning import profile as profiles
 
-    fits = profiles.profile_key_of(pair)
-    folder = named or profiles.default_folder(fits, sampling.temperature, sampling.top_p, sampling.top_k)
-    path = folder / profiles.FILE
-    if not path.is_file() and (named is None or (folder / _EXIT).is_file()):
+    key = profiles.profile_key_of(pair)
+    found_in = folder or profiles.default_folder(key, sampling.temperature, sampling.top_p, sampling.top_k)
+    path = found_in / profiles.FILE
+    if not path.is_file() and (folder is None or (folder / EXIT_FILE).is_file()):
         return None
     try:
-        found = profiles.load(folder)
+        profile = profiles.load(found_in)
     except SpecgenError as error:
-        if named is not None:
+        if folder is not None:
             raise
-        _say(err, f"{error.message}; it is not used. {error.hint}", quiet)
+        _note(err, f"{error.message}; it is not used. {error.hint}", quiet)
         return None
-    why = found.misfit(fits)
-    if why is not None:
-        _say(err, f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}", quiet)
-        return None
-    if (why := _other_sampling(found, sampling)) is not None:
-        _say(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
-        return None
-    return found
-
-
-def _other_sampling(profile: Profile, sampling: SamplingParams) -> str | None:
-    tuned = profile.sampling
-    if sampling.greedy and tuned.temperature == 0:
-        return None
-    for name in ("temperature", "top_p", "top_k"):
-        then, now = getattr(tuned, name), getattr(sampling, name)
-        if then != now:
-            return f"{name} {then:g}, and this run has {now:g}"
+    if (why := profile.misfit(key)) is not None:
+        _note(err, f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}", quiet)
+    elif (why := _other_sampling(profile, sampling)) is not None:
+        _note(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
+    else:
+        return profile
     return None
 
 
-def _say(err: Console, what: str, quiet: bool) -> None:
+def _other_sampling(profile: Profile, sampling: SamplingParams) -> str | None:
+    """The first sampling parameter that differs from the profile's, in words. All greedy decoding is the same."""
+    if sampling.greedy and profile.sampling.temperature == 0:
+        return None
+    for name in ("temperature", "top_p", "top_k"):
+        tuned, requested = getattr(profile.sampling, name), getattr(sampling, name)
+        if tuned != requested:
+            return f"{name} {tuned:g}, and this run has {requested:g}"
+    return None
+
+
+def _note(err: Console, text: str, quiet: bool) -> None:
     if not quiet:
-        err.print(Text(inline(what)), soft_wrap=True)
+        err.print(Text(inline(text)), soft_wrap=True)
 
 
-def choose(profile: Profile | None, pair: Pair, method: str | None, given: Mapping[str, object]) -> Choice:
-    """What was asked for comes first: settings that are given stand alone, and a method that is named is tuned, not replaced."""
-    if given or profile is None:
-        return Choice(method or pair.default_method, given)
+def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Mapping[str, object]) -> Choice:
+    """The requested method and settings, completed by the profile.
+
+    Given settings are used alone. A named method gets its tuned settings. Without a name, the profile's method is chosen.
+    """
+    if settings or profile is None:
+        return Choice(method or pair.default_method, settings)
     name = method or profile.chosen.method
-    settings = profile.settings_of(name)
-    if settings is None:
-        return Choice(name, given)
-    return Choice(name, settings, f"tuned: {in_words(name, settings)}")
+    tuned = profile.settings_of(name)
+    return Choice(name, settings) if tuned is None else Choice(name, tuned, f"tuned: {in_words(name, tuned)}")
 
 
 def in_words(name: str, settings: Mapping[str, Value]) -> str:
-    """`svip, c 0.15, h 0.4`: without longest drafts that are the usual ones."""
+    """A method with its settings, as in `svip, c 0.15, h 0.4`. A default longest draft is left out; another one comes last."""
     method = methods.find(name)
-    usual = {key: setting.default for key, setting in methods.known_settings(method, method.policy).items()}
-    shown = {key: value for key, value in settings.items() if key != "max_draft" or value != usual.get(key)}
-    told = sorted(((key == "max_draft", _SHORT.get((name, key), key)), value) for key, value in shown.items())
-    return ", ".join(
-        [name, *(f"{short} {value:g}" if isinstance(value, float) else f"{short} {value}" for (_, short), value in told)]
-    )
+    longest = methods.known_settings(method, method.policy).get("max_draft")
+    parts = {_SYMBOLS.get((name, key), key): value for key, value in settings.items() if key != "max_draft"}
+    ordered = sorted(parts.items())
+    if "max_draft" in settings and (longest is None or settings["max_draft"] != longest.default):
+        ordered.append(("max_draft", settings["max_draft"]))
+    return ", ".join([name, *(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in ordered)])
 
 
 def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, *, quiet: bool) -> list[MethodSpec]:
-    """Methods that are named without settings get the tuned ones; a line says which."""
+    """The methods to compare, with tuned settings for those that have none. A note on `err` lists these."""
     if profile is None:
         return specs
-    made, told = [], []
+    completed, notes = [], []
     for spec in specs:
         settings = None if spec.is_baseline or spec.settings else profile.settings_of(spec.name)
         if settings:
-            told.append(in_words(spec.name, settings))
+            notes.append(in_words(spec.name, settings))
             spec = replace(spec, settings={name: str(value) for name, value in settings.items()})
-        made.append(spec)
-    if told:
-        _say(err, f"tuned: {'; '.join(told)}", quiet)
-    return made
+        completed.append(spec)
+    if notes:
+        _note(err, f"tuned: {'; '.join(notes)}", quiet)
+    return completed
 
 
-def likely_parallel(models: ModelOptions, named: Path | None) -> bool:
-    """A guess, before models are loaded, whether a profile will choose PEARL: its draft's process then gets ready meanwhile."""
-    folders = [named] if named is not None else _likely_folders(models)
+def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
+    """Whether a profile will probably choose PEARL: a guess before loading, so that the draft's process can start early."""
+    folders = [folder] if folder is not None else _possible_folders(models)
     if not folders:
         return False
     from specgen.tuning import profile as profiles
 
-    for folder in folders:
+    for candidate in folders:
         try:
-            if methods.find(profiles.load(folder).chosen.method).schedule == "parallel":
+            if methods.find(profiles.load(candidate).chosen.method).schedule == "parallel":
                 return True
         except SpecgenError:
             continue
     return False
 
 
-def _likely_folders(models: ModelOptions) -> list[Path]:
-    """All profiles of this pair, on whatever machine and device."""
+def _possible_folders(models: ModelOptions) -> list[Path]:
+    """The folders of all profiles of this pair, for any machine and device. Empty for a target on the hub."""
     folder = demo.folder("target") if models.target is None else Path(models.target)
     if not (folder / "config.json").is_file():
-        return []  # a name on the hub: its files are looked for when it is loaded
+        return []
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.paths import pair_folder
 
     names = ("demo/target", "demo/draft") if models.target is None else (models.target, models.draft)
     try:
-        own = pair_folder(names[0], weights_fingerprint(folder), names[1])
+        profiles = pair_folder(names[0], weights_fingerprint(folder), names[1])
     except SpecgenError:
         return []
-    return [path.parent for path in own.glob("*/profile.yaml")]
+    return [path.parent for path in profiles.glob("*/profile.yaml")]
