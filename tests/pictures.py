@@ -88,7 +88,7 @@ def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
     for path in paths:
         run = next(read_trace(path))
         shown.append(Shown(run.method, path.name, TraceStatistics(run.method), run))
-        shown[-1].anatomy.add(run)
+        shown[-1].statistics.add(run)
     console = recorder(flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
     trace_report.show(console, shown, None)
