@@ -267,7 +267,7 @@ def test_the_page_shows_all_results_and_fetches_nothing() -> None:
     assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
     assert "No prediction for " in more
     assert "No prediction for " in " ".join(line.plain for line in page(results, rows(results), SETTING, view, 200))
-    written = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about))
+    written = "".join(compare_page.page(results, rows(results), SETTING, {"svip": example}, about, View()))
     parsed = Page(written)
     assert not parsed.open
     assert "script" not in parsed.tags

@@ -110,7 +110,7 @@ def test_a_trace_as_text(inspect: Inspect, tmp_path: Path) -> None:
     assert "<eos>" in lines[6]
     # by hand: 15 tokens in 6 passes, 10 of 13 drafted accepted, 5 * 0.75 + 0.125 seconds
     assert "15 tokens  3.9 tokens/s  77% accepted  67% of the text from the draft  2.50 tokens a pass" in out
-    assert "ended with an end-of-sequence token" in out
+    assert "ended at the eos token" in out
     assert "where the time went  3.88 s" in out
     assert re.search(r"drafting +32%  ━+", out)
     assert "mean 3.2 and 2.5, longest 5" in out  # four drafts

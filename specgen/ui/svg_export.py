@@ -13,7 +13,7 @@ from rich.text import Text
 from specgen.ui import theme
 
 _GREY = [(0x59, 0x60, 0x69)] * 16
-_BACKGROUNDS = {
+BACKGROUNDS = {
     "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), _GREY),
     "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), _GREY),
 }
@@ -37,8 +37,8 @@ _FORMAT = """\
 
 def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
     """The SVG of styled lines on a background `width` cells wide. `unique_id` prefixes its CSS classes."""
-    pictures = {flavour: _picture(lines, width, flavour, unique_id) for flavour in _BACKGROUNDS}
-    light, dark = (_BACKGROUNDS[flavour].background_color.hex for flavour in ("light", "dark"))
+    pictures = {flavour: _picture(lines, width, flavour, unique_id) for flavour in BACKGROUNDS}
+    light, dark = (BACKGROUNDS[flavour].background_color.hex for flavour in ("light", "dark"))
     rules = [*_rules(pictures["dark"], unique_id), f".{unique_id}-background {{ fill: {dark}; }}"]
     dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
     return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
@@ -46,7 +46,15 @@ def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
 
 def _picture(lines: Sequence[Text], width: int, flavour: str, unique_id: str) -> str:
     """Rich's SVG of the lines in one flavour. Rich numbers CSS classes as styles appear, so those of both flavours match."""
-    console = Console(
+    console = recorder(width, flavour)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return console.export_svg(title="", theme=BACKGROUNDS[flavour], code_format=_FORMAT, unique_id=unique_id)
+
+
+def recorder(width: int, flavour: str) -> Console:
+    """A console that records what is printed, for `export_svg`."""
+    return Console(
         record=True,
         width=width,
         file=io.StringIO(),
@@ -59,9 +67,6 @@ def _picture(lines: Sequence[Text], width: int, flavour: str, unique_id: str) ->
         legacy_windows=False,
         _environ={},
     )
-    for line in lines:
-        console.print(line, soft_wrap=True)
-    return console.export_svg(title="", theme=_BACKGROUNDS[flavour], code_format=_FORMAT, unique_id=unique_id)
 
 
 def _rules(picture: str, unique_id: str) -> list[str]:

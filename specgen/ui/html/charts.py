@@ -28,51 +28,6 @@ def time_shares(phase_seconds: Mapping[str, float]) -> list[tuple[str, str, floa
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """A dot on a scale with the line from `low` to `high`; `label` says it in words."""
-
-    value: float
-    low: float
-    high: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The x axis of a table's dots, with lines at `ticks`. A stem joins each dot with `reference`, or with `low` without one."""
-
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    unit: str
-    reference: float | None
-
-    @classmethod
-    def over(cls, values: Iterable[float], unit: str = "", reference: float | None = None) -> Scale:
-        """A scale with two to four ticks that holds all `values` and the reference, which is 0 by default."""
-        start = 0.0 if reference is None else reference
-        held = [start, *values]
-        low, high = min(held), max(held)
-        high = high if high > low else low + 1
-        step = tick_step(high - low, 4)
-        ticks = tuple(step * index for index in range(math.ceil(low / step - 1e-9), int(high / step + 1e-9) + 1))
-        margin = 0.04 * (high - low)
-        return cls(low - margin if low < start else low, high + margin, ticks, unit, reference)
-
-    def at(self, value: float) -> str:
-        """The x of a value in percent, within the scale."""
-        return f"{min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2%}"
-
-    @property
-    def stem(self) -> str:
-        """The x where the stems start."""
-        return self.at(self.low if self.reference is None else self.reference)
-
-    def label(self, tick: float) -> str:
-        return f"{tick:g}{self.unit}"
-
-
-@dataclass(frozen=True, slots=True)
 class Axes:
     """A chart's height, the y of its grid lines, (y, text) of the labels at its left and (x, text, anchor) of those below it."""
 

@@ -9,8 +9,8 @@ from typing import Any
 from specgen.compare.predictions import Prediction
 from specgen.compare.results import Figures, Results, Row
 from specgen.traces.trace_reader import TracedRun
-from specgen.ui.html.charts import Interval, Scale, time_shares
-from specgen.ui.html.methods_table import Column, Line, number
+from specgen.ui.html.charts import time_shares
+from specgen.ui.html.methods_table import Column, Line, Scale, number
 from specgen.ui.html.page import render
 from specgen.ui.html.token_view import run_view
 from specgen.ui.sanitize import draft_length
@@ -18,7 +18,6 @@ from specgen.ui.terminal.comparison import Setting, View, headline, remarks, sen
 from specgen.ui.terminal.comparison_table import best, failed, hint_of, ordered, output_word, prediction_cells
 
 PROMPT_SHOWN = 600  # characters
-_PLAIN = View()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,7 @@ class About:
 
 
 def page(
-    results: Results,
-    rows: Sequence[Row],
-    setting: Setting,
-    examples: Mapping[str, TracedRun],
-    about: About,
-    view: View = _PLAIN,
+    results: Results, rows: Sequence[Row], setting: Setting, examples: Mapping[str, TracedRun], about: About, view: View
 ) -> Iterator[str]:
     """The page in pieces. `examples` are runs of the same prompt, by method."""
     measured = [(row, row.overall) for row in ordered(rows) if row.overall is not None]
@@ -119,18 +113,15 @@ def _table(rows: Sequence[Row], view: View) -> dict[str, Any]:
             why = "not measured" if row.failure is None else f"not run: {row.failure.message}. {hint_of(row.failure, rows)}"
             lines.append(Line("off", row.spec.written, why=why.rstrip(". ")))
     lines += [Line("off", "", why=f"{', '.join(names)} not run: {why}") for names, why in together]
-    entries = [line.entry for line in lines if line.entry is not None]
-    columns = [column for column in _COLUMNS if not column.is_optional or any(column.text(entry) for entry in entries)]
+    measured = [line for line in lines if not line.why]
+    columns = [column for column in _COLUMNS if not column.is_optional or any(column.text(line.entry) for line in measured)]
     columns += _predicted(rows, view.predictions) if view.predictions else []
-    values = [value for line in lines if (found := line.interval) for value in (found.value, found.low, found.high)]
-    return {"lines": lines, "columns": columns, "scale": Scale.over(values, "×", reference=1.0)}
+    ends = [end for line in measured for end in (line.speed, line.low, line.high)]
+    return {"lines": lines, "columns": columns, "scale": Scale.over(ends, "×", reference=1.0)}
 
 
 def _line(kind: str, name: str, row: Row, figures: Figures, *, is_category: bool = False) -> Line:
-    speedup, low, high = figures.speedup or 0.0, figures.low, figures.high
-    has_interval = low is not None and high is not None
-    span = f"{low:.2f}–{high:.2f}" if has_interval else ""
-    words = f"{speedup:.2f} times" + (f", 95% interval {low:.2f} to {high:.2f}" if has_interval else "")
-    interval = Interval(speedup, speedup if low is None else low, speedup if high is None else high, words)
+    speedup = figures.speedup or 0.0
+    low, high = (speedup if end is None else end for end in (figures.low, figures.high))
     output = output_word(row, figures, is_category=is_category)
-    return Line(kind, name, figures, interval, f"{speedup:.2f}×", output, span)
+    return Line(kind, name, entry=figures, speed=speedup, low=low, high=high, output=output)

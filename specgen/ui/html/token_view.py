@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specgen.traces.summary import Summary
@@ -15,27 +14,8 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, parts
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a token shows that holds only some bytes of a character
+_EOS = "⟨eos⟩"
 _CLASSES = {"accepted": "acc", "rejected": "rej", "discarded": "dis"}
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text with its CSS class: `core`, and the white space around it, which is not underlined or struck through.
-
-    `details` are shown while the reader points at it.
-    """
-
-    kind: str
-    before: str
-    core: str
-    after: str
-    details: str = ""
-
-
-def _piece(kind: str, text: str, details: str = "") -> Piece:
-    core = text.strip(" \n\t")
-    before, _, after = text.partition(core) if core else (text, "", "")
-    return Piece(kind, before, core, after, details)
 
 
 def run_view(run: TracedRun, summary: Summary, name: str) -> dict[str, Any]:
@@ -93,32 +73,30 @@ def _restore_characters(texts: list[str], whole: str) -> None:
         position = end
 
 
-def _tokens(run: TracedRun) -> Iterator[Piece]:
-    """Each round's accepted tokens, then the rejected and discarded ones, then the target's token. Of a tree, only the accepted
-    path and the rejected candidates."""
+def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
+    """CSS classes, text and details of each token: a round's accepted ones, the rejected and discarded ones, the target's token.
+
+    Of a tree, only the accepted path and the rejected candidates.
+    """
     texts = iter(committed_texts(run))
     for traced in run.rounds:
-        round_ = traced.round
-        is_last = run.finish_reason == "eos" and traced is run.rounds[-1]
-        path, has_target_token = round_.verdict.path, round_.verdict.token is not None
-        for node in path:
-            is_eos = is_last and not has_target_token and node == path[-1]
-            yield _committed("acc", next(texts), _drafted_details(traced, node), is_eos=is_eos)
-        is_chain = isinstance(round_.draft.parents, range)
-        for node, status in enumerate(round_.statuses):
+        verdict, statuses = traced.round.verdict, traced.round.statuses
+        ends = run.finish_reason == "eos" and traced is run.rounds[-1]
+        for node in verdict.path:
+            text = next(texts)
+            is_eos = ends and verdict.token is None and node == verdict.path[-1]
+            yield "acc eos" if is_eos else "acc", _EOS if is_eos else text, _drafted_details(traced, node, statuses[node])
+        is_chain = isinstance(traced.round.draft.parents, range)
+        for node, status in enumerate(statuses):
             if status is TokenStatus.REJECTED or (status is TokenStatus.DISCARDED and is_chain):
                 text = inline(traced.draft_texts[node])
-                yield _piece(f"gone {_CLASSES[status.value]}", text, _drafted_details(traced, node, status))
-        if has_target_token:
+                yield f"gone {_CLASSES[status.value]}", text, _drafted_details(traced, node, status)
+        if verdict.token is not None:
             text = next(texts)
-            yield _committed("own", text, _target_details(traced, text), is_eos=is_last)
+            yield "own eos" if ends else "own", _EOS if ends else text, _target_details(traced, text)
 
 
-def _committed(kind: str, text: str, details: str, *, is_eos: bool) -> Piece:
-    return _piece(f"{kind} eos", "⟨eos⟩", details) if is_eos else _piece(kind, text, details)
-
-
-def _drafted_details(traced: TracedRound, node: int, status: TokenStatus = TokenStatus.ACCEPTED) -> str:
+def _drafted_details(traced: TracedRound, node: int, status: TokenStatus) -> str:
     draft = traced.round.draft
     signals = (
         ("entropy", draft.entropies, ".2f"),
@@ -162,7 +140,7 @@ def _rounds(run: TracedRun) -> Iterator[dict[str, Any]]:
         yield {
             "index": round_.index,
             "kept": f"{len(round_.verdict.path)}/{drafted}" if drafted else "",
-            "pieces": [_piece(_CLASSES.get(part.kind, part.kind), part.text) for part in parts(round_, text_of)],
+            "pieces": [(_CLASSES.get(part.kind, part.kind), part.text) for part in parts(round_, text_of)],
             "reason": _reason(traced, len(run.start["prompt_ids"])),
         }
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
-from specgen.ui.html.charts import Interval, Scale
 from specgen.ui.html.entropy_chart import entropy_chart
-from specgen.ui.html.methods_table import Column, Line, number
+from specgen.ui.html.methods_table import Column, Line, Scale, number
 from specgen.ui.html.page import render
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
 from specgen.ui.html.token_view import run_view
@@ -18,12 +17,7 @@ from specgen.ui.sanitize import draft_length
 
 LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
 MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
-ENDED = {
-    "length": "at the limit",
-    "eos": "with an end-of-sequence token",
-    "stop": "at a stop text",
-    "interrupted": "by an interruption",
-}
+ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +40,7 @@ class Shown:
 
 def best(shown: Sequence[Shown]) -> Shown | None:
     """The fastest lossless method; None without one, or where no time was recorded."""
-    timed = [entry for entry in shown if entry.lossless and entry.statistics.summary.tokens_per_second]
-    return max(timed, key=lambda entry: entry.statistics.summary.tokens_per_second or 0.0, default=None)
+    return max((entry for entry in shown if entry.lossless and _speed(entry)), key=_speed, default=None)
 
 
 def page(shown: Sequence[Shown], made_with: str) -> Iterator[str]:
@@ -73,7 +66,7 @@ def verdict(shown: Sequence[Shown]) -> str:
     if len(shown) == 1:
         summary = shown[0].statistics.summary
         if summary.acceptance_rate is None:
-            return f"{shown[0].label}: nothing was drafted, {_speed(shown[0])} tokens per second"
+            return f"{shown[0].label}: nothing was drafted, {_speed(shown[0]):.1f} tokens per second"
         accepted = f"{summary.acceptance_rate:.0%} of drafted tokens accepted"
         return f"{shown[0].label}: {accepted}, {summary.block_efficiency:.2f} tokens per target pass"
     top = best(shown)
@@ -81,11 +74,12 @@ def verdict(shown: Sequence[Shown]) -> str:
     if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared
         return f"{len(shown)} recordings side by side"
     what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
-    return f"{top.label} was {what}: {_speed(top)} tokens per second"
+    return f"{top.label} was {what}: {_speed(top):.1f} tokens per second"
 
 
-def _speed(entry: Shown) -> str:
-    return f"{entry.statistics.summary.tokens_per_second or 0:.1f}"
+def _speed(entry: Shown) -> float:
+    """Tokens per second over all runs; 0 where no time was recorded."""
+    return entry.statistics.summary.tokens_per_second or 0.0
 
 
 def _subtitle(shown: Sequence[Shown]) -> str:
@@ -146,9 +140,6 @@ def _table(shown: Sequence[Shown]) -> dict[str, Any]:
     for entry in shown:
         runs = entry.statistics
         kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
-        speed = runs.summary.tokens_per_second or 0.0
         low, high = min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)
-        interval = Interval(speed, low, high, f"{speed:.1f} tokens per second, from {low:.1f} to {high:.1f}")
-        lines.append(Line(kind, entry.label, runs, interval, f"{speed:.1f}"))
-    speeds = [speed for entry in shown for speed in entry.statistics.speeds]
-    return {"lines": lines, "columns": _COLUMNS, "scale": Scale.over(speeds)}
+        lines.append(Line(kind, entry.label, entry=runs, speed=_speed(entry), low=low, high=high))
+    return {"lines": lines, "columns": _COLUMNS, "scale": Scale.over(speed for line in lines for speed in (line.low, line.high))}
