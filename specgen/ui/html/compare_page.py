@@ -90,6 +90,7 @@ _COLUMNS = (
 
 
 def _predicted(rows: Sequence[Row], predictions: Mapping[str, Prediction]) -> list[Column]:
+    """The columns of predicted speedups: by EESD's formula, and by adding up the measured costs of all passes."""
     by_formula, by_passes = prediction_cells(rows, predictions)
     return [
         Column("predicted_eq14", "by\nEq. 14", "by Eq. 14", by_formula),
@@ -116,11 +117,12 @@ def _table(rows: Sequence[Row], view: View) -> dict[str, Any]:
     measured = [line for line in lines if not line.why]
     columns = [column for column in _COLUMNS if not column.is_optional or any(column.text(line.entry) for line in measured)]
     columns += _predicted(rows, view.predictions) if view.predictions else []
-    ends = [end for line in measured for end in (line.speed, line.low, line.high)]
-    return {"lines": lines, "columns": columns, "scale": Scale.over(ends, "×", reference=1.0)}
+    speeds = [speed for line in measured for speed in (line.speed, line.low, line.high)]
+    return {"lines": lines, "columns": columns, "scale": Scale.over(speeds, "×", reference=1.0)}
 
 
 def _line(kind: str, name: str, row: Row, figures: Figures, *, is_category: bool = False) -> Line:
+    """The line of a method, or of its figures in one category."""
     speedup = figures.speedup or 0.0
     low, high = (speedup if end is None else end for end in (figures.low, figures.high))
     output = output_word(row, figures, is_category=is_category)

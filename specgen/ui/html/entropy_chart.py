@@ -33,12 +33,10 @@ def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, s
     drawn = positions[::step]
     right = _right_end(tokens.entropies[position] for position in drawn)
     caption = (
-        f"The bounds are medians by entropy. {bounds.below_estimate:.0%} of the tokens lie below the estimate, which is no bound."
+        f"The bounds are medians by entropy. {bounds.below_estimate:.0%} of the tokens lie below the estimate (not a bound)."
     )
     if bounds.ratio is not None and bounds.measured_c is not None:
-        caption += (
-            f" The cross-entropy is {bounds.ratio:.2f} times the entropy (median), which gives c = {bounds.measured_c:.2f}."
-        )
+        caption += f" The cross-entropy is {bounds.ratio:.2f} times the entropy (median), giving c = {bounds.measured_c:.2f}."
     if step > 1:
         caption += f" One in {step:,} of {len(positions):,} tokens is drawn."
     lines = {
@@ -51,9 +49,7 @@ def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, s
 
 def _bins_chart(bins: Sequence[Bin], c: float, stop: float | None, *, was_recorded: bool) -> dict[str, Any]:
     right = _right_end(found.mean_entropy for found in bins)
-    caption = (
-        "A trace made with --record distributions has each token's acceptance probability; this chart then shows the bounds."
-    )
+    caption = "With --record distributions a trace has each token's acceptance probability, and this chart shows the bounds."
     if was_recorded:
         caption = "The trace has no acceptance probabilities of these tokens."
     return {**_frame(right, c, stop), "lines": {}, "bins": [_bin(found, right) for found in bins], "caption": caption}

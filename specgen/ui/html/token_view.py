@@ -81,10 +81,10 @@ def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
     texts = iter(committed_texts(run))
     for traced in run.rounds:
         verdict, statuses = traced.round.verdict, traced.round.statuses
-        ends = run.finish_reason == "eos" and traced is run.rounds[-1]
+        is_end = run.finish_reason == "eos" and traced is run.rounds[-1]
         for node in verdict.path:
             text = next(texts)
-            is_eos = ends and verdict.token is None and node == verdict.path[-1]
+            is_eos = is_end and verdict.token is None and node == verdict.path[-1]
             yield "acc eos" if is_eos else "acc", _EOS if is_eos else text, _drafted_details(traced, node, statuses[node])
         is_chain = isinstance(traced.round.draft.parents, range)
         for node, status in enumerate(statuses):
@@ -93,7 +93,7 @@ def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
                 yield f"gone {_CLASSES[status.value]}", text, _drafted_details(traced, node, status)
         if verdict.token is not None:
             text = next(texts)
-            yield "own eos" if ends else "own", _EOS if ends else text, _target_details(traced, text)
+            yield "own eos" if is_end else "own", _EOS if is_end else text, _target_details(traced, text)
 
 
 def _drafted_details(traced: TracedRound, node: int, status: TokenStatus) -> str:
