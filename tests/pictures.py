@@ -1,14 +1,11 @@
-"""Draws the README's pictures from real runs on the bundled pair: `python tests/pictures.py`."""
+"""Draws the README's pictures from runs on the bundled pair: `python tests/pictures.py`."""
 
 from __future__ import annotations
 
-import io
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 import specgen
@@ -16,41 +13,25 @@ from specgen.traces.statistics import TraceStatistics
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import read_trace
 from specgen.traces.trace_writer import TraceWriter, round_line, start_line, summary_line
-from specgen.ui import theme
 from specgen.ui.html.trace_page import Shown
+from specgen.ui.svg_export import BACKGROUNDS, recorder
 from specgen.ui.terminal import trace_report
 from specgen.ui.terminal.answer_stream import AnswerText, AnswerView
 from specgen.ui.terminal.footer import footer
 from specgen.ui.terminal.rounds import RoundsView
 
+WIDTH = 100  # columns
 FOLDER = Path(__file__).parent.parent / ".github"
 QUESTION = (
     "Question: Ben has 24 pencils. He buys 3 boxes with 8 pencils in each and gives 7 pencils to Hugo. "
     "How many pencils does Ben have now?"
 )
 STORY = "def read_lines(path):"
-GREY = [(0x48, 0x4F, 0x58)] * 16
-GROUNDS = {
-    "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), GREY),
-    "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), GREY),
-}
-
-
-def recorder(flavour: str) -> Console:
-    return Console(
-        record=True,
-        width=100,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        theme=theme.theme(flavour),
-        highlight=False,
-    )
 
 
 def draw(pair: specgen.Pair, flavour: str) -> str:
-    """The run as an SVG of a terminal, 100 columns wide."""
-    console = recorder(flavour)
+    """The rounds of a run as an SVG of a terminal."""
+    console = recorder(WIDTH, flavour)
     plan = pair.plan(f"{QUESTION}\nAnswer:", "svip", specgen.SamplingParams(max_new_tokens=128))
     rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.prompt_ids))
     answer, view = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), ()), AnswerView(console)
@@ -65,12 +46,12 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     console.print()
     view.show(pieces + answer.finish())
     console.print("\n")
-    console.print(footer(summary, (), 100))
-    return console.export_svg(title="specgen", theme=GROUNDS[flavour], unique_id=f"specgen-{flavour}")
+    console.print(footer(summary, (), WIDTH))
+    return console.export_svg(title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-{flavour}")
 
 
 def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
-    """Two recorded runs side by side, as `inspect` shows them."""
+    """Two recorded runs side by side, as `inspect` shows them in a terminal."""
     paths = []
     for method in ("svip", "beta-ts"):
         plan = pair.plan(STORY, method, specgen.SamplingParams(max_new_tokens=256, temperature=0.7, seed=1, ignore_eos=True))
@@ -88,18 +69,18 @@ def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
     for path in paths:
         run = next(read_trace(path))
         shown.append(Shown(run.method, path.name, TraceStatistics(run.method), run))
-        shown[-1].anatomy.add(run)
-    console = recorder(flavour)
+        shown[-1].statistics.add(run)
+    console = recorder(WIDTH, flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
     trace_report.show(console, shown, None)
-    return console.export_svg(title="specgen", theme=GROUNDS[flavour], unique_id=f"specgen-inspect-{flavour}")
+    return console.export_svg(title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-inspect-{flavour}")
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with specgen.load(device="cpu", dtype="float32") as pair:
         pair.generate(QUESTION)  # warm
-        for flavour in GROUNDS:
+        for flavour in BACKGROUNDS:
             (FOLDER / f"rounds-{flavour}.svg").write_text(draw(pair, flavour), encoding="utf-8")
             with TemporaryDirectory() as folder:
                 (FOLDER / f"inspect-{flavour}.svg").write_text(draw_inspected(pair, flavour, Path(folder)), encoding="utf-8")

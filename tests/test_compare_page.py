@@ -1,4 +1,4 @@
-"""`compare --html` in a real browser: details on hover, no requests, phone width, light and dark colours."""
+"""`compare --html` in a real browser: details on hover, no requests, fits a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _broken(*_: object) -> None:
     raise RunError("the <index> is gone", "Make it anew")
 
 
-def test_it_makes_no_requests_and_shows_table_intervals_and_answers(browser: test_pages.Browser, page: Path) -> None:
+def test_the_page_has_table_intervals_and_answers_and_makes_no_requests(browser: test_pages.Browser, page: Path) -> None:
     browser.open(page)
     test_pages.check_silent(browser, page)
     rows = browser.texts(".methods tbody th")
@@ -69,7 +69,7 @@ def test_it_makes_no_requests_and_shows_table_intervals_and_answers(browser: tes
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_fits_a_phone_and_follows_the_readers_colours(browser: test_pages.Browser, page: Path, dark: bool) -> None:
+def test_the_page_fits_a_phone_in_light_and_dark(browser: test_pages.Browser, page: Path, dark: bool) -> None:
     browser.open(page, width=390, dark=dark)
     assert browser.overflow() <= 0
     assert browser.css("body", "backgroundColor") == (test_pages.DARK if dark else test_pages.LIGHT)

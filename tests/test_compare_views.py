@@ -247,14 +247,14 @@ def test_the_live_table_is_drawn_on_show_and_erased_at_the_end() -> None:
 
 
 class Page(HTMLParser):
-    """Tags opened and closed alike; text and attributes gathered."""
+    """Checks that tags match, and collects tags, links and text."""
 
     VOID = frozenset({"meta", "link", "input", "br"})
 
     def __init__(self, content: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.said = ""
+        self.text = ""
         self.links: list[str] = []
         self.tags: list[str] = []
         self.feed(content)
@@ -270,10 +270,10 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.said += data
+        self.text += data
 
 
-def test_the_page_says_it_all_and_fetches_nothing() -> None:
+def test_the_page_shows_all_results_and_fetches_nothing() -> None:
     results = usual()
     results.prompts = [Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>"), *results.prompts[1:]]
     start = {"method": "svip", "settings": {}, "prompt_ids": [1], "prompt_index": 0}
@@ -291,7 +291,7 @@ def test_the_page_says_it_all_and_fetches_nothing() -> None:
     assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
     assert "No prediction for " in more
     assert "No prediction for " in " ".join(line.plain for line in page(results, predicted, CONDITIONS, view, 200))
-    written = "".join(compare_page.page(results, method_results(results), CONDITIONS, {"svip": example}, about))
+    written = "".join(compare_page.page(results, method_results(results), CONDITIONS, {"svip": example}, about, View()))
     parsed = Page(written)
     assert not parsed.open
     assert "script" not in parsed.tags
@@ -306,7 +306,7 @@ def test_the_page_says_it_all_and_fetches_nothing() -> None:
         "<b></b>",
         "Hollow",
     ):
-        assert text in parsed.said, text
+        assert text in parsed.text, text
     assert written.count('class="m best"') == 1
     assert 'class="m lossy"' in written
-    assert "lookup" in parsed.said
+    assert "lookup" in parsed.text

@@ -41,12 +41,12 @@ def test_runs_that_a_comparison_wrote_as_one_method_are_one_group(inspect: Inspe
     out, _ = inspect(trace)
     table = out.split("\n\n")[0]
     assert [line.split("  ")[0] for line in table.splitlines()[1:4]] == ["svip", "pearl", "mtad:k=3 (lossy)"]
-    assert "lossy: other text than the target's, by design; not ranked." in table
+    assert "lossy: the output differs from the target's by design, so it is not ranked." in table
     assert "3 runs, window 8–12" in " ".join(out.split())
     page = tmp_path / "p.html"
     inspect(trace, "--html", page)
     written = page.read_text()
-    assert "was the fastest lossless one here" in written
+    assert "was the fastest lossless method" in written
     assert re.search(r'class="m best"><th scope="row">(svip|pearl)<', written)
     assert 'class="m lossy"><th scope="row">mtad:k=3 (lossy)<' in written
     assert "window 8 (8–12 over all runs)" in written
@@ -100,7 +100,7 @@ def test_a_trace_as_text(inspect: Inspect, tmp_path: Path) -> None:
     assert "<eos>" in lines[6]
     # by hand: 15 tokens in 6 passes, 10 of 13 drafted accepted, 5 * 0.75 + 0.125 seconds
     assert "15 tokens  3.9 tokens/s  77% accepted  67% of the text from the draft  2.50 tokens a pass" in out
-    assert "ended by itself" in out
+    assert "ended at the eos token" in out
     assert "where the time went  3.88 s" in out
     assert re.search(r"drafting +32%  ━+", out)
     assert "mean 3.2 and 2.5, longest 5" in out  # four drafts
@@ -303,7 +303,7 @@ def test_the_output_contains_no_nan(inspect: Inspect, tmp_path: Path) -> None:
 
 def test_runs_on_different_prompts_are_not_ranked(inspect: Inspect, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    for prompt, headline in (([1, 2, 3], "was the fastest here: "), ([9], "2 recordings side by side")):
+    for prompt, headline in (([1, 2, 3], "was the fastest: "), ([9], "2 recordings side by side")):
         runs = traces.a_run("svip"), traces.a_run("ar", prompt_ids=prompt)
         inspect(traces.write(tmp_path / "t.jsonl", *runs[0], *runs[1]), "--html", page)
         assert headline in page.read_text(encoding="utf-8").partition("<h1>")[2].partition("</h1>")[0]

@@ -1,4 +1,4 @@
-"""The pages in a real browser: what they show and tell on hover, that they ask for nothing and complain of nothing."""
+"""The pages in a real browser: content, details on hover and tap, no requests and no error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DARK, LIGHT = "rgb(20, 22, 26)", "rgb(251, 250, 247)"
 
 
 class Browser:
-    """Chromium, and what it was asked for and had to say since the last page was opened."""
+    """Chromium, with the requests and console messages since the last page was opened."""
 
     def __init__(self, profile: Path) -> None:
         options = webdriver.ChromeOptions()
@@ -54,7 +54,7 @@ class Browser:
         return found
 
     def texts(self, selector: str) -> list[str]:
-        """Text as it stands in the page, in one call."""
+        """The text content of all matching elements, in one call."""
         script = "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)"
         found: list[str] = self.driver.execute_script(script, selector)
         return found
@@ -68,7 +68,7 @@ class Browser:
         webdriver.ActionChains(self.driver).move_to_element(element).perform()
 
     def overflow(self) -> int:
-        """By how many pixels the page is wider than its window."""
+        """How many pixels the page is wider than its window."""
         return int(self.driver.execute_script("return document.documentElement.scrollWidth - innerWidth"))
 
 
@@ -80,7 +80,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: list[traces.Line]) -> Path:
-    """The page of these runs, each from a trace of its own."""
+    """The page of these runs, each in its own trace file."""
     paths = [traces.write(folder / f"run-{position}.jsonl", *run) for position, run in enumerate(runs)]
     page = folder / "page.html"
     monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "-q", *map(str, paths), "--html", str(page)])
@@ -91,20 +91,20 @@ def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: list[traces.Line]
 
 
 def check_silent(browser: Browser, page: Path) -> None:
-    """Nothing was asked for but the page itself, and nothing was complained of."""
+    """Check that the page made no requests and no console messages, and has no script."""
     assert [url for url in browser.requests() if not url.startswith("data:,")] == [page.as_uri()]
     assert browser.driver.get_log("browser") == []
     assert browser.find("script") == []
 
 
-def test_tokens_tell_their_details_on_hover_and_on_tap(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokens_show_their_details_on_hover_and_on_tap(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = made(monkeypatch, tmp_path, traces.a_run())
     browser.open(page)
     check_silent(browser, page)
-    assert browser.driver.title.startswith("specgen: svip: 77% of the draft was right, 2.50 tokens a target pass")
+    assert browser.driver.title.startswith("specgen: svip: 77% of drafted tokens accepted, 2.50 tokens per target pass")
     committed = "".join(browser.texts(".tok:not(.gone)"))
     assert committed == "Hello starts with 24 pencils pencils. 3 baskets baskets\n     world.⟨eos⟩"
-    # what was thrown away shows when it is asked for
+    # the switch shows rejected and discarded tokens
     gone = browser.find(".tok.gone")
     assert [token.is_displayed() for token in gone] == [False] * 3
     browser.find(".reveal")[0].click()
@@ -112,7 +112,7 @@ def test_tokens_tell_their_details_on_hover_and_on_tap(browser: Browser, monkeyp
     assert browser.texts(".tok.rej") == [" packs", " packs"]
     assert browser.css(".tok.rej i", "textDecorationLine") == "line-through"
     assert browser.texts(".tok.dis") == [" of"]
-    # the strip below the text holds the details of the token that is pointed at, or tapped
+    # the strip below the text has the details of the token under the pointer, or of the tapped one
     browser.point_at(gone[0])
     tip = browser.css(".tok.rej", "content", "::after")
     assert tip == '"“ packs”, id 7: drafted, rejected. Round 2, 4 of 5. Entropy 0.50, top probability 75%."'
@@ -123,9 +123,9 @@ def test_tokens_tell_their_details_on_hover_and_on_tap(browser: Browser, monkeyp
     assert "“ starts”, id 1: drafted, accepted. Round 1, 1 of 3." in tip
     own = [token.get_attribute("data-tip") for token in browser.find(".tok.own")]
     assert own[:3] == [
-        "“Hello”, id 10: the target's own, from reading the prompt. Round 0.",
-        "“ pencils”, id 4: the target's own, after a draft that was wholly right. Round 1.",
-        "“ baskets”, id 9: the target's own, instead of the draft's “ packs”. Round 2.",
+        "“Hello”, id 10: chosen by the target after the prompt. Round 0.",
+        "“ pencils”, id 4: bonus token after a completely accepted draft. Round 1.",
+        "“ baskets”, id 9: correction of the draft's “ packs”. Round 2.",
     ]
 
 
@@ -133,11 +133,11 @@ def test_the_rounds_and_their_chart(browser: Browser, monkeypatch: pytest.Monkey
     browser.open(made(monkeypatch, tmp_path, traces.a_run()))
     titles = browser.texts("svg.rounds .col title")
     assert titles == [
-        "round 0: the target's first token",
-        "round 1: 3 of 3 accepted, then the target's bonus",
-        "round 2: 3 of 5 accepted, then the target's correction",
-        "round 3: 0 of 1 accepted, then the target's correction",
-        "round 4: the target's own token",
+        "round 0: prompt processed, then the target's token",
+        "round 1: 3 of 3 accepted, then the bonus token",
+        "round 2: 3 of 5 accepted, then the correction token",
+        "round 3: 0 of 1 accepted, then the correction token",
+        "round 4: nothing drafted, then the target's token",
         "round 5: 4 of 4 accepted",
     ]
     heights = []
@@ -171,12 +171,12 @@ def test_entropy_against_acceptance_and_the_posterior(browser: Browser, monkeypa
     stop = browser.find("svg.scatter line.stop")[0]
     assert stop.get_attribute("x1") == f"{100 * (0.4**2 / 0.15) / right:.2f}%"
     assert browser.find("svg.posterior polygon.band")[0].rect["width"] > 500
-    belief = run[-2]["policy"]
-    mean = belief["alpha"] / (belief["alpha"] + belief["beta"])
-    assert any(f"Behind round 39: {mean:.2f}, between" in text for text in browser.texts("figure .note"))
+    posterior = run[-2]["policy"]
+    mean = posterior["alpha"] / (posterior["alpha"] + posterior["beta"])
+    assert any(f"After round 39: {mean:.2f}, between" in text for text in browser.texts("figure .note"))
 
 
-def test_without_distributions_the_share_of_accepted_tokens_stands_for_them(
+def test_without_distributions_the_chart_shows_the_share_of_accepted_tokens(
     browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     browser.open(made(monkeypatch, tmp_path, traces.a_run()))
@@ -196,15 +196,17 @@ def test_pages_fit_any_window_in_light_and_dark(
     assert browser.overflow() == 0
     assert browser.css("body", "backgroundColor") == (DARK if dark else LIGHT)
     assert len(browser.find("article")) == 3
-    beside = {round(article.rect["y"]) for article in browser.find("article")}
-    assert len(beside) == (1 if width == 1600 else 3)
+    tops = {round(article.rect["y"]) for article in browser.find("article")}
+    assert len(tops) == (1 if width == 1600 else 3)
     assert browser.find(".methods thead")[0].is_displayed() == (width > 704)
     sizes = {browser.css("svg.rounds.gutter text", "fontSize"), browser.css("svg.scatter.gutter text", "fontSize")}
     assert sizes == {"12px"}
     assert [row.text.split()[0] for row in browser.find(".methods tbody th")] == ["beta-ts", "ar", "beta-ts"]
 
 
-def test_hostile_text_stays_text(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_markup_and_control_characters_in_a_trace_stay_text(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     evil = "\"'></span><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\x1b[31m\u202e"
     start, first, second, *rest = traces.a_run("svip", target=evil, settings={evil: evil}, versions={"specgen": evil})
     page = made(
@@ -219,7 +221,7 @@ def test_hostile_text_stays_text(browser: Browser, monkeypatch: pytest.MonkeyPat
     assert browser.texts(".tok.own")[0] == evil.replace("\x1b", "␛").replace("\u202e", "")
 
 
-def test_nothing_moves_and_nothing_is_lost_in_print(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_print_shows_the_whole_text(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     browser.open(made(monkeypatch, tmp_path, traces.a_recorded_run(400)))
     assert browser.css(".answer", "overflowY") == "auto"
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
@@ -242,5 +244,5 @@ def test_a_page_of_ten_thousand_rounds_opens(browser: Browser, monkeypatch: pyte
     token = browser.find(".tok.acc")[0]
     browser.point_at(token)
     box, strip = browser.find(".box")[0].rect, 76
-    assert box["height"] < 900  # the text scrolls inside, so that the strip with the details stays in view
+    assert box["height"] < 900  # the text scrolls, so that the strip with the details stays in view
     assert box["height"] > strip

@@ -1,4 +1,4 @@
-"""Model text made safe and legible: no control character reaches a terminal, white space shows where it matters."""
+"""Text of models and files made safe and readable: no control character reaches a terminal or a page, white space is visible."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import re
 
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
 _C1 = dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
-# marks that reorder what a terminal shows, so that text could be made to look like other text
-_REORDERING = dict.fromkeys([0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "")
+# bidirectional control characters, with which text can be made to look like other text
+_BIDIRECTIONAL = dict.fromkeys([0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "")
 _SEPARATORS = {0x2028: "\n", 0x2029: "\n"}
-_INLINE = _PICTURES | _C1 | _REORDERING | {0x0A: "↵", 0x09: "⇥", 0x2028: "↵", 0x2029: "↵"}
-_STREAMED = {code: mark for code, mark in (_PICTURES | _C1 | _REORDERING | _SEPARATORS).items() if code not in (0x09, 0x0A)}
-_JSON = {code: f"\\u{code:04x}" for code in [0x7F, *_C1, *_REORDERING, *_SEPARATORS]}
+_UNSAFE = _PICTURES | _C1 | _BIDIRECTIONAL | _SEPARATORS
+_INLINE = _UNSAFE | {0x09: "⇥", **dict.fromkeys((0x0A, *_SEPARATORS), "↵")}
+_STREAMED = {code: mark for code, mark in _UNSAFE.items() if code not in (0x09, 0x0A)}
+_JSON = {code: f"\\u{code:04x}" for code in [0x7F, *_C1, *_BIDIRECTIONAL, *_SEPARATORS]}
 
 
 def streamed(text: str) -> str:
-    """The text with control characters as pictures (␛ for escape), line feeds and tabs kept."""
+    """The text with control characters replaced by visible symbols (␛ for escape); line feeds and tabs stay."""
     return text.translate(_STREAMED)
 
 
 def inline(text: str) -> str:
-    """The text on one line: ↵ and ⇥ for line feed and tab, a dot for each space of an indentation."""
-    dotted = re.sub(r" {2,}", lambda spaces: "·" * len(spaces[0]), text.translate(_INLINE))
-    return "␣" if dotted == " " else dotted
+    """The text on one line: control characters as visible symbols, ↵ for a line feed, ⇥ for a tab, and · for each of several
+    spaces in a row."""
+    visible = text if text.isprintable() else text.translate(_INLINE)  # printable text has nothing to replace
+    return "␣" if visible == " " else re.sub(r" {2,}", lambda spaces: "·" * len(spaces[0]), visible)
 
 
 def escaped_json(line: str) -> str:
-    """A JSON line with the control characters escaped that JSON itself would let through."""
+    """A line of JSON with those control characters escaped that JSON allows in strings."""
     return line.translate(_JSON)

@@ -1,4 +1,4 @@
-"""Lines of the terminal as an SVG for a README: no fonts fetched, light or dark as the reader's system is."""
+"""Terminal output as an SVG picture that fetches no fonts and is light or dark as the reader's system is set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from specgen.ui import theme
 
 _GREY = [(0x59, 0x60, 0x69)] * 16
-_GROUNDS = {
+BACKGROUNDS = {
     "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), _GREY),
     "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), _GREY),
 }
@@ -21,13 +21,13 @@ _FORMAT = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px/{line_height}px "DejaVu Sans Mono", Menlo, Consolas, monospace; }}
-.{unique_id}-ground {{ fill: [[ground]]; }}
+.{unique_id}-background {{ fill: [[background]]; }}
 {styles}
 [[dark]]
 </style>
 <defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{height}" /></clipPath>
 {lines}</defs>
-<rect class="{unique_id}-ground" width="{width}" height="{height}" rx="8"/>
+<rect class="{unique_id}-background" width="{width}" height="{height}" rx="8"/>
 <g transform="translate(9, 22)" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}<g class="{unique_id}-matrix">
 {matrix}</g></g>
@@ -36,17 +36,25 @@ _FORMAT = """\
 
 
 def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
-    """The lines on a ground as wide as `width` cells."""
-    drawn = {flavour: _drawn(lines, width, flavour, unique_id) for flavour in _GROUNDS}
-    dark = [*_rules(drawn["dark"], unique_id), f".{unique_id}-ground {{ fill: {_GROUNDS['dark'].background_color.hex}; }}"]
-    light_ground = _GROUNDS["light"].background_color.hex
-    together = "@media (prefers-color-scheme: dark) {\n" + "\n".join(dark) + "\n}"
-    return drawn["light"].replace("[[ground]]", light_ground).replace("[[dark]]", together)
+    """The SVG of styled lines on a background `width` cells wide. `unique_id` prefixes its CSS classes."""
+    pictures = {flavour: _picture(lines, width, flavour, unique_id) for flavour in BACKGROUNDS}
+    light, dark = (BACKGROUNDS[flavour].background_color.hex for flavour in ("light", "dark"))
+    rules = [*_rules(pictures["dark"], unique_id), f".{unique_id}-background {{ fill: {dark}; }}"]
+    dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
+    return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
 
 
-def _drawn(lines: Sequence[Text], width: int, flavour: str, unique_id: str) -> str:
-    """By Rich, in one flavour. Both flavours number their styles alike, since each has one look for what a thing means."""
-    console = Console(
+def _picture(lines: Sequence[Text], width: int, flavour: str, unique_id: str) -> str:
+    """Rich's SVG of the lines in one flavour. Rich numbers CSS classes as styles appear, so those of both flavours match."""
+    console = recorder(width, flavour)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return console.export_svg(title="", theme=BACKGROUNDS[flavour], code_format=_FORMAT, unique_id=unique_id)
+
+
+def recorder(width: int, flavour: str) -> Console:
+    """A console that records what is printed, for `export_svg`."""
+    return Console(
         record=True,
         width=width,
         file=io.StringIO(),
@@ -59,10 +67,8 @@ def _drawn(lines: Sequence[Text], width: int, flavour: str, unique_id: str) -> s
         legacy_windows=False,
         _environ={},
     )
-    for line in lines:
-        console.print(line, soft_wrap=True)
-    return console.export_svg(title="", theme=_GROUNDS[flavour], code_format=_FORMAT, unique_id=unique_id)
 
 
 def _rules(picture: str, unique_id: str) -> list[str]:
+    """The CSS rules of the text styles."""
     return re.findall(rf"^\s*(\.{unique_id}-r\d+ {{.*}})$", picture, flags=re.MULTILINE)

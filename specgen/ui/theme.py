@@ -1,9 +1,9 @@
-"""One theme, four flavours. Names are what a thing means; a flavour says how it looks.
+"""Colours and text attributes of the terminal output. A style is named after what it marks; a flavour gives its look.
 
-ansi   nothing is known of the background (the default): the terminal's own palette, two hues, two attributes
-dark   SPECGEN_THEME=dark, or COLORFGBG says so, and at least 256 colours
-light  SPECGEN_THEME=light, likewise
-mono   NO_COLOR or --no-color: attributes alone
+ansi   the terminal's own palette: two hues, two attributes (default, for an unknown background)
+dark   SPECGEN_THEME=dark, or a dark background in COLORFGBG, and at least 256 colours
+light  SPECGEN_THEME=light, or a light background in COLORFGBG, and at least 256 colours
+mono   NO_COLOR or --no-color: attributes only
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _STYLES = {
 
 
 def theme(flavour: str) -> Theme:
-    # the standard styles come first, since Rich looks up names of its own (a table's header, a progress bar) in any theme
+    """The theme of a flavour, on top of Rich's default styles."""
     return Theme({name: Style.parse(styles[flavour]) for name, styles in _STYLES.items()})
 
 
 def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: bool) -> str:
-    """Which flavour suits: what was asked for, else what the terminal says of its background."""
+    """The flavour that the environment variables request, else the one for the terminal's background."""
     if no_color or environment.get("NO_COLOR"):
         return "mono"
-    asked = environment.get("SPECGEN_THEME", "").lower()
-    if asked in ("ansi", "dark", "light", "mono"):
-        return asked if asked in ("ansi", "mono") or many_colours else "ansi"
+    requested = environment.get("SPECGEN_THEME", "").lower()
+    if requested in ("ansi", "dark", "light", "mono"):
+        return requested if requested in ("ansi", "mono") or many_colours else "ansi"
     background = environment.get("COLORFGBG", "").rpartition(";")[2]
     if not many_colours or not background.isdigit():
         return "ansi"
@@ -53,21 +53,21 @@ def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: boo
 
 
 def is_mono(*, no_color: bool) -> bool:
+    """Whether the output has no colours, by option or environment."""
     return flavour(os.environ, no_color=no_color, many_colours=True) == "mono"
 
 
 class ThemedConsole(Console):
-    """Rich's console, except that a reader who closes the pipe is the caller's to deal with."""
+    """Rich's console, but a pipe closed by its reader raises BrokenPipeError, which the commands handle."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
-    """A console in the flavour that suits; it colours on a terminal only, and never reads markup or emoji codes in text."""
-    bare = Console(stderr=stderr, **options)
-    many = bare.color_system in ("256", "truecolor")
-    chosen = flavour(os.environ, no_color=no_color, many_colours=many)
+    """A console in the flavour of the environment, with colours on a terminal only. Markup and emoji codes in text stay text."""
+    many_colours = Console(stderr=stderr, **options).color_system in ("256", "truecolor")
+    chosen = flavour(os.environ, no_color=no_color, many_colours=many_colours)
     return ThemedConsole(
         stderr=stderr,
         theme=theme(chosen),

@@ -1,1 +1,1 @@
-"""Self-contained HTML pages."""
+"""Self-contained HTML pages of comparisons and recorded runs."""

@@ -1,147 +1,100 @@
-"""Entropy against acceptance: does the draft know when it is wrong? (SVIP, Figures 2 to 4)"""
+"""The draft's entropy against acceptance (SVIP, Figures 2 to 4)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from specgen.traces.statistics import Bin, Bounds, DraftedTokens, TraceStatistics, estimate
-from specgen.types import TokenStatus
-from specgen.ui.html.charts import figure, gridline, keys, left_label, tick_step
-from specgen.ui.html.page import text
+from specgen.ui.html.charts import Axes, polyline, tick_step
 
-MOST_POINTS = 1500  # tokens that are drawn; of more every n-th is, and the caption says so
-_TOP, _HEIGHT, _FLOOR = 8.0, 320.0, 296.0
-
-
-def _y(share: float) -> float:
-    return _TOP + (1 - share) * (_FLOOR - _TOP)
+MOST_POINTS = 1500  # of more tokens every n-th is drawn, and the caption says so
+_TOP, _BOTTOM, _HEIGHT = 8.0, 296.0, 320.0  # pixels: acceptance 1, acceptance 0, the whole chart
+_ESTIMATE_SEGMENTS = 60
 
 
-def entropy_chart(anatomy: TraceStatistics, texts: Sequence[str], stop: float | None) -> str:
-    """SVIP Figures 2 to 4: tokens by entropy and true acceptance probability with the bounds, where both distributions were
-    recorded; else how often tokens were accepted, by entropy. `texts` are the tokens' (as many as there are, or none); `stop` is
-    the entropy from which svip stops. Empty where the draft has no entropies."""
-    bounds = anatomy.bounds()
+def entropy_chart(statistics: TraceStatistics, texts: Sequence[str], stop: float | None) -> dict[str, Any] | None:
+    """The values of the macro `entropy_chart`, None where the draft has no entropies.
+
+    Where both distributions were recorded: each token by entropy (nats) and acceptance probability, with the bounds. Elsewhere:
+    the share of accepted tokens by entropy. `texts` are those of the tokens, or empty; `stop` is the entropy at which svip stops.
+    """
+    bounds = statistics.bounds()
     if bounds is not None:
-        return _scatter(anatomy.tokens, texts, bounds, stop)
-    bins = anatomy.acceptance_by_entropy()
-    return _binned(bins, anatomy.c, stop, asked=anatomy.tokens.asked) if bins else ""
+        return _tokens_chart(statistics.tokens, texts, bounds, stop)
+    bins = statistics.acceptance_by_entropy()
+    return _bins_chart(bins, statistics.c, stop, was_recorded=statistics.tokens.asked) if bins else None
 
 
-def _scatter(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: float | None) -> str:
+def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: float | None) -> dict[str, Any]:
     positions = list(tokens.recorded())
     step = math.ceil(len(positions) / MOST_POINTS)
     drawn = positions[::step]
-    right = _right_end([tokens.entropies[position] for position in drawn])
-    points = "".join(_point(tokens, position, texts[position] if texts else None, right) for position in drawn)
-    lines = (
-        _polyline("bh", [(found.entropy, found.bretagnolle_huber) for found in bounds.by_entropy], right)
-        + _polyline("pinsker", [(found.entropy, found.pinsker) for found in bounds.by_entropy], right)
-        + _estimate_line(bounds.c, right)
+    right = _right_end(tokens.entropies[position] for position in drawn)
+    caption = (
+        f"The bounds are medians by entropy. {bounds.below_estimate:.0%} of the tokens lie below the estimate (not a bound)."
     )
-    label = "Acceptance probability against draft entropy, with three lower bounds"
-    chart = _plot(label, lines, points, right, stop)
-    notes = [
-        "Both bounds are medians by entropy.",
-        "The estimate is no bound:",
-        f"{bounds.below_estimate:.0%} of the tokens lie below it.",
-    ]
     if bounds.ratio is not None and bounds.measured_c is not None:
-        notes.append(f"The cross-entropy is {bounds.ratio:.2f} times the entropy (median): c would be {bounds.measured_c:.2f}.")
+        caption += f" The cross-entropy is {bounds.ratio:.2f} times the entropy (median), giving c = {bounds.measured_c:.2f}."
     if step > 1:
-        notes.append(f"Every {_ordinal(step)} of {len(positions):,} tokens is drawn.")
-    marks = [
-        ('<circle class="acc" cx="11" cy="7" r="4"/>', "accepted"),
-        ('<path class="rej" d="M7 3L15 11M7 11L15 3"/>', "rejected"),
-        ('<circle class="dis" cx="11" cy="7" r="3"/>', "discarded"),
-        ('<line class="est" x1="0" x2="22" y1="7" y2="7"/>', f"svip's estimate, 1 − √({bounds.c:g} H)"),
-        ('<line class="pinsker" x1="0" x2="22" y1="7" y2="7"/>', "Pinsker's bound"),
-        ('<line class="bh" x1="0" x2="22" y1="7" y2="7"/>', "Bretagnolle and Huber's"),
-    ]
-    lead = "Each drafted token: the draft's entropy (to the right), and how likely the target was to accept it (up)."
-    return figure("Does the draft know when it is wrong?", keys("scatter", marks), chart, " ".join(notes), lead)
+        caption += f" One in {step:,} of {len(positions):,} tokens is drawn."
+    lines = {
+        "bh": polyline(((found.entropy / right, _y(found.bretagnolle_huber)) for found in bounds.by_entropy), _HEIGHT),
+        "pinsker": polyline(((found.entropy / right, _y(found.pinsker)) for found in bounds.by_entropy), _HEIGHT),
+    }
+    points = [_point(tokens, position, texts[position] if texts else None, right) for position in drawn]
+    return {**_frame(right, bounds.c, stop), "lines": lines, "points": points, "caption": caption}
 
 
-def _binned(bins: Sequence[Bin], c: float, stop: float | None, *, asked: bool) -> str:
-    right = _right_end([found.mean_entropy for found in bins])
-    points = []
-    for found in bins:
-        low, high = found.interval
-        x = f"{100 * found.mean_entropy / right:.2f}%"
-        title = f"entropy {_span(found.low, found.high)}: {found.accepted:,} of {found.judged:,} accepted, {found.rate:.0%}"
-        points.append(
-            f'<g class="bin"><title>{text(title)}</title>'
-            f'<line class="ci" x1="{x}" x2="{x}" y1="{_y(high):.1f}" y2="{_y(low):.1f}"/>'
-            f'<circle class="acc" cx="{x}" cy="{_y(found.rate):.1f}" r="5"/></g>'
-        )
-    chart = _plot("Share of accepted tokens against draft entropy", _estimate_line(c, right), "".join(points), right, stop)
-    marks = [
-        (
-            '<line class="ci" x1="11" x2="11" y1="0" y2="14"/><circle class="acc" cx="11" cy="7" r="4"/>',
-            "accepted, with its 95% interval",
-        ),
-        ('<line class="est" x1="0" x2="22" y1="7" y2="7"/>', f"svip's estimate, 1 − √({c:g} H)"),
-    ]
-    lead = "The draft's entropy (to the right), and the share of the judged tokens that the target accepted (up)."
-    caption = "With --record distributions a trace holds each token's true acceptance probability, and its bounds stand here too."
-    if asked:
-        caption = "The trace tells no true acceptance probability of these tokens."
-    return figure("Does the draft know when it is wrong?", keys("scatter", marks), chart, caption, lead)
+def _bins_chart(bins: Sequence[Bin], c: float, stop: float | None, *, was_recorded: bool) -> dict[str, Any]:
+    right = _right_end(found.mean_entropy for found in bins)
+    caption = "With --record distributions a trace has each token's acceptance probability, and this chart shows the bounds."
+    if was_recorded:
+        caption = "The trace has no acceptance probabilities of these tokens."
+    return {**_frame(right, c, stop), "lines": {}, "bins": [_bin(found, right) for found in bins], "caption": caption}
 
 
-def _right_end(entropies: Sequence[float]) -> float:
+def _frame(right: float, c: float, stop: float | None) -> dict[str, Any]:
+    """Axes from 0 to `right` nats, svip's estimate, and the entropy at which svip stops where it lies on the chart."""
+    step = tick_step(right, 4)
+    ticks = [step * index for index in range(1, int(right / step - 0.5) + 1)]
+    below = [(tick / right, f"{tick:g}", "middle") for tick in ticks]
+    axes = Axes(
+        _HEIGHT,
+        [_y(share / 4) for share in range(5)],
+        [(_y(share), f"{share:g}") for share in (0, 0.5, 1)],
+        [*below, (1.0, "nats", "end"), (0.0, "0", "middle")],
+    )
+    # more points on the left, where the curve is steep
+    curve = [right * (index / _ESTIMATE_SEGMENTS) ** 2 for index in range(_ESTIMATE_SEGMENTS + 1)]
+    return {
+        "axes": axes,
+        "c": f"{c:g}",
+        "estimate": polyline(((entropy / right, _y(estimate(entropy, c))) for entropy in curve), _HEIGHT),
+        "stop": stop / right if stop is not None and 0 < stop < right else None,
+        "points": [],
+        "bins": [],
+    }
+
+
+def _right_end(entropies: Iterable[float]) -> float:
     return max(0.5, max(entropies, default=0.0) * 1.02)
 
 
-def _point(tokens: DraftedTokens, position: int, token: str | None, right: float) -> str:
-    entropy, overlap, status = tokens.entropies[position], tokens.overlaps[position], tokens.status(position)
-    x, y = f"{100 * entropy / right:.2f}%", f"{_y(overlap):.1f}"
-    named = f"“{token}”: " if token is not None else ""
-    title = f"<title>{text(f'{named}{status.value}, entropy {entropy:.2f}, acceptance {overlap:.2f}')}</title>"
-    if status is TokenStatus.REJECTED:
-        return f'<svg x="{x}" y="{y}" overflow="visible" class="x"><path class="rej" d="M-4-4L4 4M-4 4L4-4"/>{title}</svg>'
-    kind, radius = ("acc", 4) if status is TokenStatus.ACCEPTED else ("dis", 3)
-    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{title}</circle>'
+def _y(share: float) -> float:
+    return _TOP + (1 - share) * (_BOTTOM - _TOP)
 
 
-def _polyline(kind: str, points: Iterable[tuple[float, float]], right: float) -> str:
-    positions = " ".join(f"{100 * x / right:.2f},{100 * _y(y) / _HEIGHT:.2f}" for x, y in points)
-    return f'<polyline class="{kind}" points="{positions}"/>'
+def _point(tokens: DraftedTokens, position: int, text: str | None, right: float) -> dict[str, Any]:
+    entropy, overlap, status = tokens.entropies[position], tokens.overlaps[position], tokens.status(position).value
+    name = "" if text is None else f"“{text}”: "
+    title = f"{name}{status}, entropy {entropy:.2f}, acceptance {overlap:.2f}"
+    return {"x": entropy / right, "y": _y(overlap), "status": status, "title": title}
 
 
-def _estimate_line(c: float, right: float) -> str:
-    """Drawn densely where it is steep."""
-    return _polyline("est", ((x, estimate(x, c)) for x in (right * (position / 60) ** 2 for position in range(61))), right)
-
-
-def _plot(label: str, lines: str, points: str, right: float, stop: float | None) -> str:
-    step = tick_step(right, 4)
-    parts = [gridline(_y(share / 4)) for share in range(5)]
-    for position in range(1, int(right / step - 0.5) + 1):
-        x = f"{100 * position * step / right:.2f}%"
-        parts.append(f'<text x="{x}" y="314" text-anchor="middle">{position * step:g}</text>')
-    parts.append('<text x="100%" y="314" text-anchor="end">nats</text><text x="0" y="314" text-anchor="middle">0</text>')
-    has_stop = stop is not None and 0 < stop < right
-    if has_stop and stop is not None:
-        x = f"{100 * stop / right:.2f}%"
-        parts.append(f'<line class="stop" x1="{x}" x2="{x}" y1="8" y2="296"/>')
-    parts.append(f'<svg x="0" y="0" width="100%" height="320" viewBox="0 0 100 100" preserveAspectRatio="none">{lines}</svg>')
-    parts.append(points)
-    if has_stop and stop is not None:
-        x, left = f"{100 * stop / right:.2f}%", stop < 0.6 * right
-        parts.append(
-            f'<text class="halo" x="{x}" dx="{6 if left else -6}" y="20" text-anchor="{"start" if left else "end"}">'
-            "svip stops from here</text>"
-        )
-    parts += [left_label(_y(share), f"{share:g}") for share in (0, 0.5, 1)]
-    return f'<svg class="scatter gutter" role="img" aria-label="{label}" width="100%" height="320">{"".join(parts)}</svg>'
-
-
-def _span(low: float, high: float) -> str:
-    return f"{low:g} to {high:g}" if math.isfinite(high) else f"above {low:g}"
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number:,}{ending}"
+def _bin(found: Bin, right: float) -> dict[str, Any]:
+    low, high = found.interval
+    span = f"{found.low:g} to {found.high:g}" if math.isfinite(found.high) else f"above {found.low:g}"
+    title = f"entropy {span}: {found.accepted:,} of {found.judged:,} accepted, {found.rate:.0%}"
+    return {"x": found.mean_entropy / right, "y": _y(found.rate), "low": _y(low), "high": _y(high), "title": title}

@@ -1,67 +1,68 @@
-"""A self-contained page: no script, nothing fetched, light and dark by the reader's system.
+"""Self-contained HTML pages: no script, nothing fetched, light or dark as the reader's system is set.
 
-What `inspect` and `compare` put in it comes as pieces of HTML; all text in them goes through `text` here, so that none of it is
-ever markup.
+The pages are jinja2 templates in `templates/`. A template escapes every value that it prints, after `_visible` has replaced the
+control characters: no text from a model or a file becomes markup.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from html import escape
-from importlib.resources import files
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from specgen.errors import RunError, SpecgenError
 from specgen.files import whole_file
 from specgen.ui.sanitize import inline, streamed
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
 
 
-def text(content: str) -> str:
-    """Text on one line, made visible (↵ for a line feed) and escaped."""
-    return escape(inline(content))
+def render(template: str, **values: Any) -> Iterator[str]:
+    """Yield the page of a template in pieces. All strings in `values` are text, never HTML."""
+    stream = _environment().get_template(template).stream(values)
+    stream.enable_buffering(500)
+    return stream
 
 
-def running_text(content: str) -> str:
-    """Text with its line feeds and tabs as they are, everything else made visible, escaped."""
-    return escape(streamed(content))
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("specgen.ui.html"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": "{:.2%}".format, "px": "{:.1f}".format, "marked": _marked}
+    return environment
 
 
-def code(content: str) -> str:
-    return f"<code>{text(content)}</code>"
+def _visible(value: object) -> object:
+    """A printed value as text on one line without control characters (↵ for a line feed). HTML of a macro stays as it is."""
+    return value if hasattr(value, "__html__") else inline(str(value))
 
 
-def document(title: str, headline: str, sub: str, body: Iterable[str], foot: str, *, wide: bool = False) -> Iterator[str]:
-    """A page in pieces. `title`, `headline` and `sub` are text; `body` and `foot` are HTML. `wide` gives columns more room."""
-    yield f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<link rel="icon" href="data:,">
-<title>{text(title)}</title>
-<style>{stylesheet()}</style></head>
-<body><main{' class="wide"' if wide else ""}>
-<h1>{text(headline)}</h1>
-<p class="sub">{text(sub)}</p>
-"""
-    yield from body
-    yield f"<footer><p>{foot}</p></footer>\n</main></body></html>\n"
+@lru_cache(1 << 16)  # a long text has few different tokens
+def _marked(token: str, kind: str = "") -> Markup:
+    """The filter for a token: an `<i>` of the class `kind` without the white space around it. Line feeds and tabs stay."""
+    from markupsafe import Markup
 
-
-def stylesheet() -> str:
-    return files("specgen.ui.html").joinpath("page.css").read_text(encoding="utf-8")
-
-
-def facts(entries: Iterable[tuple[str, str]]) -> str:
-    """Figures with what they are: pairs of text."""
-    items = "".join(f"<li><b>{text(figure)}</b><span>{text(meaning)}</span></li>" for figure, meaning in entries)
-    return f'<ul class="facts">{items}</ul>\n'
+    text = streamed(token)
+    core = text.strip(" \n\t")
+    before, _, after = text.partition(core) if core else (text, "", "")
+    html = Markup('{}<i class="{}">{}</i>{}') if kind else Markup("{}<i{}>{}</i>{}")
+    return html.format(before, kind, core, after)
 
 
 def check_page_writable(path: Path) -> None:
-    """Refuse a page that cannot be written before anything is measured. Raises SpecgenError."""
+    """Check that a page can be written, before anything is measured for it. Raises SpecgenError."""
     folder = path.parent
     if path.is_dir():
         raise SpecgenError(f"cannot write the page {path}: it is a folder", "Name a file in it")
@@ -72,7 +73,7 @@ def check_page_writable(path: Path) -> None:
 
 
 def write_page(path: Path, pieces: Iterable[str]) -> None:
-    """Write the page whole or not at all: beside its place first, then moved there. Raises RunError, for a full disk too."""
+    """Write a page to a temporary file and move it to `path`, so that `path` is never half written. Raises RunError."""
     try:
         with whole_file(path) as file:
             file.writelines(piece.encode("utf-8", "replace") for piece in pieces)

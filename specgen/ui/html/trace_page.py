@@ -1,34 +1,35 @@
-"""`inspect --html`: what happened in a run, or in several side by side, as one page."""
+"""`inspect --html`: one recorded run, or the runs of several methods side by side, as one self-contained page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from specgen.compare.columns import draft_length
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
-from specgen.ui.html.charts import Scale, time_bar
 from specgen.ui.html.entropy_chart import entropy_chart
-from specgen.ui.html.page import code, document, facts, text
+from specgen.ui.html.methods_table import Column, Line, Scale, number
+from specgen.ui.html.page import render
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
-from specgen.ui.html.token_view import answer, rounds_list
+from specgen.ui.html.token_view import run_view
 
-LOSSY = "lossy: other text than the target's, by design; not ranked."
-MOST_SHOWN = 12  # runs whose text and charts stand on the page; the table holds all
-
-
-ENDED = {"length": "at the limit", "eos": "by itself", "stop": "at a stop text", "interrupted": "by an interruption"}
+LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
+MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
+ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A method in a trace: `label` names it, `anatomy` has the figures over all its runs, `run` is the one to look at. `varying`
-    are settings that were not the same in all runs, as ranges."""
+    """A method in a trace: its name, the statistics of all its runs and the run to show in detail.
+
+    `varying` has the settings that were not the same in all runs, as ranges.
+    """
 
     label: str
     source: str
-    anatomy: TraceStatistics
+    statistics: TraceStatistics
     run: TracedRun
     varying: Mapping[str, str] = field(default_factory=dict)
 
@@ -38,145 +39,109 @@ class Shown:
 
 
 def best(shown: Sequence[Shown]) -> Shown | None:
-    """The fastest of those that give the target's own output; None where none does, or nobody tells the time."""
-    timed = [entry for entry in shown if entry.lossless and entry.anatomy.summary.tokens_per_second]
-    return max(timed, key=lambda entry: entry.anatomy.summary.tokens_per_second or 0.0, default=None)
+    """The fastest lossless method; None without one, or where no time was recorded."""
+    return max((entry for entry in shown if entry.lossless and _speed(entry)), key=_speed, default=None)
 
 
 def page(shown: Sequence[Shown], made_with: str) -> Iterator[str]:
-    """The page in pieces, to be written one after the other."""
+    """The page in pieces."""
     versions = shown[0].run.start["versions"]
-    names = ", ".join(f"{name} {versions[name]}" for name in ("specgen", "torch", "transformers") if name in versions)
-    foot = f"{text(names)}. Made with: {code(made_with)}"
-    headline = verdict(shown)
-    yield from document(f"specgen: {headline}", headline, _setting_of(shown), _body(shown), foot, wide=len(shown) > 1)
+    return render(
+        "trace_page.html.j2",
+        headline=verdict(shown),
+        subtitle=_subtitle(shown),
+        table=_table(shown) if len(shown) > 1 else None,
+        has_lossy=not all(entry.lossless for entry in shown),
+        lossy=LOSSY,
+        runs=(_run(entry, f"gone-{index}", is_only=len(shown) == 1) for index, entry in enumerate(shown[:MOST_SHOWN])),
+        hidden_runs=max(0, len(shown) - MOST_SHOWN),
+        versions=", ".join(f"{name} {versions[name]}" for name in ("specgen", "torch", "transformers") if name in versions),
+        made_with=made_with,
+        wide=len(shown) > 1,
+    )
 
 
 def verdict(shown: Sequence[Shown]) -> str:
-    """What the trace says, in one sentence."""
+    """What the traces show, in one sentence."""
     if len(shown) == 1:
-        summary = shown[0].anatomy.summary
+        summary = shown[0].statistics.summary
         if summary.acceptance_rate is None:
-            return f"{shown[0].label}: nothing was drafted, {_speed(shown[0])} tokens a second"
-        kept = f"{summary.acceptance_rate:.0%} of the draft was right"
-        return f"{shown[0].label}: {kept}, {summary.block_efficiency:.2f} tokens a target pass"
+            return f"{shown[0].label}: nothing was drafted, {_speed(shown[0]):.1f} tokens per second"
+        accepted = f"{summary.acceptance_rate:.0%} of drafted tokens accepted"
+        return f"{shown[0].label}: {accepted}, {summary.block_efficiency:.2f} tokens per target pass"
     top = best(shown)
     prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
-    if top is None or len(prompts) > 1:  # speeds on different prompts decide nothing
+    if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared
         return f"{len(shown)} recordings side by side"
-    what = "the fastest here" if all(entry.lossless for entry in shown) else "the fastest lossless one here"
-    return f"{top.label} was {what}: {_speed(top)} tokens a second"
+    what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
+    return f"{top.label} was {what}: {_speed(top):.1f} tokens per second"
 
 
-def _speed(entry: Shown) -> str:
-    return f"{entry.anatomy.summary.tokens_per_second or 0:.1f}"
+def _speed(entry: Shown) -> float:
+    """Tokens per second over all runs; 0 where no time was recorded."""
+    return entry.statistics.summary.tokens_per_second or 0.0
 
 
-def _setting_of(shown: Sequence[Shown]) -> str:
+def _subtitle(shown: Sequence[Shown]) -> str:
     start = shown[0].run.start
     models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
-    runs = sum(entry.anatomy.runs for entry in shown)
-    how = "greedy" if not start["sampling"].get("temperature") else f"temperature {start['sampling']['temperature']:g}"
+    runs = sum(entry.statistics.runs for entry in shown)
+    temperature = start["sampling"].get("temperature")
+    how = f"temperature {temperature:g}" if temperature else "greedy"
     return f"{models}, {start['device']} {start['dtype']}, {runs} run{'s' * (runs != 1)}, {how}"
 
 
-def _body(shown: Sequence[Shown]) -> Iterator[str]:
-    if len(shown) > 1:
-        yield from _table(shown)
-    columns = shown[:MOST_SHOWN]
-    yield '<div class="runs">\n'
-    for position, entry in enumerate(columns):
-        yield "<article>\n"
-        yield from _article(entry, f"gone-{position}", is_only=len(shown) == 1)
-        yield "</article>\n"
-    yield "</div>\n"
-    if len(shown) > MOST_SHOWN:
-        yield f'<p class="note">{len(shown) - MOST_SHOWN} more runs stand in the table only.</p>\n'
-
-
-def _article(entry: Shown, switch: str, *, is_only: bool) -> Iterator[str]:
-    run, start = entry.run, entry.run.start
-    one = entry.anatomy
-    if one.runs > 1:
-        one = TraceStatistics(run.method)
-        one.add(run)
-    settings = ", ".join(
+def _run(entry: Shown, name: str, *, is_only: bool) -> dict[str, Any]:
+    """One run with its figures, text and charts."""
+    run, statistics = entry.run, entry.statistics
+    if statistics.runs > 1:  # the statistics of the run shown alone
+        statistics = TraceStatistics(run.method)
+        statistics.add(run)
+    settings = (
         f"{name} {value}" + (f" ({entry.varying[name]} over all runs)" if name in entry.varying else "")
-        for name, value in start["settings"].items()
+        for name, value in run.start["settings"].items()
     )
-    yield f"<h2>{text('How one answer came about' if is_only else entry.label)}</h2>\n"
-    about = f"{code(run.method)}{text(', ' + settings) if settings else ''}. {len(start['prompt_ids']):,} tokens of prompt."
-    where = f" From {code(entry.source)}, line {run.first_line:,}."
-    ended = f" Ended {ENDED[run.finish_reason]}." if run.finish_reason else ""
-    yield f'<p class="note">{about}{ended}{where}</p>\n'
-    if not entry.lossless:
-        yield f'<p class="note"><b>{text(LOSSY.partition(":")[0].capitalize())}:</b>{text(LOSSY.partition(":")[2])}</p>\n'
-    for note in run.notes:
-        yield f'<p class="note warn"><b>Note:</b> {text(note)}.</p>\n'
-    summary = one.summary
-    entries = [(f"{summary.new_tokens:,}", "tokens"), (f"{summary.tokens_per_second or 0:.1f}", "tokens a second")]
-    if summary.acceptance_rate is not None and summary.draft_share is not None:
-        entries.append((f"{summary.acceptance_rate:.0%}", "of the draft accepted"))
-        entries.append((f"{summary.draft_share:.0%}", "of the text from the draft"))
-    entries.append((f"{summary.block_efficiency or 0:.2f}", "tokens a target pass"))
-    yield facts(entries)
-    yield time_bar(summary.phase_seconds)
-    yield "<h3>The text</h3>\n"
-    yield from answer(run, switch)
     rounds = [traced.round for traced in run.rounds]
-    if summary.drafted and rounds:
-        yield rounds_chart(rounds)
-    words = [word for traced in run.rounds if traced.round.draft.entropies for word in traced.draft_texts]
-    yield entropy_chart(one, words, stop_entropy(run))
-    yield posterior_chart(posteriors(rounds))
-    yield from rounds_list(run)
+    texts = [text for traced in run.rounds if traced.round.draft.entropies for text in traced.draft_texts]
+    return {
+        **run_view(run, statistics.summary, name),
+        "title": "How one answer was generated" if is_only else entry.label,
+        "method": run.method,
+        "settings": ", ".join(settings),
+        "prompt_tokens": f"{len(run.start['prompt_ids']):,}",
+        "end": ENDED[run.finish_reason] if run.finish_reason else "",
+        "source": entry.source,
+        "line": f"{run.first_line:,}",
+        "is_lossy": not entry.lossless,
+        "notes": run.notes,
+        "rounds_chart": rounds_chart(rounds) if rounds and statistics.summary.drafted else None,
+        "entropy_chart": entropy_chart(statistics, texts, stop_entropy(run)),
+        "posterior_chart": posterior_chart(posteriors(rounds)),
+    }
 
 
 def stop_entropy(run: TracedRun) -> float | None:
-    """The entropy from which svip stops, sqrt(c H) > threshold; None for other methods."""
+    """The entropy (nats) at which svip stops drafting, sqrt(c H) > threshold; None for other methods."""
     c, threshold = setting(run, "c"), setting(run, "threshold")
     return threshold**2 / c if c and threshold is not None else None
 
 
-def _table(shown: Sequence[Shown]) -> Iterator[str]:
-    """A line a method, with tokens a second: of all its runs together, and from the slowest to the fastest."""
-    speeds = [speed for entry in shown for speed in entry.anatomy.speeds]
-    scale = Scale.over(speeds)
-    top = best(shown)
-    yield "<h2>Side by side</h2>\n"
-    yield (
-        '<p class="note">Tokens a second over all runs, and from the slowest run to the fastest. Other prompts or machines '
-        "make other figures: specgen compare measures them fairly.</p>\n"
-    )
-    heads = ("runs", "accept-<br>ance", "tokens<br>a pass", "draft<br>length")
-    yield (
-        '<table class="methods"><thead><tr><th scope="col">method</th>'
-        f'<th scope="col" class="plot">{scale.axis()}</th><th scope="col" class="x">tokens/s</th>'
-        + "".join(f'<th scope="col" class="n">{head}</th>' for head in heads)
-        + "</tr></thead><tbody>"
-    )
+_COLUMNS = (
+    Column("run_count", "runs", "runs", lambda runs: str(runs.runs)),
+    Column("acceptance_rate", "accept-\nance", "accepted", lambda runs: number(runs.summary.acceptance_rate, ".0%")),
+    Column("block_efficiency", "tokens\na pass", "a pass", lambda runs: number(runs.summary.block_efficiency or 0.0, ".2f")),
+    Column(
+        "mean_draft_length", "draft\nlength", "drafted", lambda runs: draft_length(runs.mean_draft_length, branches=runs.branches)
+    ),
+)
+
+
+def _table(shown: Sequence[Shown]) -> dict[str, Any]:
+    """A line per method: tokens per second over all its runs, with the slowest and the fastest run as its interval."""
+    top, lines = best(shown), []
     for entry in shown:
-        yield _row(entry, scale, is_best=entry is top)
-    yield "</tbody></table>\n"
-    if not all(entry.lossless for entry in shown):
-        yield f'<p class="note">{text(LOSSY)}</p>\n'
-
-
-def _row(entry: Shown, scale: Scale, *, is_best: bool) -> str:
-    anatomy, summary = entry.anatomy, entry.anatomy.summary
-    kind = "m lossy" if not entry.lossless else "m best" if is_best else "m ar" if summary.method == "ar" else "m"
-    low, high = min(anatomy.speeds, default=0.0), max(anatomy.speeds, default=0.0)
-    speed = summary.tokens_per_second or 0.0
-    dot = scale.dot(speed, low, high, f"{speed:.1f} tokens a second, from {low:.1f} to {high:.1f}")
-    length = anatomy.mean_draft_length
-    cells = (
-        (f"{anatomy.runs}", "runs"),
-        ("" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}", "accepted"),
-        (f"{summary.block_efficiency or 0:.2f}", "a pass"),
-        (draft_length(length, branches=anatomy.branches), "drafted"),
-    )
-    return (
-        f'<tr class="{kind}"><th scope="row">{text(entry.label)}</th><td class="plot">{dot}</td><td class="x">{speed:.1f}</td>'
-        + "".join(f'<td class="n" data-l="{meaning}">{figure}</td>' for figure, meaning in cells)
-        + "</tr>"
-    )
+        runs = entry.statistics
+        kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
+        low, high = min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)
+        lines.append(Line(kind, entry.label, entry=runs, speed=_speed(entry), low=low, high=high))
+    return {"lines": lines, "columns": _COLUMNS, "scale": Scale.over(speed for line in lines for speed in (line.low, line.high))}

@@ -65,7 +65,9 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
         return "".join(texts[token] for token in ids)
 
     parallel = any(traced.round.mode in MODES for traced in run.rounds)
-    view = RoundsView(console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel, branches=entry.anatomy.branches)
+    view = RoundsView(
+        console, text_of, ended, len(run.start["prompt_ids"]), parallel=parallel, branches=entry.statistics.branches
+    )
     view.legend()
     for traced in run.rounds[:limit]:
         view.show(traced.round)
@@ -77,7 +79,7 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
 
 def block(entry: Shown, width: int) -> Iterator[Text]:
     """A method's figures over all its runs and charts of the shown run, in lines of at most `width` cells."""
-    anatomy, run = entry.anatomy, entry.run
+    anatomy, run = entry.statistics, entry.run
     summary = anatomy.summary
     yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
     for note in run.notes:
@@ -107,7 +109,7 @@ def _where(entry: Shown) -> str:
     models = f"{start['target']} + {start['draft']}" if start["draft"] else start["target"]
     temperature = start["sampling"].get("temperature")
     how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
-    runs = f", {entry.anatomy.runs} runs" if entry.anatomy.runs > 1 else ""
+    runs = f", {entry.statistics.runs} runs" if entry.statistics.runs > 1 else ""
     varying = "".join(f", {name} {values}" for name, values in entry.varying.items())
     return inline(f"{models}, {start['device']} {start['dtype']}, {how}{runs}{varying}")
 
@@ -210,13 +212,13 @@ def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
     kept = max(1, min(len(heads), (width - names) // 10))
     yield Text(" " * names + "".join(f"{head:>10}" for head in heads[:kept]), "quiet")
     for entry in shown:
-        summary, length = entry.anatomy.summary, entry.anatomy.mean_draft_length
+        summary, length = entry.statistics.summary, entry.statistics.mean_draft_length
         cells = (
             f"{summary.tokens_per_second:.1f}" if summary.tokens_per_second else "",
             "" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}",
             f"{summary.block_efficiency or 0:.2f}",
-            draft_length(length, branches=entry.anatomy.branches),
-            f"{entry.anatomy.runs}",
+            draft_length(length, branches=entry.statistics.branches),
+            f"{entry.statistics.runs}",
         )
         label = Text(inline(entry.label))
         label.truncate(names, overflow="ellipsis", pad=True)
