@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from specgen import cost_model as timing
 from specgen import factory, measurement_cache, methods
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_name, pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
@@ -48,7 +49,7 @@ class Plan:
     seed: int
     prompt_ids: list[int]
     context_ends: bool  # the context is full before `max_new_tokens` are there
-    costs: timing.ParallelCosts | None = None  # what PEARL's window was measured by
+    costs: ParallelCosts | None = None  # what PEARL's window was measured by
     record: bool = False
 
 
@@ -282,7 +283,7 @@ class Pair:
         worker.ready()
         return worker
 
-    def _costs(self, worker: DraftWorker, parts: factory.Components, length: int, context_limit: int) -> timing.ParallelCosts:
+    def _costs(self, worker: DraftWorker, parts: factory.Components, length: int, context_limit: int) -> ParallelCosts:
         """How long passes take behind a context of about that length: as kept from an earlier run here, else measured now."""
         assert self.draft is not None
         sampling = parts.sampling
@@ -300,11 +301,11 @@ class Pair:
         found = kept.find(key)
         if found is None:
             endless = replace(parts, eos_ids=frozenset())
-            drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), endless, timing.LONGEST_WINDOW)
+            drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), endless, LONGEST_WINDOW)
             shortest = min(context_limit, self.draft.context_limit)
-            length = max(1, min(length, max(shortest - timing.LONGEST_WINDOW, shortest // 2)))
-            context, widest = Context([1] * length), max(1, min(timing.LONGEST_WINDOW, shortest - length))
-            found = timing.measure(self._target_runner, drafter, context, synchronizer(self.target.device), widest)
+            length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
+            context, widest = Context([1] * length), max(1, min(LONGEST_WINDOW, shortest - length))
+            found = time_parallel_passes(self._target_runner, drafter, context, synchronizer(self.target.device), widest)
             kept.keep(key, found)
         return found
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import specgen
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, measure
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Always
 from specgen.engine.model_runner import ModelOutput
 from specgen.measurement_cache import CostStore, cache_folder, fingerprint
@@ -57,7 +58,7 @@ class SlowDrafter:
 def test_the_window_is_where_both_end_together(base: float, token: float, draft: float, size: int, first: int) -> None:
     """Times in ms. Each token of a pass may cost: the window is the g at which a pass over g tokens takes g draft passes."""
     target, drafter = SlowTarget(base / 1e3, token / 1e3), SlowDrafter(draft / 1e3)
-    costs = measure(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
+    costs = time_parallel_passes(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
     assert abs(costs.window.size - size) <= 1
     assert abs(costs.window.first - first) <= 1
     assert costs.window.first <= costs.window.size
@@ -68,7 +69,7 @@ def test_the_window_is_where_both_end_together(base: float, token: float, draft:
 def test_measuring_ends_in_time_on_slow_models() -> None:
     start = time.perf_counter()
     target = SlowTarget(0.3, 0)
-    costs = measure(target, SlowDrafter(0.1), Context([1]))  # type: ignore[arg-type]
+    costs = time_parallel_passes(target, SlowDrafter(0.1), Context([1]))  # type: ignore[arg-type]
     assert time.perf_counter() - start < 6
     assert costs.window.size == 3
 
@@ -140,7 +141,7 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
     assert plan.costs is not None
     assert plan.settings.values["window"] == plan.costs.window.size == max(1, round(plan.costs.ratio))
     assert taken < 30, "a loose bound: a worker may have to start on a busy machine"
-    monkeypatch.setattr("specgen.cost_model.measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("specgen.pair.time_parallel_passes", lambda *_: pytest.fail("measured again"))
     again = demo_pair.plan("def f(x):", "pearl", sampling)
     assert again.costs == plan.costs
     assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).costs is None

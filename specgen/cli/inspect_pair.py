@@ -57,11 +57,16 @@ def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tuning.pair_inspection import measure, refusals
+    from specgen.tuning.pair_inspection import measure, measure_parallel, refusals
     from specgen.tuning.pair_report import planned
 
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
-        return replace(report, payoff=measure(pair, line.still), methods=planned(report.methods, refusals(pair)))
+        return replace(
+            report,
+            speedup_model=measure(pair, line.still),
+            parallel_costs=measure_parallel(pair, line.still),
+            methods=planned(report.methods, refusals(pair)),
+        )
 
 
 def _next_step(models: ModelOptions, report: PairReport) -> str | None:
@@ -74,6 +79,6 @@ def _next_step(models: ModelOptions, report: PairReport) -> str | None:
         ("--dtype", models.dtype if models.dtype != "auto" else None),
     ]
     options = "".join(f" {option} {shlex.quote(value)}" for option, value in named if value is not None)
-    if report.payoff is None:
+    if report.speedup_model is None:
         return f"specgen inspect{options} --measure"
     return f"specgen compare{options}"

@@ -134,7 +134,7 @@ def _line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
         "perplexity": {found.name: found.perplexity for found in outcome.methods if found.perplexity is not None},
         "settings": {found.name: dict(found.settings) for found in outcome.methods},
         "acceptance": outcome.acceptance,
-        "pays_from": outcome.pays_from,
+        "pays_from": outcome.break_even_acceptance,
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "profile": str(path),

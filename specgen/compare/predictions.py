@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.compare.method_specs import BASELINE, MethodSpec
 from specgen.compare.results import Results, Run, median_runs
-from specgen.cost_model import Curve
+from specgen.cost_model import Curve, eesd_speedup
 from specgen.methods import METHODS
 from specgen.traces.summary import Summary
 
@@ -43,12 +44,6 @@ class Prediction:
     pass_costs: float | None
 
 
-def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) -> float | None:
-    """EESD Eq. 14; `cost_ratio` is a draft pass's seconds over a target pass's. None where nothing was accepted."""
-    divisor = (cost_ratio - acceptance_rate) * draft_share + acceptance_rate
-    return acceptance_rate / divisor if acceptance_rate and divisor > 0 else None
-
-
 def predict(results: Results, costs: PassCosts) -> dict[str, Prediction]:
     """By method as written, for the runs that the table is made of."""
     turns = results.whole_turns()
@@ -75,7 +70,9 @@ def _predicted(spec: MethodSpec, runs: Mapping[int, Run], costs: PassCosts, pref
         lengths = run.draft_lengths or ()
         plain += prefill[index] + (len(run.line["token_ids"]) - 1) * costs.target_pass(1)
         passes += prefill[index] + sum(length * a_draft + costs.target_pass(length + 1) for length in lengths[1:])
-    return Prediction(eesd_speedup(rate, share, a_draft / costs.target_pass(1)), plain / passes if passes else None)
+    return Prediction(
+        eesd_speedup(rate, share, costs.target_pass(1) / a_draft if a_draft else math.inf), plain / passes if passes else None
+    )
 
 
 def measure_costs(pair: Pair, results: Results) -> PassCosts:

@@ -1,4 +1,4 @@
-"""How long single passes take: what follows for a draft's length stands in `payoff.py`."""
+"""Times the forward passes of one model."""
 
 from __future__ import annotations
 

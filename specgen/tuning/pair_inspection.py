@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from specgen import methods
+from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
 from specgen.engine.devices import free_memory, pick_dtype
 from specgen.engine.exit_files import find_exit
 from specgen.engine.exit_layer import missing_part
@@ -20,7 +21,6 @@ from specgen.engine.timing import target_pass_seconds
 from specgen.engine.tokenizer import Tokenizer, check_same
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.speedup_model import WIDTHS, SpeedupModel
 from specgen.tuning.pair_report import PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
 from specgen.types import SamplingParams
 
@@ -78,6 +78,14 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     seconds = target_pass_seconds(pair.target.runner(), widths, length)
     drafting = target_pass_seconds(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
     return SpeedupModel(seconds, drafting, length)
+
+
+def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
+    """The pass times by which a run with PEARL here chooses its window; None without a draft model."""
+    if pair.draft is None:
+        return None
+    announce("timing passes with both models running")
+    return pair.plan([1], "pearl", SamplingParams(max_new_tokens=128)).costs
 
 
 def refusals(pair: Pair) -> dict[str, SpecgenError]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, Method
-from specgen.speedup_model import ACCEPTANCES, SpeedupModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,19 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """All of it. `free_bytes` is the target's device's, None where the system does not tell; `payoff` is there once measured."""
+    """All of it. `free_bytes` is free memory on the target's device, None where the system does not report it.
+
+    The last two are None until they are measured: pass times of each model alone, and of both at the same time, as PEARL runs
+    them (None without a usable draft model too).
+    """
 
     target: ModelFacts
     draft: ModelFacts | None
     tokenizers: TokenizerFacts | None
     free_bytes: int | None
     methods: Mapping[str, Readiness]
-    payoff: SpeedupModel | None = None
+    speedup_model: SpeedupModel | None = None
+    parallel_costs: ParallelCosts | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -103,21 +108,21 @@ class PairReport:
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
             "methods": {name: readiness.as_dict() for name, readiness in self.methods.items()},
-            "measured": None if self.payoff is None else _measured(self.payoff),
+            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs),
         }
 
 
-def _measured(payoff: SpeedupModel) -> dict[str, Any]:
+def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, Any]:
     return {
-        "context_length": payoff.context_length,
-        "target_seconds": {str(width): seconds for width, seconds in payoff.target_seconds.items()},
-        "draft_seconds": payoff.draft_seconds or None,
-        "cost_ratio": payoff.cost_ratio,
-        "pearl_window": payoff.window,
-        "pays_from": {str(k): payoff.pays_from(k) for k in payoff.draft_lengths},
+        "context_length": model.context_length,
+        "target_seconds": {str(width): seconds for width, seconds in model.target_seconds.items()},
+        "draft_seconds": model.draft_seconds or None,
+        "cost_ratio": None if parallel is None else parallel.ratio,
+        "pearl_window": None if parallel is None else parallel.window.size,
+        "pays_from": {str(k): model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [
-            {"acceptance": chance, "draft_length": k, "speedup": gain}
-            for chance, (k, gain) in ((chance, payoff.best(chance)) for chance in ACCEPTANCES)
+            {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
+            for acceptance, (k, speedup) in ((acceptance, model.best(acceptance)) for acceptance in ACCEPTANCES)
         ],
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from specgen.speedup_model import ACCEPTANCES, SpeedupModel
+from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
 from specgen.tuning.pair_report import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.ui.sanitize import inline
 
@@ -28,8 +28,8 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
         yield from _tokenizers(report.tokenizers, report.target, report.draft, width)
     yield from _memory(report, width)
     yield from _context(report, width)
-    if report.payoff is not None:
-        yield from _costs(report.payoff, width)
+    if report.speedup_model is not None:
+        yield from _costs(report.speedup_model, report.parallel_costs, width)
     yield Text()
     yield from _methods(report.methods, width)
     if next_step:
@@ -119,13 +119,13 @@ def _context(report: PairReport, width: int) -> Iterator[Text]:
     yield from _said("✓ context", "good", Text(told), width)
 
 
-def _costs(payoff: SpeedupModel, width: int) -> Iterator[Text]:
-    target, widest = payoff.target_seconds, max(payoff.target_seconds)
+def _costs(model: SpeedupModel, parallel: ParallelCosts | None, width: int) -> Iterator[Text]:
+    target, widest = model.target_seconds, max(model.target_seconds)
     single = target[1]
     five = min(5, widest)
     told = f"a target pass takes {_duration(single)}"
-    if payoff.draft_seconds:
-        told = f"a draft pass takes {payoff.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
+    if model.draft_seconds:
+        told = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
     told += f"; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
     yield from _said("✓ cost", "good", Text(told), width)
     by_width = [width_ for width_ in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16) if width_ in target]
@@ -136,17 +136,16 @@ def _costs(payoff: SpeedupModel, width: int) -> Iterator[Text]:
         ),
         width,
     )
-    if payoff.cost_ratio is not None and payoff.window is not None:
-        told = (
-            f"a target pass takes as long as {payoff.cost_ratio:.1f} draft passes (c), so PEARL's window would be {payoff.window}"
-        )
+    if parallel is not None:
+        told = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
+        told += f"PEARL's window is {parallel.window.size}"
         yield from _said("", "none", Text(told), width)
-    yield from _pays(payoff, width)
+    yield from _pays(model, width)
 
 
-def _pays(payoff: SpeedupModel, width: int) -> Iterator[Text]:
-    lengths = payoff.draft_lengths
-    paying = [rate for rate in map(payoff.pays_from, lengths) if rate is not None]
+def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
+    lengths = model.draft_lengths
+    paying = [rate for rate in map(model.break_even_acceptance, lengths) if rate is not None]
     if not paying:
         yield from _said(
             "✗ pays from", "bad", Text("no acceptance rate: drafting and verifying cost more than they can save"), width
@@ -155,16 +154,16 @@ def _pays(payoff: SpeedupModel, width: int) -> Iterator[Text]:
     told = f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
     yield from _said("✓ pays from", "good", Text(told), width)
     listed = [k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 15) if k in lengths]
-    rates = [payoff.pays_from(k) for k in listed]
+    rates = [model.break_even_acceptance(k) for k in listed]
     yield from _table(
         (("length", [str(k) for k in listed]), ("pays from", ["never" if rate is None else f"{rate:.0%}" for rate in rates])),
         width,
     )
-    yield from _said("", "none", Text("at the best draft length, where each token is accepted with the same chance:"), width)
-    best = [payoff.best(chance) for chance in ACCEPTANCES]
+    yield from _said("", "none", Text("at the best draft length, where each token is accepted with the same probability:"), width)
+    best = [model.best(acceptance) for acceptance in ACCEPTANCES]
     rows = (
-        ("acceptance", [f"{chance:.0%}" for chance in ACCEPTANCES]),
-        ("speedup", [f"{gain:.2f}×" for _, gain in best]),
+        ("acceptance", [f"{acceptance:.0%}" for acceptance in ACCEPTANCES]),
+        ("speedup", [f"{speedup:.2f}×" for _, speedup in best]),
         ("length", [str(k) for k, _ in best]),
     )
     yield from _table(rows, width)
