@@ -1,12 +1,9 @@
-"""What was measured on this machine, kept for the next run: a file a pair and way of running it, in the user's cache folder."""
+"""Cache of measurements on this machine: one file for each key, in the user's cache folder."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple
@@ -18,31 +15,8 @@ from specgen.cost_model import ParallelCosts
 from specgen.files import write_whole
 
 
-def cache_folder() -> Path:
-    """Where the system keeps what programs may lose: `SPECGEN_CACHE`, else the user's cache folder."""
-    if own := os.environ.get("SPECGEN_CACHE"):
-        return Path(own)
-    home = Path(os.path.expanduser("~"))  # unlike Path.home() it takes a user who has none
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "specgen"
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "specgen" / "Cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "specgen"
-
-
-def fingerprint(folder: Path) -> str:
-    """A model's weights and shape, told apart without reading gigabytes: its config, and its files' sizes and times."""
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    return sha256((folder / "config.json").read_bytes() + repr(files).encode()).hexdigest()[:16]
-
-
-def machine() -> dict[str, Any]:
-    """What a figure holds for: a cache folder may be shared by several machines."""
-    return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-
-
 class CostStore:
-    """Costs by what they were measured for."""
+    """Pass times by what they were measured for."""
 
     def __init__(self, folder: Path) -> None:
         self._files = _Files(folder / "costs", "costs")
@@ -55,12 +29,12 @@ class CostStore:
             return None
 
     def keep(self, key: Mapping[str, Any], costs: ParallelCosts) -> None:
-        if max(astuple(costs)) < math.inf:  # else a draft that could not follow: true of that context alone
+        if max(astuple(costs)) < math.inf:  # infinite where the draft could not follow that one context
             self._files.keep(key, asdict(costs))
 
 
 class SkipStore:
-    """The layers that a search found best to skip, as text, by what they were searched for."""
+    """The layers that a search found best to skip, in the notation of the `skip` setting, by what they were searched for."""
 
     def __init__(self, folder: Path) -> None:
         self._files = _Files(folder / "skips", "skips")
@@ -74,7 +48,7 @@ class SkipStore:
 
 
 class _Files:
-    """A file a key. One that cannot be read counts for nothing, one that cannot be written too."""
+    """One JSON file for each key. Files that cannot be read or written are ignored."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name

@@ -7,16 +7,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import specgen
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, eesd_speedup
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Always
 from specgen.engine.model_runner import ModelOutput
-from specgen.measurement_cache import CostStore, cache_folder, fingerprint
+from specgen.measurement_cache import CostStore
+from specgen.paths import cache_folder
+from specgen.tuning.pair_inspection import measure_parallel
 from specgen.types import Context, Draft, SamplingParams
 
 
@@ -122,26 +125,56 @@ def test_the_cache_is_where_the_user_keeps_such_things(monkeypatch: pytest.Monke
     assert cache_folder() == tmp_path / "specgen"
 
 
-def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"abc")
-    before = fingerprint(tmp_path)
-    assert fingerprint(tmp_path) == before
-    weights.write_bytes(b"abcd")
-    assert fingerprint(tmp_path) != before
-
-
 def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo_pair, "_parallel_costs", {})
     sampling = SamplingParams(max_new_tokens=16)
     start = time.perf_counter()
-    plan = demo_pair.plan("def f(x):", "pearl", sampling)
+    demo_pair.prepare("def f(x):", "pearl", sampling)
     taken = time.perf_counter() - start
-    assert plan.costs is not None
-    assert plan.settings.values["window"] == plan.costs.window.size == max(1, round(plan.costs.ratio))
+    plan = demo_pair.plan("def f(x):", "pearl", sampling)
+    costs = plan.info.costs
+    assert costs is not None
+    assert plan.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
     assert taken < 30, "a loose bound: a worker may have to start on a busy machine"
-    monkeypatch.setattr("specgen.pair.time_parallel_passes", lambda *_: pytest.fail("measured again"))
-    again = demo_pair.plan("def f(x):", "pearl", sampling)
-    assert again.costs == plan.costs
-    assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).costs is None
+    monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
+    for known in ({}, demo_pair._parallel_costs):  # from the file, from memory
+        monkeypatch.setattr(demo_pair, "_parallel_costs", known)
+        demo_pair.prepare("def f(x):", "pearl", sampling)
+        assert demo_pair.plan("def f(x):", "pearl", sampling).info.costs == costs
+    assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).info.costs is None
+
+
+def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with specgen.load(device="cpu", dtype="float32") as pair:
+        for started in ("workers.process_worker.DraftProcess", "preparation.time_parallel_passes", "preparation.search_skips"):
+            monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
+        monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
+        settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
+        for method in specgen.METHODS:
+            pair.plan("def f(x):", method, **settings.get(method, {}))
+        for method in settings:
+            with pytest.raises(specgen.SpecgenError, match=f"{method} is not prepared"):
+                pair.plan("def f(x):", method)
+        assert pair._thread_worker is None
+        assert pair._process_worker is None or pair._process_worker._process is None
+
+
+def test_inspect_announces_the_window_that_a_run_uses(
+    demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo_pair, "_parallel_costs", {})
+    monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
+    prompt, sampling = [5] * 200, SamplingParams(max_new_tokens=100)
+    demo_pair.prepare(prompt, "pearl", sampling)
+    announced = measure_parallel(demo_pair, lambda _: None)
+    assert announced is not None
+    assert demo_pair.plan(prompt, "pearl", sampling).settings.values["window"] == announced.window.size == 9
+
+
+def test_eesd_speedup_by_hand() -> None:
+    """All of 4 drafted tokens accepted and one of the target's own for each: 5 tokens for 4 draft passes and one target pass."""
+    assert eesd_speedup(1.0, 4 / 5, cost_ratio=10.0) == pytest.approx(5 / (4 / 10 + 1))
+    assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None

@@ -31,7 +31,7 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
     for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
         plan = demo_pair.plan("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
         extra = {"prompt_index": 4, "category": "code", "repeat": repeat}
-        start = writing.start_line(demo_pair, plan) | extra
+        start = writing.start_line(plan.info) | extra
         file.write(start)
         rounds = list(plan.run.rounds())
         for round_ in rounds:

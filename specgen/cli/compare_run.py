@@ -17,11 +17,13 @@ from specgen.compare.machine_description import describe
 from specgen.compare.predictions import PassCosts, Prediction, measure_costs, predict
 from specgen.compare.results import FEW_RESAMPLES, Results, Row, rows
 from specgen.compare.runner import BenchmarkConfig, Runner
+from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
+from specgen.files import check_writable
+from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.ui import theme
-from specgen.ui.html.page import check_page_writable, write_page
-from specgen.ui.sanitize import escaped_json
+from specgen.ui.html.page import write_page
 from specgen.ui.terminal import comparison as views
 from specgen.ui.terminal.live_table import LiveTable
 
@@ -62,9 +64,9 @@ class Files:
             raise SpecgenError(f"--trace {self.trace} stands beside --resume {self.resume}", "--resume goes on in its own file")
         for what, path in (("trace", self.resume or self.trace), ("CSV file", self.csv), ("picture", self.svg)):
             if path is not None:
-                traces.check_writable(path, what)
+                check_writable(path, what)
         if self.html is not None:
-            check_page_writable(self.html)
+            check_writable(self.html, "page", replaces=True)
 
 
 class Comparison:
@@ -171,8 +173,7 @@ class Comparison:
                 if predictions is not None and costs is not None:
                     told = predictions.get(row.spec.written, Prediction(None, None))
                     line |= {"predicted": {"eq14": told.formula, "pass_costs": told.pass_costs}, "costs": costs.as_dict()}
-                sys.stdout.buffer.write((escaped_json(traces.dumps(line)) + "\n").encode("utf-8", "surrogatepass"))
-            sys.stdout.buffer.flush()
+                print_json(line)
             if not self._request.look.quiet:
                 for said in self._energy_in_words():
                     self._err.print(Text(said, "quiet"))
@@ -194,8 +195,8 @@ class Comparison:
         if files.html is not None:
             from specgen.ui.html import compare_page
 
-            versions = ", ".join(f"{name} {version}" for name, version in traces.versions().items())
-            about = compare_page.About(describe(self._pair), versions, f"specgen {shlex.join(sys.argv[1:])}")
+            installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+            about = compare_page.About(describe(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
             view = self._view(predictions, interrupted=interrupted)
             write_page(files.html, compare_page.page(self.results, made, self._setting, self.results.examples, about, view))
 

@@ -12,6 +12,7 @@ from specgen import methods
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.errors import SpecgenError
+from specgen.files import check_writable
 from specgen.settings import parse_pairs
 from specgen.types import SamplingParams
 
@@ -72,7 +73,7 @@ def generate(
     """Write on from a prompt: the draft's accepted tokens in green, the target's own plain."""
     from specgen.cli import profile_lookup
     from specgen.cli.model_options import ModelOptions, open_pair  # here, not above: --help has no need of Rich's consoles
-    from specgen.cli.output_writers import Output, check_writable
+    from specgen.cli.output_writers import Output
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
 
@@ -88,7 +89,7 @@ def generate(
     recorded = _recorded(record, has_record=trace is not None or json)
     request = _check(prompt, chosen, parse_pairs(settings or []), sampling, chat, system, recorded)
     if trace is not None:
-        check_writable(trace)
+        check_writable(trace, "trace")
     err = theme.console(stderr=True, no_color=no_color)
     parallel = chosen.schedule == "parallel" if method or settings else profile_lookup.likely_parallel(models, profile)
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
@@ -164,6 +165,7 @@ def _run(pair: Pair, request: GenerateRequest, output: Output) -> int | None:
     silent = output.quiet or not methods.find(request.method).may_measure
     with LoadingLine(theme.console(stderr=True, no_color=output.no_color), quiet=silent) as loading:
         loading.still("getting ready")
+        pair.prepare(prompt, request.method, request.sampling, **request.settings)
         plan = pair.plan(prompt, request.method, request.sampling, record=request.record, **request.settings)
     interrupted = False
     with closing(OutputWriter(pair, plan, output)) as sink, Interrupts() as interrupts:

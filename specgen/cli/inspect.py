@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from specgen import methods
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.errors import SpecgenError
+from specgen.json_lines import print_json
 
 _TRACES, _PAIR = "Recorded runs", "A pair of models"
 Traces = Annotated[
@@ -90,7 +90,7 @@ def _list_methods(*, as_json: bool, no_color: bool) -> None:
     out = theme.console(no_color=no_color)
     for method in methods.METHODS.values():
         if as_json:
-            typer.echo(dumps(method_line(method)))
+            print_json(method_line(method))
         else:
             method_card(out, method)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_lines
 import os
 import shlex
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from specgen.cli.model_options import ModelOptions, open_pair
+from specgen.json_lines import print_json
 from specgen.ui import theme
-from specgen.ui.sanitize import escaped_json
 from specgen.ui.terminal import pair_report as view
 from specgen.ui.terminal.loading_line import LoadingLine
 
@@ -28,9 +26,7 @@ def inspect_pair(models: ModelOptions, *, measure: bool, json: bool, quiet: bool
     if measure and (report.tokenizers is None or report.tokenizers.refusal is None):
         report = _measured(models, report, err, quiet=quiet)
     if json:
-        line = escaped_json(json_lines.dumps({"type": "pair", **report.as_dict()}, ensure_ascii=False)) + "\n"
-        sys.stdout.buffer.write(line.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
+        print_json({"type": "pair", **report.as_dict()})
         return
     view.show(theme.console(no_color=no_color), report, _next_step(models, report))
 

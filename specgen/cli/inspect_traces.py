@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import SpecgenError
+from specgen.files import check_writable
+from specgen.json_lines import print_json
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.ui import theme
-from specgen.ui.sanitize import escaped_json, inline
+from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
     from specgen.ui.html.trace_page import Shown
@@ -75,11 +76,11 @@ def _range(values: Sequence[Any]) -> str:
 def inspect_traces(paths: Sequence[Path], wanted: TraceViewOptions) -> None:
     """Show recorded runs. Raises SpecgenError for what is no trace, and for a page that cannot be written."""
     from specgen.ui.html import trace_page
-    from specgen.ui.html.page import check_page_writable, write_page
+    from specgen.ui.html.page import write_page
     from specgen.ui.terminal import trace_report
 
     if wanted.html is not None:
-        check_page_writable(wanted.html)
+        check_writable(wanted.html, "page", replaces=True)
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):
@@ -153,6 +154,4 @@ def _write_line(path: Path, run: TracedRun) -> None:
             {"round": belief.index, "mean": belief.mean, "low": belief.low, "high": belief.high} for belief in posteriors(rounds)
         ],
     }
-    text = escaped_json(json.dumps(line, ensure_ascii=False)) + "\n"
-    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-    sys.stdout.buffer.flush()
+    print_json(line)

@@ -100,6 +100,6 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
             exit_layer=models.exit_layer,
         )
         loading.still("warming up")
-        pair.settle()
+        pair.warm_up()
         noticed.check()
     return pair

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.energy import energy_meter_for
 from specgen.factory import branches
+from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
-from specgen.traces.trace_writer import check_writable
 from specgen.types import Round
 from specgen.ui import theme
-from specgen.ui.sanitize import escaped_json
 from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
 from specgen.ui.terminal.footer import footer
 from specgen.ui.terminal.rounds import RoundsView
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair, Plan
-
-__all__ = ["Output", "OutputWriter", "check_writable"]
+    from specgen.pair import Pair
+    from specgen.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class OutputWriter:
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._summary = Summary(plan.method.name)
-        self._answer = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), plan.sampling.stop)
+        self._answer = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), plan.info.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer stands below them
         self._trace = traces.TraceWriter(output.trace) if output.trace is not None else None
@@ -61,7 +58,7 @@ class OutputWriter:
                 self._err,
                 pair.tokenizer.text_of,
                 eos_ids,
-                len(plan.prompt_ids),
+                len(plan.info.prompt_ids),
                 parallel=parallel,
                 window=_window(plan),
                 branches=plan.method.drafter == "chains" or branches(plan.settings),
@@ -69,7 +66,7 @@ class OutputWriter:
 
     def start(self) -> None:
         if self._records:
-            self._line(traces.start_line(self._pair, self._plan))
+            self._line(traces.start_line(self._plan.info))
         if self._rounds is not None:
             self._rounds.legend()
         if self._meter is not None:
@@ -100,7 +97,7 @@ class OutputWriter:
             self._summary.add_energy(self._meter.stop())
         if self._output.perplexity or not self._plan.method.lossless:
             token_ids = self._summary.token_ids
-            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.prompt_ids, token_ids))
+            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
         if self._records:
             self._line(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
         if self._output.quiet:
@@ -130,16 +127,14 @@ class OutputWriter:
         if self._trace is not None:
             self._trace.write(line)
         if self._output.json:
-            text = escaped_json(traces.dumps(line)) + "\n"
-            sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))  # whatever the locale: JSON is UTF-8, as the trace is
-            sys.stdout.buffer.flush()
+            print_json(line)
 
     def _notes(self, finish_reason: str) -> list[str]:
         notes = []
         if not self._plan.method.lossless:
             notes.append("lossy")
-        if self._plan.costs is not None:
-            notes.append(f"window {self._plan.costs.window.size}, c {self._plan.costs.ratio:.1f}")
+        if self._plan.info.costs is not None:
+            notes.append(f"window {self._plan.info.costs.window.size}, c {self._plan.info.costs.ratio:.1f}")
         elif "window" in self._plan.settings.values:
             notes.append(f"window {self._plan.settings.values['window']}")
         if self._plan.method.name == "lookup" and self._pair.draft is None:
@@ -156,7 +151,7 @@ class OutputWriter:
 
 def _window(plan: Plan) -> str:
     """How PEARL's window was found, in words; nothing where it was set."""
-    costs = plan.costs
+    costs = plan.info.costs
     if costs is None:
         return ""
     first = f"; {costs.window.first} beside a pass over one" if costs.window.first != costs.window.size else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import signal
 import sys
@@ -17,6 +16,8 @@ from specgen import methods
 from specgen.cli.error_reporting import INTERRUPTED
 from specgen.cli.tune import DEFAULT_MINUTES
 from specgen.errors import RunError, SpecgenError
+from specgen.files import make_writable_folder
+from specgen.json_lines import print_json
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     from specgen.ui.terminal.training_progress import TrainingBars
 
     loaded, draft, job = _prepare(models, request, err, quiet=quiet)
-    _check_writable(job.out)
+    make_writable_folder(job.out / "training")
     with Stop() as stop, TrainingBars(err, quiet=quiet) as bars:
         bars.say(f"{loaded.name} on {loaded.device}, {loaded.dtype_name}; writing to {job.out}")
         try:
@@ -141,16 +142,6 @@ def _trained(target: LoadedModel, draft: Draft | None, job: ExitTrainingTask, wa
     from specgen.training.distillation import distill
 
     return distill(target, draft.model, job, watcher, draft.stored)
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        (folder / "training").mkdir(parents=True, exist_ok=True)
-        usable = os.access(folder, os.W_OK)
-    except OSError:
-        usable = False
-    if not usable:
-        raise SpecgenError(f"cannot write to the folder {folder}", "Name another one with --out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +292,7 @@ def _report(outcome: ExitTrainingResult, err: Console, *, quiet: bool, as_json: 
             "figures": description.figures,
             "profile": str(outcome.path.parent),
         }
-        print(jsonlib.dumps(line))
+        print_json(line)
     else:
         print(outcome.path)
     if quiet:
@@ -317,7 +308,7 @@ def _report(outcome: ExitTrainingResult, err: Console, *, quiet: bool, as_json: 
 
 def _report_draft(distilled: DistillationResult, err: Console, *, quiet: bool, as_json: bool) -> None:
     if as_json:
-        print(jsonlib.dumps({"type": "train", "draft": str(distilled.path), "figures": distilled.figures}))
+        print_json({"type": "train", "draft": str(distilled.path), "figures": distilled.figures})
     else:
         print(distilled.path)
     if quiet:

@@ -13,9 +13,9 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import specgen
 from specgen.errors import SpecgenError, nearest
 from specgen.files import load_yaml
+from specgen.paths import examples_file
 
 LARGEST_JSONL = 64 << 20  # bytes
 LARGEST_YAML = 4 << 20  # read several times slower
@@ -36,13 +36,6 @@ class Prompt:
     def label(self) -> str:
         """What to call it in a message."""
         return f"prompt {self.index}" + (f" ({self.name})" if self.name else "")
-
-
-def examples_file() -> Path:
-    """The prompts for the bundled pair: inside the wheel, or at the top of a checkout."""
-    package = Path(specgen.__file__).parent
-    inside = package / "examples.yaml"
-    return inside if inside.is_file() else package.parent / "examples.yaml"
 
 
 def load_prompts(

@@ -22,8 +22,8 @@ from specgen.engine.attention_masks import Masks
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import quiet_transformers
+from specgen.environment import versions
 from specgen.files import write_whole
-from specgen.traces.trace_writer import versions
 from specgen.training.corpus import Texts
 from specgen.training.exit_training import texts_of, what_is_left
 from specgen.training.generated_text import GeneratedText

@@ -16,7 +16,7 @@ from specgen.engine.exit_files import Description, save_exit
 from specgen.engine.exit_layer import ExitLayer, check_split, decoder_of
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.first_layers import FirstLayers, check_depth, usual_depth
-from specgen.traces.trace_writer import versions
+from specgen.environment import versions
 from specgen.training.corpus import Texts
 from specgen.training.predictor_training import Fit, train_predictor
 from specgen.training.text_generation import TextGeneration, TrainingObserver, TrainingTask

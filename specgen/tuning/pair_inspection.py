@@ -85,18 +85,18 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     if pair.draft is None:
         return None
     announce("timing passes with both models running")
-    return pair.plan([1], "pearl", SamplingParams(max_new_tokens=128)).costs
+    return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
 
 
 def refusals(pair: Pair) -> dict[str, SpecgenError]:
     """The methods with which this pair cannot even plan a run, and what each says."""
     found = {}
-    for name in methods.METHODS:
+    unprepared = {"skip": "skip", "parallel": "window"}  # settings that are `auto` by default, which takes measuring
+    for name, method in methods.METHODS.items():
         try:
-            method = methods.METHODS[name]
-            known: dict[str, Any] = {"skip": "0"} if method.drafter == "skip" else {}  # a search takes its time, and so does
-            like = "sd" if method.schedule == "parallel" else name  # a start of what drafts apart: it asks for a draft, too
-            pair.plan([1], like, SamplingParams(max_new_tokens=1), **known)
+            kinds = [kind for kind in (method.drafter, method.schedule) if kind in unprepared]
+            given: dict[str, Any] = {unprepared[kind]: "1" for kind in kinds}
+            pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
         except SpecgenError as error:
             found[name] = error
     return found

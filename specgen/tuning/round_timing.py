@@ -137,6 +137,7 @@ class RoundProbe:
     def _time(self, prompt: list[int], found: _Found, deadline: float) -> None:
         kinds, seen = len(self._ladder), 0
         while True:
+            self._pair.prepare(prompt, self._method, self._sampling, **self._settings)
             plan = self._pair.plan(prompt, self._method, self._sampling, **self._settings)
             if self._echo:
                 plan.run.drafter, plan.run.policy = RepeatDrafter(), self._ladder

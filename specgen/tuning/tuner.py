@@ -24,7 +24,7 @@ from specgen.tuning.round_timing import LENGTHS, LOOKING, ParallelProbe, RoundPr
 from specgen.tuning.settings_search import search
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import Behaviour, cost_kind, simulate
-from specgen.tuning.skip_search import tuned_skips
+from specgen.tuning.skip_tuning import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Tuner:
         if "pearl" in self.names:  # a process that starts beside what is timed would slow it
             self._watch.doing("waiting for the draft's process", self._left)
             try:
-                self._pair.plan([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
+                self._pair.prepare([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
             except SpecgenError as error:
                 self._leave_out("parallel", error.message)
         answers = self._timed(self._answers)

@@ -11,7 +11,6 @@ _REORDERING = dict.fromkeys([0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *ra
 _SEPARATORS = {0x2028: "\n", 0x2029: "\n"}
 _INLINE = _PICTURES | _C1 | _REORDERING | {0x0A: "↵", 0x09: "⇥", 0x2028: "↵", 0x2029: "↵"}
 _STREAMED = {code: mark for code, mark in (_PICTURES | _C1 | _REORDERING | _SEPARATORS).items() if code not in (0x09, 0x0A)}
-_JSON = {code: f"\\u{code:04x}" for code in [0x7F, *_C1, *_REORDERING, *_SEPARATORS]}
 
 
 def streamed(text: str) -> str:
@@ -23,11 +22,6 @@ def inline(text: str) -> str:
     """The text on one line: ↵ and ⇥ for line feed and tab, a dot for each space of an indentation."""
     dotted = re.sub(r" {2,}", lambda spaces: "·" * len(spaces[0]), text.translate(_INLINE))
     return "␣" if dotted == " " else dotted
-
-
-def escaped_json(line: str) -> str:
-    """A JSON line with the control characters escaped that JSON itself would let through."""
-    return line.translate(_JSON)
 
 
 def draft_length(mean: float | None, *, branches: bool) -> str:

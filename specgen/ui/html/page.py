@@ -6,13 +6,12 @@ ever markup.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from specgen.errors import RunError, SpecgenError
+from specgen.errors import RunError
 from specgen.files import whole_file
 from specgen.ui.sanitize import inline, streamed
 
@@ -58,17 +57,6 @@ def facts(entries: Iterable[tuple[str, str]]) -> str:
     """Figures with what they are: pairs of text."""
     items = "".join(f"<li><b>{text(figure)}</b><span>{text(meaning)}</span></li>" for figure, meaning in entries)
     return f'<ul class="facts">{items}</ul>\n'
-
-
-def check_page_writable(path: Path) -> None:
-    """Refuse a page that cannot be written before anything is measured. Raises SpecgenError."""
-    folder = path.parent
-    if path.is_dir():
-        raise SpecgenError(f"cannot write the page {path}: it is a folder", "Name a file in it")
-    if not folder.is_dir():
-        raise SpecgenError(f"cannot write the page {path}: there is no folder {folder}", "Make it first, or name another")
-    if not os.access(folder, os.W_OK):
-        raise SpecgenError(f"cannot write the page {path}: permission denied in {folder}", "Name another folder")
 
 
 def write_page(path: Path, pieces: Iterable[str]) -> None:

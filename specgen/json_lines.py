@@ -1,0 +1,25 @@
+"""JSON lines, written in one way to trace files and to standard output. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+# Control characters, text-direction marks and line separators that JSON allows unescaped but that affect a terminal.
+_UNSAFE = [*range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPES = {code: f"\\u{code:04x}" for code in _UNSAFE}
+
+
+def json_line(content: Mapping[str, Any]) -> bytes:
+    """One line of JSON in UTF-8, with its line feed. Text stays legible; what affects a terminal, and lone surrogates, are
+    escaped. Raises ValueError for NaN and infinity, which JSON does not have."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Write one line of JSON to standard output, in UTF-8 whatever the locale is."""
+    sys.stdout.buffer.write(json_line(content))
+    sys.stdout.buffer.flush()
