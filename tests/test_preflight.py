@@ -18,7 +18,7 @@ from specgen.cli.app import main
 from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
 from specgen.engine.exit_layer import check_split
 from specgen.engine.model_loading import ModelSource
-from specgen.engine.timing import target_pass_seconds
+from specgen.engine.timing import time_passes
 from specgen.settings import Setting
 from specgen.tuning import pair_inspection
 from specgen.types import Context
@@ -240,7 +240,7 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     seen = []
     run = runner._run
     runner._run = lambda span, keep: (seen.append((len(span.ids), span.first)), run(span, keep))[1]  # type: ignore[method-assign]
-    seconds = target_pass_seconds(runner, [1, 4], 20)
+    seconds = time_passes(runner, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)
     assert set(seen[1:]) == {(1, 19), (4, 19)}

@@ -38,7 +38,7 @@ def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport
         from specgen import demo
         from specgen.engine.devices import pick_device
         from specgen.engine.model_loading import ModelSource
-        from specgen.tuning.pair_inspection import look
+        from specgen.tuning.pair_inspection import inspect_files
 
         on = pick_device(models.device)
         draft_on = pick_device(models.draft_device) if models.draft_device is not None else on
@@ -49,7 +49,7 @@ def _looked_at(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport
             shared = (models.trust_remote_code, models.offline)
             target = ModelSource(models.target, None, models.revision, *shared)
             draft = None if models.draft is None else ModelSource(models.draft, None, models.draft_revision, *shared)
-        return look(target, draft, (on, draft_on), models.dtype, loading.announce, exit_layer=models.exit_layer)
+        return inspect_files(target, draft, (on, draft_on), models.dtype, loading.announce, exit_layer=models.exit_layer)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:

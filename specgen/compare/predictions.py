@@ -77,7 +77,7 @@ def _predicted(spec: MethodSpec, runs: Mapping[int, Run], costs: PassCosts, pref
 
 def measure_costs(pair: Pair, results: Results) -> PassCosts:
     """Time single passes behind a context as long as the runs' own, for the widths that the runs needed."""
-    from specgen.engine.timing import target_pass_seconds
+    from specgen.engine.timing import time_passes
 
     runs = list(results.runs.values())
     widest = max((length for run in runs for length in run.draft_lengths or ()), default=0) + 1
@@ -88,5 +88,5 @@ def measure_costs(pair: Pair, results: Results) -> PassCosts:
     lengths = [len(pair.tokenizer.encode(prompt.text)) + len(plain[prompt.index].line["token_ids"]) // 2 for prompt in prompts]
     context = max(int(median(lengths)), 1) if lengths else 1
     target, draft = pair.runners
-    a_draft = None if draft is None else target_pass_seconds(draft, [1], context)[1]
-    return PassCosts(a_draft, target_pass_seconds(target, widths, context))
+    a_draft = None if draft is None else time_passes(draft, [1], context)[1]
+    return PassCosts(a_draft, time_passes(target, widths, context))

@@ -26,7 +26,7 @@ def entropy_chart(anatomy: TraceStatistics, texts: Sequence[str], stop: float | 
     if bounds is not None:
         return _scatter(anatomy.tokens, texts, bounds, stop)
     bins = anatomy.acceptance_by_entropy()
-    return _binned(bins, anatomy.c, stop, asked=anatomy.tokens.asked) if bins else ""
+    return _binned(bins, anatomy.c, stop, asked=anatomy.tokens.recording) if bins else ""
 
 
 def _scatter(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: float | None) -> str:
@@ -69,7 +69,7 @@ def _binned(bins: Sequence[Bin], c: float, stop: float | None, *, asked: bool) -
     for found in bins:
         low, high = found.interval
         x = f"{100 * found.mean_entropy / right:.2f}%"
-        title = f"entropy {_span(found.low, found.high)}: {found.accepted:,} of {found.judged:,} accepted, {found.rate:.0%}"
+        title = f"entropy {_span(found.low, found.high)}: {found.accepted:,} of {found.verified:,} accepted, {found.rate:.0%}"
         points.append(
             f'<g class="bin"><title>{text(title)}</title>'
             f'<line class="ci" x1="{x}" x2="{x}" y1="{_y(high):.1f}" y2="{_y(low):.1f}"/>'

@@ -157,7 +157,7 @@ def _by_entropy(bins: Sequence[Bin], width: int) -> Iterator[Text]:
     yield from _titled("how often the draft was right, by its entropy", "nats; of so many tokens", width)
     for found in bins:
         yield _bar(
-            f"{_span(found.low, found.high):<10}", found.rate, f"{found.rate:>4.0%} {found.judged:>6,}", width, "token.accepted"
+            f"{_span(found.low, found.high):<10}", found.rate, f"{found.rate:>4.0%} {found.verified:>6,}", width, "token.accepted"
         )
     yield Text()
 
