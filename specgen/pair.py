@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from specgen import factory, methods, preparation
-from specgen.cost_model import ParallelCosts
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
@@ -169,9 +169,7 @@ class Pair:
         """
         request = self._request(prompt, method, sampling, parameters)
         chosen, settings, sampling = request.method, request.settings, request.sampling
-        for runner in (self._target_runner, self._draft_runner):
-            if runner is not None:
-                runner.reserve(request.capacity)
+        self._reserve(request.capacity)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         parts = replace(self._components(sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
@@ -230,6 +228,11 @@ class Pair:
         prompt_ids = check_prompt_ids(ids, self._target_runner.known_ids)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.limit_for(len(prompt_ids)))
         return RunRequest(chosen, settings, sampling, prompt_ids, limit)
+
+    def _reserve(self, capacity: int) -> None:
+        for runner in (self._target_runner, self._draft_runner):
+            if runner is not None:
+                runner.reserve(capacity)
 
     def _components(self, sampling: SamplingParams, capacity: int) -> factory.Components:
         """Both models' runners, without end-of-sequence ids."""
@@ -304,7 +307,9 @@ class Pair:
         assert self.draft is not None
         bucket = self._bucket(context_length, sampling)
         if bucket not in self._parallel_costs:
-            parts = self._components(sampling, context_length)
+            capacity = context_length + LONGEST_WINDOW
+            self._reserve(capacity)
+            parts = self._components(sampling, capacity)
             self._parallel_costs[bucket] = preparation.parallel_costs(
                 self.target, self.draft, worker, parts, context_length, bucket
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen import methods
+from specgen import measurement_cache, methods
 from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.devices import device_name, synchronizer
@@ -16,8 +18,7 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.environment import machine, versions
 from specgen.errors import SpecgenError
 from specgen.files import load_yaml
-from specgen.measurement_cache import CostStore, SkipStore
-from specgen.paths import cache_folder, examples_file
+from specgen.paths import examples_file
 from specgen.skip_search import PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.types import Context
 
@@ -39,7 +40,6 @@ def parallel_costs(
     `bucket` is what distinguishes the runs of one pair that need times of their own. Waits until the worker is ready.
     """
     worker.ready()
-    kept = CostStore(cache_folder())
     key = {
         "models": [weights_fingerprint(model.folder) for model in (target, draft)],
         "devices": [device_name(model.device) for model in (target, draft)],
@@ -48,15 +48,25 @@ def parallel_costs(
         "bucket": list(bucket),
         **_installation(),
     }
-    found = kept.find(key)
-    if found is None:
+    costs = _valid_costs(measurement_cache.find("costs", key))
+    if costs is None:
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), parts, LONGEST_WINDOW)
         shortest = min(target.limit_for(length), draft.context_limit)
         length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
         widest = max(1, min(LONGEST_WINDOW, shortest - length))
-        found = time_parallel_passes(parts.target, drafter, Context([1] * length), synchronizer(target.device), widest)
-        kept.keep(key, found)
-    return found
+        costs = time_parallel_passes(parts.target, drafter, Context([1] * length), synchronizer(target.device), widest)
+        if max(astuple(costs)) < math.inf:  # infinite where the draft model cannot follow this one context
+            measurement_cache.keep("costs", key, asdict(costs))
+    return costs
+
+
+def _valid_costs(found: Any) -> ParallelCosts | None:
+    """The cached pass times, None where they are missing or not positive numbers."""
+    try:
+        costs = ParallelCosts(**found)
+        return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
+    except TypeError:
+        return None
 
 
 def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) -> str:
@@ -64,18 +74,17 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) 
 
     Raises SpecgenError where the target's layers cannot be run one by one.
     """
-    kept = SkipStore(cache_folder())
     key = {
         "model": weights_fingerprint(target.folder),
         "device": str(target.device),
         "dtype": target.dtype_name,
         **_installation(),
     }
-    found = kept.find(key)
-    if found is None:
+    found = measurement_cache.find("skips", key)
+    if not isinstance(found, str):
         check_split(target.model, "layer skipping")
         found = search_skips(target.model.config.get_text_config().num_hidden_layers, speed, SEARCH_SECONDS).skips
-        kept.keep(key, found)
+        measurement_cache.keep("skips", key, found)
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import specgen
+from specgen import measurement_cache, preparation
 from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, eesd_speedup
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Always
 from specgen.engine.model_runner import ModelOutput
-from specgen.measurement_cache import CostStore
 from specgen.paths import cache_folder
 from specgen.tuning.pair_inspection import measure_parallel
 from specgen.types import Context, Draft, SamplingParams
@@ -82,38 +82,45 @@ def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
     assert ParallelCosts(1.0, ratio, ratio, 8, 10).window.size == size
 
 
-COSTS, KEY = ParallelCosts(0.002, 0.017, 0.012, 8, 64), {"models": ["a", "b"], "context": 64}
+KEY = {"models": ["a", "b"], "context": 64}
 
 
-def test_costs_are_kept_by_what_they_hold_for(tmp_path: Path) -> None:
-    store = CostStore(tmp_path / "new")
-    assert store.find(KEY) is None
-    store.keep(KEY, COSTS)
-    assert store.find(KEY) == COSTS
-    assert store.find(KEY | {"context": 128}) is None
-    store.keep(KEY, replace(COSTS, width=9))
-    assert store.find(KEY) == replace(COSTS, width=9)
-    assert [path.suffix for path in (tmp_path / "new" / "costs").iterdir()] == [".json"]
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "new"))
+    return tmp_path / "new"
+
+
+def test_measurements_are_kept_by_what_they_hold_for(cache: Path) -> None:
+    assert measurement_cache.find("costs", KEY) is None
+    for value in ({"draft_pass": 0.002}, {"draft_pass": 0.003}):
+        measurement_cache.keep("costs", KEY, value)
+        assert measurement_cache.find("costs", KEY) == value
+    assert measurement_cache.find("costs", KEY | {"context": 128}) is None
+    assert measurement_cache.find("skips", KEY) is None
+    assert [path.suffix for path in (cache / "costs").iterdir()] == [".json"]
+
+
+def test_a_broken_file_is_ignored(cache: Path) -> None:
+    measurement_cache.keep("costs", KEY, {"draft_pass": 0.002})
+    (path,) = (cache / "costs").iterdir()
+    path.write_text(path.read_text()[:40])
+    assert measurement_cache.find("costs", KEY) is None
+
+
+def test_a_cache_that_cannot_be_written_is_ignored(cache: Path) -> None:
+    cache.write_text("")
+    measurement_cache.keep("costs", KEY, {})
+    assert measurement_cache.find("costs", KEY) is None
 
 
 @pytest.mark.parametrize("field", ["draft_pass", "target_pass", "width", "single_pass"])
-@pytest.mark.parametrize("value", [None, "fast", -1])
-def test_a_broken_file_counts_for_nothing(tmp_path: Path, field: str, value: object) -> None:
-    store = CostStore(tmp_path)
-    store.keep(KEY, COSTS)
-    (path,) = (tmp_path / "costs").iterdir()
-    written = json.loads(path.read_text())
-    written["costs"][field] = value
-    path.write_text(json.dumps(written))
-    assert store.find(KEY) is None
-    path.write_text(path.read_text()[:40])
-    assert store.find(KEY) is None
-
-
-def test_a_cache_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    CostStore(tmp_path / "file").keep(KEY, COSTS)
-    assert CostStore(tmp_path / "file").find(KEY) is None
+@pytest.mark.parametrize("value", [None, "fast", -1, math.inf])
+def test_cached_pass_times_have_to_be_positive_numbers(field: str, value: object) -> None:
+    written: dict[str, object] = asdict(ParallelCosts(0.002, 0.017, 0.012, 8, 64))
+    assert preparation._valid_costs(written) is not None
+    assert preparation._valid_costs(written | {field: value}) is None
+    assert preparation._valid_costs(None) is None
 
 
 def test_the_cache_is_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt_neox", "qwen3"])
 def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
     folder = save(make_model(family), tmp_path / family)
-    report = pair_inspection.look(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
+    report = pair_inspection.inspect_files(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
     pair = specgen.load(folder, device="cpu", dtype="float32")
     assert report.target.parameters == sum(weight.numel() for weight in pair.target.model.parameters())
     assert report.target.context_limit == CONTEXT
@@ -108,7 +108,9 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
 
 def test_bfloat16_takes_half_the_memory() -> None:
     source = ModelSource(str(demo.folder("target")))
-    wide, narrow = (pair_inspection.look(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16"))
+    wide, narrow = (
+        pair_inspection.inspect_files(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16")
+    )
     assert wide.weight_bytes == 2 * narrow.weight_bytes
     assert wide.cache_bytes is not None
     assert wide.cache_bytes == 2 * (narrow.cache_bytes or 0)

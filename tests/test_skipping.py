@@ -17,7 +17,6 @@ import specgen
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
-from specgen.measurement_cache import SkipStore
 from specgen.pair import Pair
 from specgen.paths import cache_folder
 from specgen.skip_search import search_skips
@@ -132,12 +131,3 @@ def test_the_search_takes_what_is_measured_to_be_faster() -> None:
     found = search_skips(4, speed, seconds=1.0)
     assert (found.skips, found.tokens_per_second) == (str(wanted), 100.0)
     assert found.tried <= 4**4
-
-
-def test_a_file_of_skips_that_cannot_be_read_counts_for_nothing(tmp_path: Path) -> None:
-    store = SkipStore(tmp_path)
-    store.keep({"model": "a"}, "1+2")
-    assert store.find({"model": "a"}) == "1+2"
-    assert store.find({"model": "b"}) is None
-    next((tmp_path / "skips").iterdir()).write_text("{")
-    assert store.find({"model": "a"}) is None

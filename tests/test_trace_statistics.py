@@ -55,16 +55,16 @@ def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
     ]
     bounds = folded(recorded).bounds()
     assert bounds is not None
-    assert bounds.count == len(tokens) == sum(found.count for found in bounds.by_entropy)
+    assert bounds.tokens == len(tokens) == sum(found.tokens for found in bounds.by_entropy)
     assert bounds.c == statistics.AUTHORS_C
     below = [overlap < max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, overlap, _ in tokens]
     assert bounds.below_estimate == pytest.approx(np.mean(below))
     ratio = median((entropy + kl) / entropy for entropy, _, kl in tokens if entropy > 0.01)
-    assert bounds.ratio == pytest.approx(ratio)
+    assert bounds.entropy_ratio == pytest.approx(ratio)
     assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
     for found in bounds.by_entropy:
         inside = [token for token in tokens if found.low <= token[0] < found.high]
-        assert found.overlap == pytest.approx(median(overlap for _, overlap, _ in inside))
+        assert found.acceptance == pytest.approx(median(overlap for _, overlap, _ in inside))
         assert found.pinsker == pytest.approx(median(max(0.0, 1 - math.sqrt(kl / 2)) for _, _, kl in inside))
         assert found.bretagnolle_huber == pytest.approx(median(1 - math.sqrt(1 - math.exp(-kl)) for _, _, kl in inside))
         assert found.estimate == pytest.approx(median(max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, _, _ in inside))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -100,9 +100,9 @@ class BoundsBin:
 
     low: float
     high: float
-    count: int
+    tokens: int
     entropy: float
-    overlap: float
+    acceptance: float
     pinsker: float
     bretagnolle_huber: float
     estimate: float
@@ -111,12 +111,12 @@ class BoundsBin:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The numbers of SVIP's Figures 3 and 4. `below_estimate` is the share of tokens whose acceptance probability is below SVIP's
-    estimate 1 - sqrt(c H(q)); `ratio` is the median of H(q,p) / H(q), and `measured_c` the c that follows from it."""
+    estimate 1 - sqrt(c H(q)); `entropy_ratio` is the median of H(q,p) / H(q), and `measured_c` the c that follows from it."""
 
-    count: int
+    tokens: int
     c: float
     below_estimate: float
-    ratio: float | None
+    entropy_ratio: float | None
     measured_c: float | None
     by_entropy: tuple[BoundsBin, ...]
 
@@ -266,7 +266,7 @@ class TraceStatistics:
             "mean_draft_length": self.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
-            "bounds": None if bounds is None else _bounds_dict(bounds),
+            "bounds": None if bounds is None else asdict(bounds, dict_factory=_without_infinity),
         }
 
 
@@ -288,38 +288,13 @@ def _bin(entropy: float) -> int:
 
 def _bin_dict(found: Bin) -> dict[str, Any]:
     low, high = found.interval
-    return {
-        "low": found.low,
-        "high": found.high if math.isfinite(found.high) else None,
-        "judged": found.verified,
-        "accepted": found.accepted,
-        "rate": found.rate,
-        "rate_low": low,
-        "rate_high": high,
-    }
+    counts = {"low": found.low, "high": found.high, "judged": found.verified, "accepted": found.accepted}
+    return _without_infinity([*counts.items(), ("rate", found.rate), ("rate_low", low), ("rate_high", high)])
 
 
-def _bounds_dict(bounds: Bounds) -> dict[str, Any]:
-    return {
-        "tokens": bounds.count,
-        "c": bounds.c,
-        "below_estimate": bounds.below_estimate,
-        "entropy_ratio": bounds.ratio,
-        "measured_c": bounds.measured_c,
-        "by_entropy": [
-            {
-                "low": found.low,
-                "high": found.high if math.isfinite(found.high) else None,
-                "tokens": found.count,
-                "entropy": found.entropy,
-                "acceptance": found.overlap,
-                "pinsker": found.pinsker,
-                "bretagnolle_huber": found.bretagnolle_huber,
-                "estimate": found.estimate,
-            }
-            for found in bounds.by_entropy
-        ],
-    }
+def _without_infinity(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A dictionary with None, as JSON's null, for the infinite upper edge of the last bin."""
+    return {name: None if value == math.inf else value for name, value in items}
 
 
 def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:

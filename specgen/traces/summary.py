@@ -9,6 +9,11 @@ from typing import Any
 from specgen.energy import Energy
 from specgen.types import PHASES, Round
 
+_METRICS = (
+    *("seconds", "tokens_per_second", "rounds", "target_passes", "drafted", "accepted", "acceptance_rate", "draft_share"),
+    *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
+)
+
 
 class Summary:
     """Counts over one or more runs. Rates are fractions, None where nothing was drafted."""
@@ -137,19 +142,7 @@ class Summary:
             "token_ids": self.token_ids,
             "new_tokens": self.new_tokens,
             "finish_reason": finish_reason,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "rounds": self.rounds,
-            "target_passes": self.target_passes,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "draft_share": self.draft_share,
-            "harmonic_mean": self.harmonic_mean,
-            "block_efficiency": self.block_efficiency,
-            "mean_accepted_run": self.mean_accepted_run,
-            "perplexity": self.perplexity,
-            "joules_per_token": self.joules_per_token,
+            **{name: getattr(self, name) for name in _METRICS},
             "energy": None if self.energy is None else self.energy.as_dict(),
             "phase_seconds": dict(self.phase_seconds),
         }

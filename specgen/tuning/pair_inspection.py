@@ -21,7 +21,7 @@ from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer, check_same
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.tuning.pair_report import PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
+from specgen.tuning.pair_report import PROBES, ModelFacts, PairReport, TokenizerFacts, first_differences, readiness
 from specgen.types import SamplingParams
 
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
@@ -42,14 +42,14 @@ def inspect_files(
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
     refusal = None if tokenizers is None else tokenizers.refusal
+    known: dict[str, Any] = {"has_draft": theirs is not None, "refusal": refusal, "no_exit": _no_exit(ours, exit_layer)}
+    known["unlike_llama"] = _unlike_llama(ours)
     return PairReport(
         _facts(ours, devices[0], dtype),
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        all_methods(
-            has_draft=theirs is not None, refusal=refusal, no_exit=_no_exit(ours, exit_layer), unlike_llama=_unlike_llama(ours)
-        ),
+        {name: readiness(method, **known) for name, method in methods.METHODS.items()},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
 from specgen.errors import SpecgenError
-from specgen.methods import METHODS, Method
+from specgen.methods import Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +152,6 @@ def readiness(
     if refusal is not None:
         return Readiness(False, "the tokenizers differ", "take a draft of the target's family")
     return Readiness(True)
-
-
-def all_methods(
-    *, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None, unlike_llama: str | None = None
-) -> dict[str, Readiness]:
-    """`readiness` of every method."""
-    return {
-        name: readiness(method, has_draft=has_draft, refusal=refusal, no_exit=no_exit, unlike_llama=unlike_llama)
-        for name, method in METHODS.items()
-    }
 
 
 def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:

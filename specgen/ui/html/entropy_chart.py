@@ -47,8 +47,10 @@ def _scatter(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: 
         "The estimate is no bound:",
         f"{bounds.below_estimate:.0%} of the tokens lie below it.",
     ]
-    if bounds.ratio is not None and bounds.measured_c is not None:
-        notes.append(f"The cross-entropy is {bounds.ratio:.2f} times the entropy (median): c would be {bounds.measured_c:.2f}.")
+    if bounds.entropy_ratio is not None and bounds.measured_c is not None:
+        notes.append(
+            f"The cross-entropy is {bounds.entropy_ratio:.2f} times the entropy (median): c would be {bounds.measured_c:.2f}."
+        )
     if step > 1:
         notes.append(f"Every {_ordinal(step)} of {len(positions):,} tokens is drawn.")
     marks = [
