@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specgen.environment import __version__
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
 from specgen.types import Round, SamplingParams
 
 if TYPE_CHECKING:
     from specgen.loading import load
-    from specgen.pair import Pair, Result
+    from specgen.pair import Pair
+    from specgen.plan import Result
 
-__version__ = "0.1.0"
 __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
     """`load` and what it returns come with torch, which takes seconds to import: only when asked for."""
     if name in ("load", "Pair", "Result"):
-        from specgen import loading, pair
+        from specgen import loading, pair, plan
 
-        return getattr(loading if name == "load" else pair, name)
+        return getattr({"load": loading, "Pair": pair, "Result": plan}[name], name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

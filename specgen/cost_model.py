@@ -1,33 +1,42 @@
-"""How long a draft pass and a target pass take on this machine: what rounds are priced by, and, with both models at work at the
-same time, PEARL's c (section 4.1). Imports no torch."""
+"""Cost model of speculative decoding: what passes and rounds take on this machine, and which speedups follow from it.
+
+Times are seconds. c is the time of a target pass divided by the time of a draft pass (PEARL, section 4.1). Imports no torch.
+"""
 
 from __future__ import annotations
 
-import math
-import time
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
-from specgen.decoding.parallel import Window
-from specgen.types import Context
-
-if TYPE_CHECKING:
-    from specgen.decoding.parallel import ParallelDrafter
-    from specgen.engine.model_runner import ModelRunner
-
-WARM_UP, STEPS = 5, 30  # as many as the authors' engine takes
-FEWEST = 3  # steps that are taken however long they last
 LONGEST_WINDOW = 64
-_PATIENCE = 2.0  # seconds for all steps together
-_ROUGHLY = 5
+WIDTHS = tuple(range(1, 17))  # tokens per timed target pass: drafts of up to 15 tokens
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # per-token acceptance probabilities that reports list
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """PEARL's window: the number of tokens drafted during one target pass.
+
+    `size` is PEARL's gamma, for a pass over `size` tokens. `first` is the number for the one-token pass of pre-verify, which is
+    smaller where the time of a pass grows with its number of tokens, as on a CPU.
+    """
+
+    size: int
+    first: int
+
+    def beside(self, width: int) -> int:
+        """Tokens to draft during a target pass over `width` tokens, so that both models finish at the same time."""
+        if width >= self.size:
+            return self.size
+        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelCosts:
-    """Seconds of a draft pass, and of a target pass over `width` tokens and over one, while the other model works too."""
+    """Pass times of a pair while both models run at the same time: of one draft pass, and of target passes over `width` tokens
+    and over one token, after a context of `context_length` tokens."""
 
     draft_pass: float
     target_pass: float
@@ -37,23 +46,27 @@ class ParallelCosts:
 
     @property
     def ratio(self) -> float:
-        """c: how many draft passes a target pass takes."""
+        """c, for a target pass over `width` tokens."""
         return self.target_pass / self.draft_pass
 
     @property
     def window(self) -> Window:
-        """PEARL's window, with which neither model waits for the other (its Theorem 1): c, rounded; at least 1."""
-        size = _window(self.ratio)
-        return Window(size, min(size, _window(self.single_pass / self.draft_pass)))
+        """The window with which neither model waits for the other: c, rounded, at least 1 (PEARL, Theorem 1)."""
+        size = _rounded(self.ratio)
+        return Window(size, min(size, _rounded(self.single_pass / self.draft_pass)))
 
     def as_dict(self) -> dict[str, float]:
-        """For a trace: what PEARL's window was chosen by, and the window beside a pass over one token."""
+        """The `costs` of a trace's start line: the measured times, c and the window."""
         return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+
+
+def _rounded(ratio: float) -> int:
+    return min(max(1, round(ratio)), LONGEST_WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by a number of tokens: straight lines between the measured points, and on beyond the last two."""
+    """Seconds by number of tokens: piecewise linear between the measured points and beyond the last two."""
 
     points: Mapping[int, float]
 
@@ -71,7 +84,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """A curve behind each of one or two context lengths; between them, and beyond, along a straight line."""
+    """Seconds by number of tokens and by context length: one curve for each of one or two context lengths, linear in between."""
 
     curves: Mapping[int, Curve]
 
@@ -79,7 +92,7 @@ class CostTable:
         if len(self.curves) == 1:
             return next(iter(self.curves.values())).at(tokens)
         found = Curve({length: curve.at(tokens) for length, curve in self.curves.items()}).at(context_length)
-        return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))  # no line goes on for ever
+        return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))  # bounds the extrapolation
 
     def times(self, factor: float) -> CostTable:
         curves = {
@@ -94,84 +107,73 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """What a round takes (seconds): drafting, by the tokens drafted (in a tree, by its levels); judging, which is the target's
-    pass, sampling and all else, by the tokens of that pass; what a policy that looks at a token adds for each.
+    """Costs of one round of a method.
 
-    Where both go on at once (PEARL), a round takes the longer one of both and `together`.
+    `draft_cost` is by drafted tokens (in a tree: by levels); `verification_cost` covers the target pass, sampling and the rest,
+    by the tokens of that pass; `signal_cost` is added for each drafted token where the length policy needs signals. Where both
+    models run at the same time (PEARL), a round takes the longer of both costs plus `synchronisation_overhead`.
     """
 
-    drafting: CostTable
-    judging: CostTable
-    looking: float = 0.0
-    together: float | None = None
+    draft_cost: CostTable
+    verification_cost: CostTable
+    signal_cost: float = 0.0
+    synchronisation_overhead: float | None = None
 
     def times(self, factor: float) -> RoundCosts:
-        """The same on a machine so many times slower."""
-        together = None if self.together is None else self.together * factor
-        return RoundCosts(self.drafting.times(factor), self.judging.times(factor), self.looking * factor, together)
+        """The costs on a machine that is slower by `factor`."""
+        overhead = None if self.synchronisation_overhead is None else self.synchronisation_overhead * factor
+        return RoundCosts(
+            self.draft_cost.times(factor), self.verification_cost.times(factor), self.signal_cost * factor, overhead
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The costs under the keys of profiles and of `tune --json`."""
+        costs = {
+            "drafting": self.draft_cost.as_dict(),
+            "judging": self.verification_cost.as_dict(),
+            "looking": self.signal_cost,
+        }
+        overhead = self.synchronisation_overhead
+        return costs if overhead is None else {**costs, "together": overhead}
 
 
-def _window(ratio: float) -> int:
-    return min(max(1, round(ratio)), LONGEST_WINDOW)
+@dataclass(frozen=True, slots=True)
+class SpeedupModel:
+    """Expected speedup of drafting k tokens per round over plain decoding, from pass times.
 
-
-def measure(
-    target: ModelRunner,
-    drafter: ParallelDrafter,
-    context: Context,
-    synchronize: Callable[[], None] | None = None,
-    widest: int = LONGEST_WINDOW,
-) -> ParallelCosts:
-    """Time passes behind `context`, side by side as PEARL runs them, over as many tokens as the window will hold.
-
-    That number follows from the times, so a rough look comes first, and a second one where it was wrong. Medians. No pass is over
-    more than `widest` tokens.
+    `target_seconds` are target passes by their number of tokens, 1 among them; `draft_seconds` is one draft pass, 0 where
+    drafting costs next to nothing.
     """
-    deadline = time.perf_counter() + _PATIENCE
-    drafter.prefill(context)
-    try:
-        target.logits(context)
-        costs = _steps(target, drafter, context, min(8, widest), _ROUGHLY, deadline, synchronize)
-        for _ in range(2):
-            width = min(costs.window.size, widest)
-            costs = _steps(target, drafter, context, width, WARM_UP + STEPS, deadline, synchronize)
-            if abs(costs.window.size - width) <= 1:
-                break
-    finally:
-        drafter.close()
-    return costs
+
+    target_seconds: Mapping[int, float]
+    draft_seconds: float
+    context_length: int
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """The k whose target pass over k + 1 tokens was timed."""
+        return [width - 1 for width in sorted(self.target_seconds) if width > 1]
+
+    def break_even_acceptance(self, k: int) -> float | None:
+        """The acceptance rate (accepted / drafted) from which drafts of k tokens are faster than plain decoding.
+
+        A round yields 1 + rate * k tokens for k draft passes and one target pass over k + 1 tokens. None where no rate is enough.
+        """
+        single = self.target_seconds[1]
+        rate = (k * self.draft_seconds + self.target_seconds[k + 1] - single) / (k * single)
+        return max(0.0, rate) if rate < 1 else None
+
+    def speedup(self, k: int, acceptance: float) -> float:
+        """Speedup where each token is accepted with probability `acceptance`, independently of the others."""
+        tokens = sum(acceptance**position for position in range(k + 1))
+        return tokens * self.target_seconds[1] / (k * self.draft_seconds + self.target_seconds[k + 1])
+
+    def best(self, acceptance: float) -> tuple[int, float]:
+        """The draft length with the largest speedup at this acceptance probability, and that speedup."""
+        return max(((k, self.speedup(k, acceptance)) for k in self.draft_lengths), key=lambda found: found[1])
 
 
-def _steps(
-    target: ModelRunner,
-    drafter: ParallelDrafter,
-    context: Context,
-    width: int,
-    count: int,
-    deadline: float,
-    synchronize: Callable[[], None] | None,
-) -> ParallelCosts:
-    """`count` steps, each a target pass over `width` tokens beside a draft of as many; fewer, but some, behind the deadline.
-
-    Every third is followed by one with a pass over a single token, so that a machine that slows down for a while slows both.
-    """
-    drafting: list[float] = []
-    judging: list[float] = []
-    single: list[float] = []
-    while len(judging) < count and (len(judging) < FEWEST or time.perf_counter() < deadline):
-        for tokens, seconds in ((width, judging), *(((1, single),) if len(judging) % 3 == 0 else ())):
-            drafter.start(context, (), width)
-            start = time.perf_counter()
-            rows = target.logits(context, [context.ids[-1]] * (tokens - 1))
-            rows.logits.argmax(dim=-1)
-            if synchronize is not None:
-                synchronize()
-            seconds.append(time.perf_counter() - start)
-            made = len(drafter.finish().tokens)
-            drafting.append(drafter.seconds / made if made else math.inf)  # a draft that can't follow here: any window will do
-    return ParallelCosts(_settled(drafting), _settled(judging), _settled(single), width, len(context))
-
-
-def _settled(seconds: list[float]) -> float:
-    """The median, but for the first ones, which warm up."""
-    return median(seconds[min(WARM_UP, len(seconds) // 2) :])
+def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) -> float | None:
+    """Expected speedup by EESD Eq. 14, with `cost_ratio` = c. None where nothing was accepted."""
+    divisor = (1 / cost_ratio - acceptance_rate) * draft_share + acceptance_rate
+    return acceptance_rate / divisor if acceptance_rate and divisor > 0 else None

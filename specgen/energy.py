@@ -1,7 +1,7 @@
-"""Joules: from NVIDIA's total-energy counters for GPUs, from RAPL's for CPUs under Linux, and from nowhere else.
+"""Energy of runs in joules, from NVML's total-energy counters for NVIDIA GPUs and from RAPL's for CPUs under Linux.
 
-Idle power is measured first, on the same counters, and taken off. Counters count all that runs on a device, other programs' work
-too. Imports no torch.
+Idle power is measured first, on the same counters, and subtracted. Counters cover everything that runs on a device, other
+programs included. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
-_TICK = 0.25  # seconds: a counter that stands still for longer is not waited for
-_WATCH = 20.0  # seconds between looks at a counter that wraps around; the smallest ones do so after minutes
+_TICK = 0.25  # seconds to wait for a counter to change
+_WATCH = 20.0  # seconds between readings of a counter that wraps around, the smallest after minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """What was taken above idle over `seconds`; `joules` and the rest are None where no counter tells, for the `reason` given."""
+    """Energy above idle over `seconds`. Without a counter `joules` and the rest are None, and `reason` says why."""
 
     source: str
     joules: float | None = None
@@ -31,7 +31,7 @@ class Energy:
     reason: str | None = None
 
     def __add__(self, other: Energy) -> Energy:
-        """Of two runs on the same devices; unknown where either is."""
+        """The energy of two runs on the same devices; unknown where that of either is."""
         if self.joules is None or other.joules is None:
             return self if self.joules is None else other
         assert self.seconds is not None and other.seconds is not None  # noqa: PT018
@@ -45,11 +45,11 @@ class Energy:
 
 
 class UnavailableError(Exception):
-    """Why there is no counter to read, in a few words."""
+    """There is no counter to read; the message says why in a few words."""
 
 
 class Counter(Protocol):
-    """`joules` grows from an arbitrary beginning."""
+    """An energy counter. `joules` starts at an arbitrary value; `wraps` says whether it has to be read regularly."""
 
     name: str
     wraps: bool
@@ -71,7 +71,7 @@ class GpuCounter:
 
 
 class RaplZone:
-    """One RAPL zone in sysfs: a package, or its memory. The counter begins again at 0 when it has reached its range."""
+    """One RAPL zone in sysfs: a package, or its memory. The counter restarts at 0 at the end of its range."""
 
     wraps = True
 
@@ -84,7 +84,7 @@ class RaplZone:
         self._microjoules = 0
 
     def joules(self) -> float:
-        """Since this object was made; right as long as it is asked at least once between two wraps."""
+        """Energy since this object was created. Has to be called at least once between two wraps of the counter."""
         with self._lock:
             now = int(self._file.read_text())
             self._microjoules += now - self._last + (self._range if now < self._last else 0)
@@ -93,22 +93,22 @@ class RaplZone:
 
 
 class NoEnergyMeter:
-    """Stands in where nothing can be measured."""
+    """Has the interface of `EnergyMeter` where nothing can be measured."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Does nothing."""
 
     def stop(self) -> Energy:
         return Energy("unavailable", reason=self.reason)
 
 
 class EnergyMeter:
-    """Measures one run after another. The first `start` measures idle power, which takes some seconds.
+    """Measures the energy of one run after another. The first `start` measures idle power, which takes some seconds.
 
-    Readings are taken where a counter has just changed, so that a coarse one (NVML's ticks ten times a second) is exact too.
+    A reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) is exact too.
     """
 
     def __init__(self, counters: Sequence[Counter], synchronize: Callable[[], None], idle_seconds: float = IDLE_SECONDS) -> None:
@@ -116,7 +116,7 @@ class EnergyMeter:
         self._synchronize = synchronize
         self._idle_seconds = idle_seconds
         self._idle: list[float] | None = None
-        self._begun: list[tuple[float, float]] = []
+        self._start_readings: list[tuple[float, float]] = []
         self._stopped = Event()
 
     def start(self) -> None:
@@ -126,27 +126,27 @@ class EnergyMeter:
             spans = [_span(*pair) for pair in zip(before, self._read(), strict=True)]
             self._idle = [joules / seconds for seconds, joules in spans]
         self._stopped.clear()
-        self._begun = self._read()
+        self._start_readings = self._read()
         if any(counter.wraps for counter in self._counters):
             Thread(target=self._watch, args=(self._stopped,), daemon=True).start()
 
     def stop(self) -> Energy:
-        """What was taken since `start`."""
+        """The energy since `start`."""
         assert self._idle is not None
         ended = self._read()
         self._stopped.set()
         self._stopped = Event()
-        spans = [_span(*pair) for pair in zip(self._begun, ended, strict=True)]
+        spans = [_span(*pair) for pair in zip(self._start_readings, ended, strict=True)]
         source = ", ".join(counter.name for counter in self._counters)
         if not all(joules > 0 for _, joules in spans):
-            return Energy("unavailable", reason=f"{source} stands still")
+            return Energy("unavailable", reason=f"{source} does not count")
         above = sum(joules - watts * seconds for (seconds, joules), watts in zip(spans, self._idle, strict=True))
         return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans))
 
     def _read(self) -> list[tuple[float, float]]:
-        """When each counter was read, and what it said, after the devices have finished what was asked of them."""
+        """Time and value of each counter, once the devices have finished their queued work."""
         self._synchronize()
-        return [_at_a_change(counter) for counter in self._counters]
+        return [_read_at_change(counter) for counter in self._counters]
 
     def _watch(self, stopped: Event) -> None:
         while not stopped.wait(_WATCH):
@@ -155,7 +155,7 @@ class EnergyMeter:
                     counter.joules()
 
 
-def _at_a_change(counter: Counter) -> tuple[float, float]:
+def _read_at_change(counter: Counter) -> tuple[float, float]:
     first = found = counter.joules()
     end = time.perf_counter() + _TICK
     while found == first and time.perf_counter() < end:
@@ -169,7 +169,7 @@ def _span(begin: tuple[float, float], end: tuple[float, float]) -> tuple[float, 
 
 
 def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter | NoEnergyMeter:
-    """A meter for all that runs on these torch devices."""
+    """A meter for these torch devices."""
     kinds = {device.type for device in devices}
     try:
         if other := kinds - {"cuda", "cpu"}:
@@ -194,11 +194,11 @@ def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter |
 
 
 def _nothing() -> None:
-    """A CPU has nothing in flight."""
+    """A CPU has no queued work."""
 
 
 def _gpus(uuids: Sequence[str]) -> list[Counter]:
-    """NVML numbers GPUs in its own way, and knows nothing of CUDA_VISIBLE_DEVICES: so they are found by their UUIDs."""
+    """Counters of the GPUs with these UUIDs: NVML's numbering ignores CUDA_VISIBLE_DEVICES."""
     try:
         import pynvml
     except ImportError:
@@ -211,20 +211,20 @@ def _gpus(uuids: Sequence[str]) -> list[Counter]:
             counter.joules()
             found.append(counter)
     except pynvml.NVMLError as error:
-        raise UnavailableError(f"NVML says: {error}") from None
+        raise UnavailableError(f"NVML: {error}") from None
     return found
 
 
 def _zones(root: Path) -> list[Counter]:
-    """The packages, and the memory beside them. Cores are part of their package; a whole platform's zone holds all of them."""
+    """Counters of packages and of their memory. Other zones are part of a package (cores) or contain all of them (platform)."""
     found: list[Counter] = []
-    for folder in sorted(root.glob("intel-rapl:*")):  # AMD's are called so too
+    for folder in sorted(root.glob("intel-rapl:*")):  # AMD's zones have this name too
         try:
             name = (folder / "name").read_text().strip()
             if name.startswith("package") or name == "dram":
                 found.append(RaplZone(folder))
         except PermissionError:
-            raise UnavailableError(f"{folder / 'energy_uj'} may be read by root only") from None
+            raise UnavailableError(f"{folder / 'energy_uj'} is readable by root only") from None
         except (OSError, ValueError):
             raise UnavailableError(f"{folder} cannot be read") from None
     if not any("package" in counter.name for counter in found):

@@ -1,4 +1,4 @@
-"""What can go wrong, each with its exit code. A message is one line: what is wrong, with which value; `cure` says what to do."""
+"""Errors that users can cause, with their exit codes. A message says in one line what is wrong, the hint what to do about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class SpecgenError(Exception):
-    """A mistake that the user can mend: a model that is not there, a setting out of range, an empty prompt."""
+    """A mistake that the user can correct: a missing model, a setting out of range, an empty prompt."""
 
     exit_code = 2
 
@@ -20,7 +20,7 @@ class SpecgenError(Exception):
 
 
 class RunError(SpecgenError):
-    """It failed while running, and the command line was not to blame: NaN logits, a full disk."""
+    """A failure while running that is not the command line's fault: NaN logits, a full disk."""
 
     exit_code = 1
 
@@ -32,7 +32,7 @@ def nan_logits(whose: str) -> RunError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine ran out of memory: torch says so in several ways."""
+    """Whether a device or the machine ran out of memory; torch raises several kinds of errors for it."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(
         phrase in text for phrase in ("out of memory", "can't allocate memory", "not enough memory")
@@ -40,8 +40,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean svip?"` where `name` looks like a slip for one of `known`, else nothing."""
-    from difflib import get_close_matches  # only where something is wrong: --help has no need of it
+    """`"; did you mean svip?"` where `name` looks like a misspelling of one of `known`, else an empty string."""
+    from difflib import get_close_matches  # slow to import, and only needed for an error
 
     matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""

@@ -14,8 +14,9 @@ from specgen.decoding.policies import LengthPolicy
 from specgen.methods import METHODS, POLICIES, Method, Settings, no_draft_model, no_exit_layer, no_predictor
 
 if TYPE_CHECKING:
+    from specgen.cost_model import Window
     from specgen.decoding.drafters import AcceptancePredictor, Drafter
-    from specgen.decoding.parallel import Parallel, Window
+    from specgen.decoding.parallel import Parallel
     from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
     from specgen.engine.model_runner import DraftRunner, ModelRunner
@@ -129,7 +130,8 @@ def recording(verifier: Verifier) -> Verifier:
 
 def make_parallel(settings: Settings, parts: Components) -> Parallel:
     """PEARL's schedule with its drafter, which works beside the target. A window that is `auto` has to be in `parts`."""
-    from specgen.decoding.parallel import Parallel, Window
+    from specgen.cost_model import Window
+    from specgen.decoding.parallel import Parallel
     from specgen.workers.thread_worker import ThreadWorker
 
     if parts.draft is None:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what YAML is read for. Imports no torch."""
+"""Reading and writing files: atomic replacement, checks before long work, YAML from untrusted sources. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-_DEEPEST = 20  # levels of nesting; what is read here needs six
+from specgen.errors import SpecgenError
+
+_DEEPEST = 20  # levels of nesting in YAML; our own files need six
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the place of `path` in the end: two writers at once, a full disk and a kill leave a whole
-    one, the old or the new. Raises OSError."""
+    """A file to write to, which replaces `path` atomically at the end. After a kill, a full disk or two writers at once, `path`
+    is complete: the old file or a new one. Raises OSError."""
     part = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
@@ -25,7 +27,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        part.chmod(0o666 & ~mask)  # a temporary file is its owner's alone
+        part.chmod(0o666 & ~mask)  # temporary files are readable by their owner only
         os.replace(part, path)
     except BaseException:
         if part is not None:
@@ -34,28 +36,59 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:
-    """`text` in UTF-8, in a folder that is made where it is missing. Raises OSError."""
+    """Write `text` in UTF-8 with `whole_file`, and make the folder where it is missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(text.encode("utf-8", errors))
 
 
+def check_writable(path: Path, what: str, *, replaces: bool = False) -> None:
+    """Raise SpecgenError where a file cannot be written, before any work is done for it. The file is left as it is.
+
+    `what` names the file in messages. `replaces`: it will be written with `whole_file`, which needs a writable folder.
+    """
+    folder = path.parent
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise SpecgenError(f"cannot write the {what}: {error.strerror}", "Name another file") from error
+    if is_folder:
+        raise SpecgenError(f"cannot write the {what} {path}: it is a folder", "Name a file in it")
+    if not folder.is_dir():
+        raise SpecgenError(f"cannot write the {what} {path}: there is no folder {folder}", "Create it first, or name another")
+    if not os.access(path if exists and not replaces else folder, os.W_OK):
+        raise SpecgenError(f"cannot write the {what} {path}: permission denied", "Name another file")
+
+
+def make_writable_folder(folder: Path) -> None:
+    """Create a folder where it is missing. Raises SpecgenError where it cannot be created or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        raise SpecgenError(f"cannot write to the folder {folder}", "Name another one with --out")
+
+
 def load_yaml(text: str) -> Any:
-    """What a document says, by a safe loader, after a look at its bare events: aliases, of which bombs are made, and depth are
-    refused. Raises yaml.YAMLError, with the place where it has one, and ValueError for a scalar that is not what its tag says or
-    a date that does not exist."""
+    """The content of a YAML document from an untrusted source, by a safe loader.
+
+    Aliases, which can expand without bound, and deep nesting are refused. Raises yaml.YAMLError, with the position where it is
+    known, and ValueError for a scalar that does not fit its tag or a date that does not exist.
+    """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, ten times as fast
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version is ten times as fast
     depth = 0
     for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         position: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read: write out what they say", problem_mark=position)
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
         if depth > _DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels", problem_mark=position)
+            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position)
     try:
-        return yaml.load(text, Loader=loader)  # noqa: S506  a safe one, chosen above
-    except (KeyError, IndexError, AttributeError, TypeError) as error:  # what its constructors say to `!!bool maybe`, `!!int ''`
-        raise ValueError("a value is not what its tag says") from error
+        return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
+    except (KeyError, IndexError, AttributeError, TypeError) as error:  # for `!!bool maybe`, `!!int ''`
+        raise ValueError("a value does not fit its tag") from error

@@ -1,4 +1,4 @@
-"""From names of models to a pair that decodes: `specgen.load`."""
+"""Loads a pair of models: `specgen.load`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def load(
 ) -> Pair:
     """Load a pair of models by Hugging Face id or folder; without a target the bundled pair. Raises SpecgenError.
 
-    `announce` is told in a few words what is going on. `process` is one for PEARL's draft that was started before, so that it
-    gets ready meanwhile; without it the first run with PEARL starts one. `exit_layer` is the file or folder of EESD's
-    trained part; what was trained for the target here is found by itself, and so is the bundled target's own.
+    `announce` is called with a short description of each step. `process` is a process for PEARL's draft model that was started
+    earlier, to save time; without it the first run with PEARL starts one. `exit_layer` is the file or folder of EESD's trained
+    part; without it the one that was trained here for the target is used, or the bundled target's.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
     if (target is None and revision is not None) or (draft is None and draft_revision is not None):
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
-    on = pick_device(device)
-    draft_on = pick_device(draft_device) if draft_device is not None else on
+    target_device = pick_device(device)
+    other_device = target_device if draft_device is None else pick_device(draft_device)
     if target is None:
         sources = [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
     else:
@@ -52,7 +52,7 @@ def load(
         if draft is not None:
             sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
     try:
-        pair = _load(sources, (on, draft_on), dtype, announce, process)
+        pair = _load(sources, (target_device, other_device), dtype, announce, process)
     except BaseException:
         if process is not None:
             process.close()
@@ -78,22 +78,22 @@ def _load(
     prepared = [prepare(source, announce) for source in sources]
     if len(prepared) == 2:
         check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
-    wanted = [
-        (found, position, pick_dtype(dtype, found.config.get_text_config(), found.folder, position))
-        for found, position in zip(prepared, devices, strict=False)
+    placed = [
+        (model, device, pick_dtype(dtype, model.config.get_text_config(), model.folder, device))
+        for model, device in zip(prepared, devices, strict=False)
     ]
     worker = None
-    if len(wanted) == 2 and _work_apart(*devices):
-        worker = ProcessWorker(process, *wanted[1])
+    if len(placed) == 2 and _needs_process(*devices):
+        worker = ProcessWorker(process, *placed[1])
     elif process is not None:
         process.close()
-    loaded = [load_model(*entry, announce) for entry in wanted]
+    loaded = [load_model(*entry, announce) for entry in placed]
     if worker is not None:
         worker.follow(loaded[0])
     return Pair(loaded[0], loaded[1] if len(loaded) == 2 else None, worker)
 
 
-def _work_apart(target: torch.device, draft: torch.device) -> bool:
-    """Whether a second process is the way to let both models work at the same time. On one accelerator it is not: there the
-    kernels of two processes take turns, while those of two streams of one run side by side."""
+def _needs_process(target: torch.device, draft: torch.device) -> bool:
+    """Whether both models run at the same time only in two processes. On one accelerator they do not: kernels of two processes
+    take turns there, while those of two streams of one process run concurrently."""
     return is_possible() and (target.type == "cpu" or target != draft)

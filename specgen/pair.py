@@ -1,21 +1,20 @@
-"""A target, its draft if there is one, and runs on them: what `specgen.load` returns."""
+"""A loaded target with its draft model, if there is one, and decoding runs on them: what `specgen.load` returns."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from operator import index
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from specgen import cost_model as timing
-from specgen import factory, measurement_cache, methods
-from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.devices import device_name, pick_threads, synchronizer
+from specgen import factory, methods, preparation
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.run import Clock, StopTexts
+from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
 from specgen.engine.exit_layer import check_split
@@ -26,44 +25,20 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.reference_logits import reference_logits
 from specgen.errors import SpecgenError
-from specgen.methods import Method, Settings
+from specgen.methods import Method
+from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
+from specgen.skip_search import NEW_TOKENS
 from specgen.traces.summary import Summary
-from specgen.traces.trace_writer import versions
+from specgen.traces.trace_writer import RunInfo
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers import DraftWorker
 from specgen.workers.process_worker import ProcessWorker
 from specgen.workers.thread_worker import ThreadWorker
 
-RESERVED = 4096  # new tokens that caches are made for at once: a limit far above what is generated costs no memory
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A run that is ready to start, and what it was made from. `seed` is the one in use, chosen where none was given."""
-
-    run: Run
-    method: Method
-    settings: Settings
-    sampling: SamplingParams
-    seed: int
-    prompt_ids: list[int]
-    context_ends: bool  # the context is full before `max_new_tokens` are there
-    costs: timing.ParallelCosts | None = None  # what PEARL's window was measured by
-    record: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished run. `summary` has the keys of a trace's summary line."""
-
-    text: str
-    token_ids: list[int]
-    rounds: list[Round]
-    summary: dict[str, Any]
-
 
 class Pair:
-    """Use it again and again; runs may even take turns. It keeps what it can of the last run's cache."""
+    """A target and its draft model. Can be used again and again, by runs in turn too; what it can, it keeps of the last run's
+    cache."""
 
     def __init__(
         self,
@@ -82,10 +57,12 @@ class Pair:
         width = target.runner().vocab_size
         self._target_runner = target.runner(target.penalties_on(target.device, width))
         self._draft_runner: ModelRunner | None = None
-        if draft is not None:  # reshaped by the target's penalties too: it is to guess what the target will say
+        if draft is not None:  # with the target's penalties too: the draft has to predict the penalised target
             self._draft_runner = draft.runner(target.penalties_on(draft.device, width))
         self._early_exit: EarlyExit | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
+        self._parallel_costs: dict[tuple[Any, ...], ParallelCosts] = {}
+        self._fastest_skips: str | None = None
 
     @property
     def default_method(self) -> str:
@@ -93,25 +70,36 @@ class Pair:
 
     @property
     def runners(self) -> tuple[ModelRunner, ModelRunner | None]:
-        """The target's and the draft's, for whoever times passes."""
+        """The target's and the draft's, for timing passes."""
         return self._target_runner, self._draft_runner
 
     @cached_property
     def exit_layer(self) -> Exit | None:
-        """EESD's trained part. What was found by itself is read when it is first asked for."""
+        """EESD's trained part. One that was found rather than named is read on first use."""
         return None if self.found_exit is None else self.found_exit.load()
 
     @property
     def exit_refusal(self) -> SpecgenError | None:
-        """Why there is no `exit_layer`, where one was found and cannot be used."""
+        """Why the exit layer that was found cannot be used."""
         return None if self.found_exit is None else self.found_exit.refusal
 
     @property
     def exit_description(self) -> Description | None:
-        """What the exit layer is, told without reading it; None where there is none."""
+        """The exit layer's description, without reading its weights; None where there is none."""
         if self.found_exit is not None:
             return self.found_exit.description
         return None if self.exit_layer is None else self.exit_layer.description
+
+    def devices(self, method: Method) -> list[torch.device]:
+        """The devices of the method's models."""
+        draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
+        return [model.device for model in (self.target, *draft)]
+
+    @property
+    def all_devices(self) -> list[torch.device]:
+        return [model.device for model in (self.target, self.draft) if model is not None]
+
+    # runs
 
     def rounds(
         self,
@@ -124,8 +112,9 @@ class Pair:
     ) -> Iterator[Round]:
         """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once.
 
-        `record` asks for each round's `verdict.agreement` of draft and target, which takes time.
+        `record` adds to each round's verdict how far draft and target agree, which takes time.
         """
+        self.prepare(prompt, method, sampling, **parameters)
         return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
 
     def generate(
@@ -138,37 +127,32 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Result:
-        """Decode to the end. The summary tells the output's perplexity where that is asked for or the method is lossy."""
+        """Decode to the end. The summary has the output's perplexity with `perplexity`, and always for a lossy method."""
+        self.prepare(prompt, method, sampling, **parameters)
         plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
         summary = Summary(plan.method.name)
         for round_ in rounds:
             summary.add(round_)
         if perplexity or not plan.method.lossless:
-            summary.add_log_likelihood(self.log_likelihood(plan.prompt_ids, summary.token_ids))
+            summary.add_log_likelihood(self.log_likelihood(plan.info.prompt_ids, summary.token_ids))
         text = self.text(plan, summary.token_ids)
         return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
 
-    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Of `token_ids` behind the prompt, under the target at temperature 1 (nats): one pass, but for what is cached."""
-        runner = self.target.runner() if self.target.has_penalties else self._target_runner
-        return log_likelihood(runner, prompt_ids, token_ids)
-
-    def devices(self, method: Method) -> list[torch.device]:
-        """Where the method's models run."""
-        draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
-        return [model.device for model in (self.target, *draft)]
-
-    @property
-    def all_devices(self) -> list[torch.device]:
-        return [model.device for model in (self.target, self.draft) if model is not None]
-
-    def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
-        """The answer's text, up to a stop string."""
-        detokenizer = self.tokenizer.detokenizer(plan.prompt_ids)
-        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
-        ends = [text.index(stop) for stop in plan.sampling.stop if stop in text]
-        return text[: min(ends)] if ends else text
+    def prepare(
+        self, prompt: str | Sequence[int], method: str | None = None, sampling: SamplingParams | None = None, **parameters: object
+    ) -> None:
+        """Do what a plan with these arguments needs first: start the draft worker, measure PEARL's window, search the layers to
+        skip. What was done before, here or on this machine, is not repeated. Raises SpecgenError as `plan` does."""
+        request = self._request(prompt, method, sampling, parameters)
+        worker = self._worker if request.method.schedule == "parallel" else None
+        if worker is not None:
+            if request.settings.values["window"] == "auto":
+                self.parallel_costs(request.typical_length, request.sampling)
+            worker.ready()
+        if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
+            prompts = preparation.search_prompts(self.tokenizer, self.target.context_limit)
+            self._fastest_skips = preparation.fastest_skips(self.target, lambda skips: self.skipping_speed(skips, prompts))
 
     def plan(
         self,
@@ -179,45 +163,86 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Plan:
-        """Check everything and put the method's parts together. Nothing is decoded yet; the first plan for PEARL starts what
-        drafts beside the target, and where its window is `auto` measures how long passes take."""
+        """Check the arguments and assemble a run. Starts, measures and decodes nothing.
+
+        Raises SpecgenError for a mistake, and for a setting that is `auto` and has to be prepared before.
+        """
+        request = self._request(prompt, method, sampling, parameters)
+        chosen, settings, sampling = request.method, request.settings, request.sampling
+        self._reserve(request.capacity)
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
+        parts = replace(self._components(sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
+        costs = None
+        if chosen.needs_exit_layer:
+            parts = self._with_early_exit(chosen, parts)
+        elif chosen.drafter == "skip":
+            if settings.values["skip"] == "auto":
+                settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
+            parts = replace(parts, draft=self.skipping_runner(str(settings.values["skip"])))
+        elif chosen.schedule == "parallel" and self.draft is not None:
+            parts = replace(parts, worker=self._worker)
+            if settings.values["window"] == "auto":
+                costs = prepared(chosen, self._parallel_costs.get(self._bucket(request.typical_length, sampling)))
+                parts = replace(parts, window=costs.window)
+                settings = settings.with_value("window", costs.window.size)
+        prompt_ids, limit = request.prompt_ids, request.limit
+        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
+        clock = Clock(synchronizer(self.target.device))
+        run = factory.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
+        info = RunInfo(
+            chosen.name,
+            settings.as_dict(chosen),
+            chosen.lossless,
+            self.target.name,
+            self.draft.name if self.draft is not None and chosen.needs_draft_model else None,
+            str(self.target.device),
+            self.target.dtype_name,
+            prompt_ids,
+            replace(sampling, seed=seed),
+            costs,
+        )
+        return Plan(run, chosen, settings, info, limit < sampling.max_new_tokens, record)
+
+    def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
+        """The answer's text, up to a stop string."""
+        detokenizer = self.tokenizer.detokenizer(plan.info.prompt_ids)
+        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        ends = [text.index(stop) for stop in plan.info.sampling.stop if stop in text]
+        return text[: min(ends)] if ends else text
+
+    def _request(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None,
+        sampling: SamplingParams | None,
+        parameters: dict[str, object],
+    ) -> RunRequest:
         chosen = methods.find(self.default_method if method is None else method)
         exit_layer = self.exit_layer if chosen.needs_exit_layer else None
         has_predictor = exit_layer is not None and exit_layer.predictor is not None
         settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
-        prompt_ids = self._prompt_ids(prompt)
-        context_limit = self.target.limit_for(len(prompt_ids))
-        limit = self._room(prompt_ids, sampling.max_new_tokens, context_limit)
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        eos_ids = frozenset() if sampling.ignore_eos else self.target.eos_ids
-        capacity = len(prompt_ids) + min(limit, RESERVED)
+        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
+        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = check_prompt_ids(ids, self._target_runner.known_ids)
+        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.limit_for(len(prompt_ids)))
+        return RunRequest(chosen, settings, sampling, prompt_ids, limit)
+
+    def _reserve(self, capacity: int) -> None:
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.reserve(capacity)
-        worker = self._worker(chosen)
+
+    def _components(self, sampling: SamplingParams, capacity: int) -> factory.Components:
+        """Both models' runners, without end-of-sequence ids."""
         width = self._target_runner.vocab_size
-        parts = factory.Components(
-            self._target_runner, self._draft_runner, sampling, eos_ids, width, seed, capacity, worker, None, record
-        )
-        if chosen.needs_exit_layer:
-            parts = self._with_early_exit(chosen, parts)
-        elif chosen.drafter == "skip":
-            if settings.values["skip"] == "auto":
-                settings = settings.with_value("skip", str(self.skips()))
-            parts = replace(parts, draft=self.skipping_runner(str(settings.values["skip"])))
-        costs = None
-        if settings.values.get("window") == "auto" and worker is not None:
-            costs = self._costs(worker, parts, len(prompt_ids) + min(limit, RESERVED) // 2, context_limit)
-            parts = replace(parts, window=costs.window)
-            settings = settings.with_value("window", costs.window.size)
-        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
-        clock = Clock(synchronizer(self.target.device))
-        run = factory.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
-        return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
+        return factory.Components(self._target_runner, self._draft_runner, sampling, frozenset(), width, 0, capacity)
+
+    # early exit and layer skipping
 
     def _with_early_exit(self, method: Method, parts: factory.Components) -> factory.Components:
-        """The target split at the exit layer in place of both models."""
+        """The target split at its exit layer in place of both models."""
         both = self.early_exit(method)
         both.reserve(parts.capacity)
         return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
@@ -240,7 +265,7 @@ class Pair:
         return self._early_exit
 
     def skipping_runner(self, skip: str) -> LayerSkippingRunner:
-        """The target with these layers left out."""
+        """The target without these layers."""
         skips = SkippedLayers.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
         found = self._skipping.get(str(skips))
         if found is None:
@@ -249,95 +274,69 @@ class Pair:
             self._skipping[str(skips)] = found
         return found
 
+    def skipping_speed(self, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
+        """Measured tokens per second after the prefill, of greedy decoding with these layers skipped."""
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        tokens, seconds = 0, 0.0
+        for ids in prompts:
+            for round_ in self.plan(ids, "selfsd", sampling, skip=str(skips)).run.rounds():
+                if round_.mode != "prefill":
+                    tokens += len(round_.token_ids)
+                    seconds += sum(round_.seconds.values())
+        return tokens / seconds if seconds else 0.0
+
     def _penalties(self) -> PenaltyProcessor | None:
         return self.target.penalties_on(self.target.device, self._target_runner.vocab_size)
 
-    def skips(self) -> SkippedLayers:
-        """The layers that layer skipping is fastest without: as kept from an earlier search here, else searched for now."""
-        key = {
-            "model": measurement_cache.fingerprint(self.target.folder),
-            "device": str(self.target.device),
-            "dtype": self.target.dtype_name,
-            "versions": versions(),
-            "machine": measurement_cache.machine(),
-        }
-        kept = measurement_cache.SkipStore(measurement_cache.cache_folder())
-        layers = self.target.model.config.get_text_config().num_hidden_layers
-        found = kept.find(key)
-        if found is None:
-            from specgen.tuning.skip_search import search_skips  # it runs methods of this pair
+    # parallel decoding
 
-            check_split(self.target.model, "layer skipping")
-            found = search_skips(self, layers).skips
-            kept.keep(key, found)
-        return SkippedLayers.parse(found, layers)
+    @property
+    def _worker(self) -> DraftWorker | None:
+        """What runs the draft model during the target's passes; None without a draft model."""
+        if self._process_worker is None and self._thread_worker is None and self._draft_runner is not None:
+            self._thread_worker = ThreadWorker(self._draft_runner)
+        return self._process_worker or self._thread_worker
 
-    def _worker(self, method: Method) -> DraftWorker | None:
-        """What drafts beside the target, ready to; None for a method that has no need of it."""
-        if method.schedule != "parallel" or self._draft_runner is None:
-            return None
-        worker: DraftWorker | None = self._process_worker or self._thread_worker
-        if worker is None:
-            worker = self._thread_worker = ThreadWorker(self._draft_runner)
-        worker.ready()
-        return worker
+    def parallel_costs(self, context_length: int, sampling: SamplingParams | None = None) -> ParallelCosts:
+        """Pass times of both models while both run, after a context of about that length: what PEARL's window follows from.
 
-    def _costs(self, worker: DraftWorker, parts: factory.Components, length: int, context_limit: int) -> timing.ParallelCosts:
-        """How long passes take behind a context of about that length: as kept from an earlier run here, else measured now."""
+        Measured once for each range of context lengths and kind of sampling. Starts the draft worker. Needs a draft model.
+        """
+        sampling, worker = SamplingParams() if sampling is None else sampling, self._worker
+        assert worker is not None
         assert self.draft is not None
-        sampling = parts.sampling
-        key = {
-            "models": [measurement_cache.fingerprint(model.folder) for model in (self.target, self.draft)],
-            "devices": [device_name(model.device) for model in (self.target, self.draft)],
-            "dtypes": [model.dtype_name for model in (self.target, self.draft)],
-            "worker": [worker.kind, worker.threads, torch.get_num_threads()],
-            "context": 1 << (length - 1).bit_length(),  # contexts up to twice as long share their figures
-            "warped": [not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self.target.has_penalties],
-            "versions": versions(),
-            "machine": measurement_cache.machine(),
-        }
-        kept = measurement_cache.CostStore(measurement_cache.cache_folder())
-        found = kept.find(key)
-        if found is None:
-            endless = replace(parts, eos_ids=frozenset())
-            drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), endless, timing.LONGEST_WINDOW)
-            shortest = min(context_limit, self.draft.context_limit)
-            length = max(1, min(length, max(shortest - timing.LONGEST_WINDOW, shortest // 2)))
-            context, widest = Context([1] * length), max(1, min(timing.LONGEST_WINDOW, shortest - length))
-            found = timing.measure(self._target_runner, drafter, context, synchronizer(self.target.device), widest)
-            kept.keep(key, found)
-        return found
+        bucket = self._bucket(context_length, sampling)
+        if bucket not in self._parallel_costs:
+            capacity = context_length + LONGEST_WINDOW
+            self._reserve(capacity)
+            parts = self._components(sampling, capacity)
+            self._parallel_costs[bucket] = preparation.parallel_costs(
+                self.target, self.draft, worker, parts, context_length, bucket
+            )
+        return self._parallel_costs[bucket]
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids or prompt == "":
-            raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-        size = self._target_runner.known_ids
-        for position, token in enumerate(ids):
-            try:
-                ids[position] = index(token)
-            except TypeError:
-                ids[position] = -1
-            if not 0 <= ids[position] < size:
-                raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {size - 1}")
-        return ids
+    def _bucket(self, context_length: int, sampling: SamplingParams) -> tuple[Any, ...]:
+        """Runs with the same bucket share their pass times: contexts up to twice as long, sampled in the same way."""
+        longest = 1 << (context_length - 1).bit_length()
+        warped = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self.target.has_penalties
+        return longest, *warped, self._process_worker is not None
 
-    def _room(self, prompt_ids: list[int], wanted: int, context_limit: int) -> int:
-        """How many new tokens there is room for."""
-        room = context_limit - len(prompt_ids)
-        if room >= 1:
-            return min(wanted, room)
-        over = len(prompt_ids) + wanted - context_limit
-        raise SpecgenError(
-            f"the prompt is too long: {len(prompt_ids):,} tokens and {wanted:,} new ones are {over:,} over "
-            f"the target's {context_limit:,}",
-            "Shorten the prompt; a smaller -n alone is not enough",
-        )
+    # measuring and judging outputs
 
-    def settle(self) -> None:
-        """Warm up, and on a CPU choose torch's number of threads: what a round of this pair is fastest with, here and now.
+    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Log-likelihood (nats) of `token_ids` after the prompt, under the target at temperature 1. Takes one target pass over
+        what is not cached."""
+        runner = self.target.runner() if self.target.has_penalties else self._target_runner
+        return log_likelihood(runner, prompt_ids, token_ids)
 
-        The number holds for the whole process, so this is left to programs that own theirs, as the command line does.
+    def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
+        """The target's logits [vocabulary] after these tokens, by one pass without a cache: to check what a run computed."""
+        return reference_logits(self.target, prompt_ids, token_ids)
+
+    def warm_up(self) -> None:
+        """Run some passes, and on a CPU set torch's number of threads to the one with which a round of this pair is fastest.
+
+        The number holds for the whole process, so this is for programs that own theirs, as the command line does.
         """
 
         def a_round() -> None:
@@ -354,7 +353,7 @@ class Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the caches' contents, so that the next run pays for its whole prompt: for measurements."""
+        """Drop the caches' contents, so that the next run computes its whole prompt: for measurements."""
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.forget()
@@ -363,12 +362,8 @@ class Pair:
         if self._process_worker is not None:
             self._process_worker.forget()
 
-    def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
-        """The target's logits [vocabulary] after these tokens, by one pass without a cache: for judging what sessions said."""
-        return reference_logits(self.target, prompt_ids, token_ids)
-
     def close(self) -> None:
-        """End what the pair started: the process or the thread that drafts beside the target."""
+        """End the draft worker's process or thread."""
         for worker in (self._process_worker, self._thread_worker):
             if worker is not None:
                 worker.close()

@@ -113,7 +113,7 @@ def measure(pair: specgen.Pair, rows: Sequence[Row], texts: Sequence[str], seeds
             rounds = list(plan.run.rounds())
             ids = [token for round_ in rounds for token in round_.token_ids]
             if seed >= 0:
-                found[row.label].add(seed, rounds, pair.log_likelihood(plan.prompt_ids, ids))
+                found[row.label].add(seed, rounds, pair.log_likelihood(plan.info.prompt_ids, ids))
     return found
 
 

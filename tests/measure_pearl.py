@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from statistics import median
+from typing import Any
 
 import torch
 from benchmark import examples, held_out
 
 import specgen
-from specgen.cost_model import ParallelCosts
-from specgen.decoding.parallel import Window
+from specgen.cost_model import ParallelCosts, Window
 from specgen.types import Round, SamplingParams
 
 ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false", "pearl:policy=svip")
@@ -49,8 +49,7 @@ def main() -> None:
     texts = (held_out if options.held_out else examples)(options.prompts)
     sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
     with specgen.load(device="cpu", dtype="float32") as pair:
-        costs = pair.plan(texts[0], "pearl", sampling).costs
-        assert costs is not None
+        costs = pair.parallel_costs(len(pair.tokenizer.encode(texts[0])) + options.tokens // 2, sampling)
         print(
             f"{torch.get_num_threads()} threads; draft pass {costs.draft_pass * 1e3:.2f} ms, target pass over 1 token "
             f"{costs.single_pass * 1e3:.2f} ms, over {costs.width} {costs.target_pass * 1e3:.2f} ms; c {costs.ratio:.2f}, "
@@ -72,13 +71,15 @@ def compare(pair: specgen.Pair, names: list[str], texts: list[str], sampling: Sa
         for name in names:
             method, *settings = name.split(":")
             pair.forget()
-            plan = pair.plan(text, method, sampling, **dict(setting.split("=") for setting in settings))
+            given: dict[str, Any] = dict(setting.split("=") for setting in settings)
+            pair.prepare(text, method, sampling, **given)
+            plan = pair.plan(text, method, sampling, **given)
             rounds = list(plan.run.rounds())
             taken[name] = sum(sum(round_.seconds.values()) for round_ in rounds)
             outputs[name] = [token for round_ in rounds for token in round_.token_ids]
-            if name == "pearl" and position and plan.costs is not None:
+            if name == "pearl" and position and plan.info.costs is not None:
                 behind = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
-                reached.append(allowed_seconds(rounds, plan.costs, plan.costs.window, sampling.max_new_tokens) / behind)
+                reached.append(allowed_seconds(rounds, plan.info.costs, plan.info.costs.window, sampling.max_new_tokens) / behind)
                 busy.append(sum(round_.seconds["verify"] for round_ in rounds[1:]) / behind)
                 accepted = sum(len(round_.verdict.path) for round_ in rounds)
                 refused = sum(round_.verdict.source == "correction" for round_ in rounds)

@@ -67,7 +67,7 @@ def main() -> None:
     measured = [prompt for prompt in everything if not options.held_out or prompt.category in HELD_OUT]
     sampling = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature, seed=0)
     with tempfile.TemporaryDirectory() as folder, opened(options.draft, Path(folder)) as pair:
-        pair.settle()
+        pair.warm_up()
         start = time.perf_counter()
         tuner = Opened(pair, TuningRequest(seen, sampling, start + options.budget), Told())
         outcome = tuner.run()

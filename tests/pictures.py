@@ -33,8 +33,8 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     """The rounds of a run as an SVG of a terminal."""
     console = recorder(WIDTH, flavour)
     plan = pair.plan(f"{QUESTION}\nAnswer:", "svip", specgen.SamplingParams(max_new_tokens=128))
-    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.prompt_ids))
-    answer, view = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), ()), AnswerView(console)
+    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.info.prompt_ids))
+    answer, view = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), ()), AnswerView(console)
     summary = Summary("svip")
     pieces = []
     console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
@@ -61,7 +61,7 @@ def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
             summary.add(round_)
         paths.append(folder / f"{method}.jsonl")
         with closing(TraceWriter(paths[-1])) as trace:
-            trace.write(start_line(pair, plan))
+            trace.write(start_line(plan.info))
             for round_ in rounds:
                 trace.write(round_line(round_, pair.tokenizer.text_of))
             trace.write(summary_line(summary.as_dict(pair.text(plan, summary.token_ids), "length")))

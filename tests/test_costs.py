@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import specgen
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, measure
+from specgen import measurement_cache, preparation
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, eesd_speedup
+from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Always
 from specgen.engine.model_runner import ModelOutput
-from specgen.measurement_cache import CostStore, cache_folder, fingerprint
+from specgen.paths import cache_folder
+from specgen.tuning.pair_inspection import measure_parallel
 from specgen.types import Context, Draft, SamplingParams
 
 
@@ -57,7 +61,7 @@ class SlowDrafter:
 def test_the_window_is_where_both_end_together(base: float, token: float, draft: float, size: int, first: int) -> None:
     """Times in ms. Each token of a pass may cost: the window is the g at which a pass over g tokens takes g draft passes."""
     target, drafter = SlowTarget(base / 1e3, token / 1e3), SlowDrafter(draft / 1e3)
-    costs = measure(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
+    costs = time_parallel_passes(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
     assert abs(costs.window.size - size) <= 1
     assert abs(costs.window.first - first) <= 1
     assert costs.window.first <= costs.window.size
@@ -68,7 +72,7 @@ def test_the_window_is_where_both_end_together(base: float, token: float, draft:
 def test_measuring_ends_in_time_on_slow_models() -> None:
     start = time.perf_counter()
     target = SlowTarget(0.3, 0)
-    costs = measure(target, SlowDrafter(0.1), Context([1]))  # type: ignore[arg-type]
+    costs = time_parallel_passes(target, SlowDrafter(0.1), Context([1]))  # type: ignore[arg-type]
     assert time.perf_counter() - start < 6
     assert costs.window.size == 3
 
@@ -78,38 +82,45 @@ def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
     assert ParallelCosts(1.0, ratio, ratio, 8, 10).window.size == size
 
 
-COSTS, KEY = ParallelCosts(0.002, 0.017, 0.012, 8, 64), {"models": ["a", "b"], "context": 64}
+KEY = {"models": ["a", "b"], "context": 64}
 
 
-def test_costs_are_kept_by_what_they_hold_for(tmp_path: Path) -> None:
-    store = CostStore(tmp_path / "new")
-    assert store.find(KEY) is None
-    store.keep(KEY, COSTS)
-    assert store.find(KEY) == COSTS
-    assert store.find(KEY | {"context": 128}) is None
-    store.keep(KEY, replace(COSTS, width=9))
-    assert store.find(KEY) == replace(COSTS, width=9)
-    assert [path.suffix for path in (tmp_path / "new" / "costs").iterdir()] == [".json"]
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "new"))
+    return tmp_path / "new"
+
+
+def test_measurements_are_kept_by_what_they_hold_for(cache: Path) -> None:
+    assert measurement_cache.find("costs", KEY) is None
+    for value in ({"draft_pass": 0.002}, {"draft_pass": 0.003}):
+        measurement_cache.keep("costs", KEY, value)
+        assert measurement_cache.find("costs", KEY) == value
+    assert measurement_cache.find("costs", KEY | {"context": 128}) is None
+    assert measurement_cache.find("skips", KEY) is None
+    assert [path.suffix for path in (cache / "costs").iterdir()] == [".json"]
+
+
+def test_a_broken_file_is_ignored(cache: Path) -> None:
+    measurement_cache.keep("costs", KEY, {"draft_pass": 0.002})
+    (path,) = (cache / "costs").iterdir()
+    path.write_text(path.read_text()[:40])
+    assert measurement_cache.find("costs", KEY) is None
+
+
+def test_a_cache_that_cannot_be_written_is_ignored(cache: Path) -> None:
+    cache.write_text("")
+    measurement_cache.keep("costs", KEY, {})
+    assert measurement_cache.find("costs", KEY) is None
 
 
 @pytest.mark.parametrize("field", ["draft_pass", "target_pass", "width", "single_pass"])
-@pytest.mark.parametrize("value", [None, "fast", -1])
-def test_a_broken_file_counts_for_nothing(tmp_path: Path, field: str, value: object) -> None:
-    store = CostStore(tmp_path)
-    store.keep(KEY, COSTS)
-    (path,) = (tmp_path / "costs").iterdir()
-    written = json.loads(path.read_text())
-    written["costs"][field] = value
-    path.write_text(json.dumps(written))
-    assert store.find(KEY) is None
-    path.write_text(path.read_text()[:40])
-    assert store.find(KEY) is None
-
-
-def test_a_cache_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    CostStore(tmp_path / "file").keep(KEY, COSTS)
-    assert CostStore(tmp_path / "file").find(KEY) is None
+@pytest.mark.parametrize("value", [None, "fast", -1, math.inf])
+def test_cached_pass_times_have_to_be_positive_numbers(field: str, value: object) -> None:
+    written: dict[str, object] = asdict(ParallelCosts(0.002, 0.017, 0.012, 8, 64))
+    assert preparation._valid_costs(written) is not None
+    assert preparation._valid_costs(written | {field: value}) is None
+    assert preparation._valid_costs(None) is None
 
 
 def test_the_cache_is_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,26 +132,56 @@ def test_the_cache_is_where_the_user_keeps_such_things(monkeypatch: pytest.Monke
     assert cache_folder() == tmp_path / "specgen"
 
 
-def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"abc")
-    before = fingerprint(tmp_path)
-    assert fingerprint(tmp_path) == before
-    weights.write_bytes(b"abcd")
-    assert fingerprint(tmp_path) != before
-
-
 def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo_pair, "_parallel_costs", {})
     sampling = SamplingParams(max_new_tokens=16)
     start = time.perf_counter()
-    plan = demo_pair.plan("def f(x):", "pearl", sampling)
+    demo_pair.prepare("def f(x):", "pearl", sampling)
     taken = time.perf_counter() - start
-    assert plan.costs is not None
-    assert plan.settings.values["window"] == plan.costs.window.size == max(1, round(plan.costs.ratio))
+    plan = demo_pair.plan("def f(x):", "pearl", sampling)
+    costs = plan.info.costs
+    assert costs is not None
+    assert plan.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
     assert taken < 30, "a loose bound: a worker may have to start on a busy machine"
-    monkeypatch.setattr("specgen.cost_model.measure", lambda *_: pytest.fail("measured again"))
-    again = demo_pair.plan("def f(x):", "pearl", sampling)
-    assert again.costs == plan.costs
-    assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).costs is None
+    monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
+    for known in ({}, demo_pair._parallel_costs):  # from the file, from memory
+        monkeypatch.setattr(demo_pair, "_parallel_costs", known)
+        demo_pair.prepare("def f(x):", "pearl", sampling)
+        assert demo_pair.plan("def f(x):", "pearl", sampling).info.costs == costs
+    assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).info.costs is None
+
+
+def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with specgen.load(device="cpu", dtype="float32") as pair:
+        for started in ("workers.process_worker.DraftProcess", "preparation.time_parallel_passes", "preparation.search_skips"):
+            monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
+        monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
+        settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
+        for method in specgen.METHODS:
+            pair.plan("def f(x):", method, **settings.get(method, {}))
+        for method in settings:
+            with pytest.raises(specgen.SpecgenError, match=f"{method} is not prepared"):
+                pair.plan("def f(x):", method)
+        assert pair._thread_worker is None
+        assert pair._process_worker is None or pair._process_worker._process is None
+
+
+def test_inspect_announces_the_window_that_a_run_uses(
+    demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo_pair, "_parallel_costs", {})
+    monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
+    prompt, sampling = [5] * 200, SamplingParams(max_new_tokens=100)
+    demo_pair.prepare(prompt, "pearl", sampling)
+    announced = measure_parallel(demo_pair, lambda _: None)
+    assert announced is not None
+    assert demo_pair.plan(prompt, "pearl", sampling).settings.values["window"] == announced.window.size == 9
+
+
+def test_eesd_speedup_by_hand() -> None:
+    """All of 4 drafted tokens accepted and one of the target's own for each: 5 tokens for 4 draft passes and one target pass."""
+    assert eesd_speedup(1.0, 4 / 5, cost_ratio=10.0) == pytest.approx(5 / (4 / 10 + 1))
+    assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None

@@ -129,7 +129,7 @@ class TestMeter:
         meter.start()
         clock.advance(3)
         found = meter.stop()
-        assert (found.joules, found.reason) == (None, "a counter stands still")
+        assert (found.joules, found.reason) == (None, "a counter does not count")
 
     def test_a_counter_that_wraps_is_watched_during_a_long_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two wraps between the first reading and the last, which would see one alone."""
@@ -237,12 +237,12 @@ class TestGpu:
         meter.start()
         assert order[0] == 1
         assert order[1] == "read"
-        assert meter.stop().reason == "NVML NVIDIA GPU-bb stands still"
+        assert meter.stop().reason == "NVML NVIDIA GPU-bb does not count"
 
     def test_no_energy_counter(self, nvml: FakeNvml) -> None:
         nvml.supported = False
-        assert energy_meter_for([torch.device("cuda:0")]).stop().reason == "NVML says: Not Supported"
-        assert energy_meter_for([torch.device("cuda:2")]).stop().reason == "NVML says: Not Found"
+        assert energy_meter_for([torch.device("cuda:0")]).stop().reason == "NVML: Not Supported"
+        assert energy_meter_for([torch.device("cuda:2")]).stop().reason == "NVML: Not Found"
 
     def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -189,7 +189,7 @@ def test_a_truncated_trace_shows_its_complete_part(inspect: Inspect, tmp_path: P
     *lines, fifth, _ = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + fifth[:80])
     out, _ = inspect(path)
-    assert "note: the trace was cut in line 7: what is whole before it is shown" in out
+    assert "note: the trace is cut off in line 7: only what comes before is shown" in out
     assert "tokens/s" in out
     (line,) = parsed(inspect(path, "--json")[0])
     assert line["finish_reason"] is None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen import factory, methods
-from specgen.decoding.parallel import Window
+from specgen.cost_model import Window
 from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput
 from specgen.types import Context, Round, SamplingParams, TokenStatus

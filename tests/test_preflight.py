@@ -15,11 +15,11 @@ from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer,
 import specgen
 from specgen import demo, factory, methods
 from specgen.cli.app import main
+from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
 from specgen.engine.exit_layer import check_split
 from specgen.engine.model_loading import ModelSource
-from specgen.engine.timing import target_pass_seconds
+from specgen.engine.timing import time_passes
 from specgen.settings import Setting
-from specgen.speedup_model import WIDTHS, SpeedupModel
 from specgen.tuning import pair_inspection
 from specgen.types import Context
 
@@ -83,7 +83,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt_neox", "qwen3"])
 def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
     folder = save(make_model(family), tmp_path / family)
-    report = pair_inspection.look(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
+    report = pair_inspection.inspect_files(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
     pair = specgen.load(folder, device="cpu", dtype="float32")
     assert report.target.parameters == sum(weight.numel() for weight in pair.target.model.parameters())
     assert report.target.context_limit == CONTEXT
@@ -108,7 +108,9 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
 
 def test_bfloat16_takes_half_the_memory() -> None:
     source = ModelSource(str(demo.folder("target")))
-    wide, narrow = (pair_inspection.look(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16"))
+    wide, narrow = (
+        pair_inspection.inspect_files(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16")
+    )
     assert wide.weight_bytes == 2 * narrow.weight_bytes
     assert wide.cache_bytes is not None
     assert wide.cache_bytes == 2 * (narrow.cache_bytes or 0)
@@ -180,7 +182,8 @@ def test_every_line_fits_its_width(inspect: Inspect, width: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 100])
 def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_inspection, "measure", lambda *_: payoff(draft=0.2, a_token_more=0.03))
+    monkeypatch.setattr(pair_inspection, "measure", lambda *_: speedup_model(draft=0.2, a_token_more=0.03))
+    monkeypatch.setattr(pair_inspection, "measure_parallel", lambda *_: ParallelCosts(0.2, 1.0, 1.0, 5, 256))
     out = inspect("--measure", "-t", str(demo.folder("draft")), "-d", str(demo.folder("draft")), width=width)[0]
     # a path is not cut: whoever copies the command needs all of it
     assert all(len(line) <= width or str(demo.folder("draft"))[:10] in line for line in out.splitlines())
@@ -198,8 +201,7 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:
     assert sorted(seconds) == list(range(1, 17))
     assert all(taken > 0 for taken in seconds.values())
     assert 0 < draft < seconds[1]  # a tenth of the parameters
-    window = found["pearl_window"]
-    assert found["cost_ratio"] == pytest.approx(seconds[min(window, 16)] / draft)
+    assert found["pearl_window"] == max(1, round(found["cost_ratio"]))
     for k in range(1, 16):
         rate = (k * draft + seconds[k + 1] - seconds[1]) / (k * seconds[1])
         expected = max(0.0, rate) if rate < 1 else None
@@ -240,35 +242,25 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     seen = []
     run = runner._run
     runner._run = lambda span, keep: (seen.append((len(span.ids), span.first)), run(span, keep))[1]  # type: ignore[method-assign]
-    seconds = target_pass_seconds(runner, [1, 4], 20)
+    seconds = time_passes(runner, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)
     assert set(seen[1:]) == {(1, 19), (4, 19)}
     assert len(seen[1:]) >= 10
 
 
-def payoff(draft: float, a_token_more: float) -> SpeedupModel:
+def speedup_model(draft: float, a_token_more: float) -> SpeedupModel:
     return SpeedupModel({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
 
 
-def test_payoff_by_hand() -> None:
-    cheap = payoff(draft=0.2, a_token_more=0.0)
-    assert cheap.pays_from(1) == pytest.approx(0.2)
-    assert cheap.pays_from(5) == pytest.approx(0.2)
+def test_the_speedup_model_by_hand() -> None:
+    cheap = speedup_model(draft=0.2, a_token_more=0.0)
+    assert cheap.break_even_acceptance(1) == pytest.approx(0.2)
+    assert cheap.break_even_acceptance(5) == pytest.approx(0.2)
     assert cheap.speedup(5, 1.0) == pytest.approx(6 / 2)
     assert cheap.speedup(1, 0.2) == pytest.approx(1.0)
-    assert (cheap.window, cheap.cost_ratio) == (5, pytest.approx(5.0))
-    dear = payoff(draft=1.1, a_token_more=0.1)
-    assert dear.pays_from(3) is None
-    assert dear.window == 1
-    free = payoff(draft=0.0, a_token_more=0.05)
-    assert free.pays_from(10) == pytest.approx(0.05)
-    assert free.window is None
+    dear = speedup_model(draft=1.1, a_token_more=0.1)
+    assert dear.break_even_acceptance(3) is None
+    free = speedup_model(draft=0.0, a_token_more=0.05)
+    assert free.break_even_acceptance(10) == pytest.approx(0.05)
     assert free.best(0.9)[0] > free.best(0.3)[0]
-
-
-def test_a_wide_pass_settles_pearls_window() -> None:
-    growing = payoff(draft=0.25, a_token_more=0.1)
-    window = growing.window
-    assert window is not None
-    assert window == round(growing.target_seconds[window] / 0.25)

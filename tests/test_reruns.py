@@ -162,7 +162,7 @@ def test_a_shape_is_timed_beside_plain_passes(near: Pair) -> None:
     made = SimulatedRuns(near, answers, GREEDY, COSTS)
     made.price("mtad", {"k": 2})
     (costs,) = made._costs.values()
-    assert min(costs.judging.at(tokens, 8) for tokens in (1, 4)) > 1, "COSTS has passes of ten seconds"
+    assert min(costs.verification_cost.at(tokens, 8) for tokens in (1, 4)) > 1, "COSTS has passes of ten seconds"
 
 
 def test_every_candidate_is_a_setting_of_its_method(near: Pair, early: Pair) -> None:

@@ -31,7 +31,7 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
     for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
         plan = demo_pair.plan("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
         extra = {"prompt_index": 4, "category": "code", "repeat": repeat}
-        start = writing.start_line(demo_pair, plan) | extra
+        start = writing.start_line(plan.info) | extra
         file.write(start)
         rounds = list(plan.run.rounds())
         for round_ in rounds:
@@ -95,7 +95,7 @@ def test_a_cut_trace_gives_what_is_whole(tmp_path: Path, bytes_left: int) -> Non
     whole, cut = read_trace(path)
     assert (len(whole.rounds), whole.notes) == (6, [])
     assert (len(cut.rounds), cut.summary, cut.finish_reason) == (4, None, None)
-    assert cut.notes == ["the trace was cut in line 14: what is whole before it is shown"]
+    assert cut.notes == ["the trace is cut off in line 14: only what comes before is shown"]
     assert cut.end == len(b"".join(lines[:-3]))
     assert cut.fold().rounds == 4
 
@@ -111,7 +111,7 @@ def test_a_summary_of_other_tokens_is_noted(tmp_path: Path) -> None:
     del lines[5]  # no draft stood in round 4, so the ids alone tell
     lines[5]["index"] = 4
     (run,) = read_trace(traces.write(tmp_path / "t.jsonl", *lines))
-    assert "not those of the rounds" in run.notes[0]
+    assert "differ from those of the rounds" in run.notes[0]
 
 
 def changed(position: int, **changes: Any) -> Change:
@@ -121,24 +121,24 @@ def changed(position: int, **changes: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (changed(0, type="begin"), "line 1, is of the type 'begin'"),
-        (changed(0, type=5), "line 1, has 5 for type, where a text is due"),
-        (changed(0, prompt_ids="abc"), "line 1, has 'abc' for prompt_ids, where a list is due"),
+        (changed(0, type="begin"), "line 1, has the unknown type 'begin'"),
+        (changed(0, type=5), "line 1, has 5 for type, where a string is expected"),
+        (changed(0, prompt_ids="abc"), "line 1, has 'abc' for prompt_ids, where a list is expected"),
         (changed(0, method=None), "line 1, has null for method"),
-        (changed(0, settings=[]), "line 1, has [] for settings, where an object is due"),
+        (changed(0, settings=[]), "line 1, has [] for settings, where an object is expected"),
         (lambda lines: lines[0].pop("versions"), "line 1, has no versions"),
         (lambda lines: lines.pop(0), "line 1, is a round before any start line"),
-        (lambda lines: lines.pop(2), "line 3, is round 2, where round 1 is due"),
-        (changed(2, index=True), "line 3, is round True, where round 1 is due"),
-        (lambda lines: lines.append(lines[3]), "line 9, is a round behind the run's summary"),
+        (lambda lines: lines.pop(2), "line 3, is round 2, where round 1 is expected"),
+        (changed(2, index=True), "line 3, is round True, where round 1 is expected"),
+        (lambda lines: lines.append(lines[3]), "line 9, is a round after the run's summary"),
         (changed(2, mode="sideways"), "line 3, has the mode 'sideways'"),
         (changed(2, source="guess"), "line 3, has the source 'guess'"),
-        (changed(2, draft_ids=[1, 2, "x"]), "line 3, holds 'x' in draft_ids, where a token id is due"),
-        (changed(2, draft_ids=[1, 2, -3]), "line 3, holds -3 in draft_ids, where a token id is due"),
-        (changed(2, draft_ids=[1, 2, True]), "line 3, holds True in draft_ids, where a token id is due"),
+        (changed(2, draft_ids=[1, 2, "x"]), "line 3, holds 'x' in draft_ids, where a token id is expected"),
+        (changed(2, draft_ids=[1, 2, -3]), "line 3, holds -3 in draft_ids, where a token id is expected"),
+        (changed(2, draft_ids=[1, 2, True]), "line 3, holds True in draft_ids, where a token id is expected"),
         (changed(2, draft_ids=[1, 2, 2**70]), "line 3, holds 1180591620717411303424 in draft_ids"),
         (changed(2, draft_texts=["a"]), "line 3, has 1 draft_texts for 3 drafted tokens"),
-        (changed(2, draft_texts=["a", "b", 3]), "line 3, holds 3 in draft_texts, where a text is due"),
+        (changed(2, draft_texts=["a", "b", 3]), "line 3, holds 3 in draft_texts, where a string is expected"),
         (changed(2, parents=[-1, 0]), "line 3, has 2 parents for 3 drafted tokens"),
         (changed(2, parents=[-1, 5, 0]), "line 3, has the parent 5 for node 1"),
         (changed(2, parents=[-1, -2, 0]), "line 3, has the parent -2 for node 1"),
@@ -146,7 +146,7 @@ def changed(position: int, **changes: Any) -> Change:
         (changed(2, parents=[-1, -1, -1], accepted_ids=[1, 2]), "line 3, accepts tokens that were not drafted"),
         (changed(2, token_id=4.5), "line 3, has 4.5 for token_id"),
         (changed(2, entropies=[1]), "line 3, has 1 entropies for 3 drafted tokens"),
-        (changed(2, entropies=["1", 1, 1]), "line 3, holds '1' in entropies, where a number is due"),
+        (changed(2, entropies=["1", 1, 1]), "line 3, holds '1' in entropies, where a number is expected"),
         (changed(2, overlap=[10**400, 1, 1]), "line 3, holds 1000000"),
         (changed(2, seconds={"draft": -1}), "line 3, has -1 seconds for 'draft'"),
         (changed(2, seconds=None), "line 3, has null for seconds"),
@@ -170,12 +170,12 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> No
     [
         (b"\xff\xfe{}\n", "line 2, is not UTF-8"),
         (b"[" * 200_000 + b"\n", "line 2, is nested too deeply"),
-        (b'{"type": "round", \n', "line 2, is no JSON (Expecting property name"),
-        (b'{"type": "round", "index": NaN}\n', "line 2, holds a number that is none (NaN)"),
-        (b'{"type": "round", "index": ' + b"9" * 5000 + b"}\n", "line 2, holds a number that is none (Exceeds"),
-        (b'{"type": "ro\x1b[31mund"}\n', "line 2, is no JSON (Invalid control character"),
-        (b'"round"\n', "line 2, is 'round', where an object is due"),
-        (b'{"type": "\\ud800"}\n', "line 2, is of the type '\N{REPLACEMENT CHARACTER}'"),
+        (b'{"type": "round", \n', "line 2, is not JSON (Expecting property name"),
+        (b'{"type": "round", "index": NaN}\n', "line 2, holds an invalid number (NaN)"),
+        (b'{"type": "round", "index": ' + b"9" * 5000 + b"}\n", "line 2, holds an invalid number (Exceeds"),
+        (b'{"type": "ro\x1b[31mund"}\n', "line 2, is not JSON (Invalid control character"),
+        (b'"round"\n', "line 2, is 'round', where an object is expected"),
+        (b'{"type": "\\ud800"}\n', "line 2, has the unknown type '\N{REPLACEMENT CHARACTER}'"),
     ],
 )
 def test_lines_that_are_no_json(tmp_path: Path, second: bytes, named: str) -> None:
@@ -186,7 +186,7 @@ def test_lines_that_are_no_json(tmp_path: Path, second: bytes, named: str) -> No
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "named"), [(b"", "holds no run"), (b"\n\n", "holds no run"), (b"{", "line 1, is no JSON")])
+@pytest.mark.parametrize(("content", "named"), [(b"", "holds no run"), (b"\n\n", "holds no run"), (b"{", "line 1, is not JSON")])
 def test_files_without_a_run(tmp_path: Path, content: bytes, named: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(content)

@@ -42,7 +42,7 @@ def recorded(pair: Pair, sampling: SamplingParams = GREEDY) -> Behaviour:
     assert draft is not None
     answers = [record_answer(pair, prompt, sampling) for prompt in PROMPTS]
     recorder = Recorder(target, draft, sampling)
-    parallel = replace(COSTS, together=0.5)
+    parallel = replace(COSTS, synchronisation_overhead=0.5)
     costs = {"echo": COSTS, "model": COSTS, "parallel": parallel}
     return Behaviour(answers, {"model": [recorder.tape(answer) for answer in answers]}, costs)
 
@@ -170,11 +170,11 @@ def test_rounds_are_timed_where_they_happen(near: Pair) -> None:
     probe = RoundProbe(near, "sd", PROMPTS[:1], GREEDY, lengths=(1, 3))
     probe.run(0.05)
     costs = probe.costs
-    curve = next(iter(costs.drafting.curves.values()))
+    curve = next(iter(costs.draft_cost.curves.values()))
     assert set(curve.points) == {0, 1, 3}
     assert 0 < curve.points[1] < curve.points[3]
-    assert set(next(iter(costs.judging.curves.values())).points) == {2, 4}
-    assert 0 <= costs.looking < curve.points[3]
+    assert set(next(iter(costs.verification_cost.curves.values())).points) == {2, 4}
+    assert 0 <= costs.signal_cost < curve.points[3]
 
 
 def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,16 +183,19 @@ def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.Mon
     probe = ParallelProbe(near, PROMPTS[:1], GREEDY)
     probe.run(0.0)
     costs = probe.costs
-    assert set(next(iter(costs.drafting.curves.values())).points) >= {0, *WINDOWS}
-    assert costs.together is not None
+    assert set(next(iter(costs.draft_cost.curves.values())).points) >= {0, *WINDOWS}
+    assert costs.synchronisation_overhead is not None
     rounds = probe._behind[0][1].rounds
     taken = sum(seconds for *_, seconds in rounds)
     expected = sum(
-        max(next(iter(costs.drafting.curves.values())).at(drafted), next(iter(costs.judging.curves.values())).at(judged))
-        + costs.together
+        max(
+            next(iter(costs.draft_cost.curves.values())).at(drafted),
+            next(iter(costs.verification_cost.curves.values())).at(judged),
+        )
+        + costs.synchronisation_overhead
         for drafted, judged, _ in rounds
     )
-    assert expected == pytest.approx(taken) if costs.together else expected >= taken
+    assert expected == pytest.approx(taken) if costs.synchronisation_overhead else expected >= taken
 
 
 class Quiet:
@@ -223,7 +226,7 @@ def test_tuning_ends_with_a_choice_that_was_measured(near: Pair) -> None:
     assert outcome.plain.measured is not None
     assert outcome.best.measured is not None
     assert outcome.chosen.name == (outcome.best.name if outcome.verdict == "pays" else "ar")
-    assert outcome.payoff is not None
+    assert outcome.speedup_model is not None
     assert 0 < (outcome.acceptance or 0) <= 1
     steps = ("plain decoding gives", "a target pass takes", "the target accepts", "settings of", "run again", "really run")
     assert len(quiet.said) == len(steps)
@@ -255,7 +258,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     assert outcome.verdict != "pays"
     assert outcome.chosen.name == "ar"
     assert (outcome.acceptance or 0) < 0.5
-    assert (outcome.draft_share or 0) > 0.5
+    assert (outcome.relative_draft_cost or 0) > 0.5
 
 
 def test_layers_to_skip_are_searched_for_where_that_is_asked(near: Pair, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from specgen.energy import Energy
+from specgen.json_lines import json_line
 from specgen.traces.summary import Summary
 from specgen.types import Draft, Round, Verdict
 from specgen.ui import theme
-from specgen.ui.sanitize import escaped_json, inline, streamed
+from specgen.ui.sanitize import inline, streamed
 from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
 from specgen.ui.terminal.footer import footer
 from specgen.ui.terminal.rounds import RoundsView
@@ -281,7 +282,7 @@ def test_control_characters_become_pictures() -> None:
     assert streamed("a\x1b[31mb\x07\r\n\tc\x9b\x7f\u202e") == "a␛[31mb␇␍\n\tc\N{REPLACEMENT CHARACTER}␡"
     assert inline("a\n    b\tc \x1b") == "a↵····b⇥c ␛"
     assert inline(" ") == "␣"
-    assert escaped_json('{"a": "x\x9b\x7f\u2028"}') == r'{"a": "x\u009b\u007f\u2028"}'
+    assert json_line({"a": "é\x9b\x7f\u2028\ud800"}) == r'{"a": "é\u009b\u007f\u2028\ud800"}'.encode() + b"\n"
 
 
 def test_a_pipe_gets_the_text_unchanged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ def test_after_a_load_that_failed_a_second_try_fails_too(tmp_path: Path) -> None
     with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
         for _ in range(2):
             with pytest.raises(SpecgenError, match="no weights"):
-                pair.plan(PROMPT, "pearl", window=4)
+                pair.prepare(PROMPT, "pearl", window=4)
 
 
 @posix

@@ -14,6 +14,7 @@ from specgen.cli.error_reporting import INTERRUPTED, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
+from specgen.environment import __version__
 
 app = typer.Typer(
     name="specgen",
@@ -29,9 +30,7 @@ for command in (generate, compare, inspect, tune):
 
 def _version(requested: bool) -> None:
     if requested:
-        import specgen
-
-        typer.echo(f"specgen {specgen.__version__}")
+        typer.echo(f"specgen {__version__}")
         raise typer.Exit
 
 

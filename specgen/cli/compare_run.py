@@ -21,12 +21,14 @@ from specgen.compare.prompts import Prompt
 from specgen.compare.results import FEW_RESAMPLES, MethodResult, Prediction, Results, method_results
 from specgen.compare.resume import RecordedComparison
 from specgen.compare.runner import BenchmarkConfig, Runner
+from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
+from specgen.files import check_writable
+from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.types import SamplingParams
 from specgen.ui import theme
-from specgen.ui.html.page import check_page_writable, write_page
-from specgen.ui.sanitize import escaped_json
+from specgen.ui.html.page import write_page
 from specgen.ui.terminal import comparison as views
 from specgen.ui.terminal.live_table import LiveTable
 
@@ -65,9 +67,9 @@ class OutputFiles:
             raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
         for what, path in (("trace", self.trace_path), ("CSV file", self.csv), ("picture", self.svg)):
             if path is not None:
-                traces.check_writable(path, what)
+                check_writable(path, what)
         if self.html is not None:
-            check_page_writable(self.html)
+            check_writable(self.html, "page", replaces=True)
 
     @property
     def trace_path(self) -> Path | None:
@@ -201,8 +203,7 @@ class Comparison:
                 prediction = result.prediction or Prediction()
                 predicted = {"eq14": prediction.formula, "pass_costs": prediction.pass_costs}
                 line |= {"predicted": predicted, "costs": costs.as_dict()}
-            sys.stdout.buffer.write((escaped_json(traces.dumps(line)) + "\n").encode("utf-8", "surrogatepass"))
-        sys.stdout.buffer.flush()
+            print_json(line)
         if not self._request.display.quiet:
             for note in self._energy_notes():
                 self._err.print(Text(note, "quiet"))
@@ -219,8 +220,8 @@ class Comparison:
         if files.html is not None:
             from specgen.ui.html import compare_page
 
-            versions = ", ".join(f"{name} {version}" for name, version in traces.versions().items())
-            about = compare_page.About(describe(self._pair), versions, f"specgen {shlex.join(sys.argv[1:])}")
+            installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+            about = compare_page.About(describe(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
             write_page(files.html, compare_page.page(self.results, made, self._conditions, self.results.examples, about, view))
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:

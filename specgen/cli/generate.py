@@ -67,7 +67,7 @@ def generate(
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
     from specgen.cli import profile_lookup  # imported here, as Rich is not needed for --help
     from specgen.cli.output_writers import GenerateOutput
-    from specgen.traces.trace_writer import check_writable
+    from specgen.files import check_writable
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
 
@@ -85,7 +85,7 @@ def generate(
     text = _standard_input(requested=prompt == "-") if prompt in (None, "-") else str(prompt)
     request = GenerateRequest(text, chosen.name, given, params, chat, system, distributions)
     if trace is not None:
-        check_writable(trace)
+        check_writable(trace, "trace")
     err = theme.console(stderr=True, no_color=display.no_color)
     parallel = chosen.schedule == "parallel" if method or settings else profile_lookup.likely_parallel(models, profile)
     with open_pair(models, err, quiet=display.quiet, parallel=parallel) as pair:
@@ -128,6 +128,7 @@ def _run(pair: Pair, request: GenerateRequest, output: GenerateOutput) -> int | 
     silent = output.display.quiet or not methods.find(request.method).may_measure
     with LoadingLine(theme.console(stderr=True, no_color=output.display.no_color), quiet=silent) as loading:
         loading.still("preparing")
+        pair.prepare(prompt, request.method, request.sampling, **request.settings)
         plan = pair.plan(prompt, request.method, request.sampling, record=request.record, **request.settings)
     interrupted = False
     with closing(OutputWriter(pair, plan, output)) as writer, Interrupts() as interrupts:

@@ -38,7 +38,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
         from specgen import demo
         from specgen.engine.devices import pick_device
         from specgen.engine.model_loading import ModelSource
-        from specgen.tuning.pair_inspection import look
+        from specgen.tuning.pair_inspection import inspect_files
 
         device = pick_device(models.device)
         draft_device = pick_device(models.draft_device) if models.draft_device is not None else device
@@ -49,15 +49,20 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             shared = (models.trust_remote_code, models.offline)
             target = ModelSource(models.target, None, models.revision, *shared)
             draft = None if models.draft is None else ModelSource(models.draft, None, models.draft_revision, *shared)
-        return look(target, draft, (device, draft_device), models.dtype, loading.announce, exit_layer=models.exit_layer)
+        return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, exit_layer=models.exit_layer)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tuning.pair_inspection import measure, refusals
+    from specgen.tuning.pair_inspection import measure, measure_parallel, refusals
     from specgen.tuning.pair_report import planned
 
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
-        return replace(report, payoff=measure(pair, line.still), methods=planned(report.methods, refusals(pair)))
+        return replace(
+            report,
+            speedup_model=measure(pair, line.still),
+            parallel_costs=measure_parallel(pair, line.still),
+            methods=planned(report.methods, refusals(pair)),
+        )
 
 
 def _is_refused(report: PairReport) -> bool:
@@ -71,4 +76,4 @@ def _next_command(models: ModelOptions, report: PairReport) -> str | None:
     dtype = models.dtype if models.dtype != "auto" else None
     named = {"--target": models.target, "--draft": models.draft, "--dtype": dtype}
     arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
-    return f"specgen inspect{arguments} --measure" if report.payoff is None else f"specgen compare{arguments}"
+    return f"specgen inspect{arguments} --measure" if report.speedup_model is None else f"specgen compare{arguments}"

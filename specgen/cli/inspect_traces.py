@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.cli.options import OutputOptions
 from specgen.errors import SpecgenError
+from specgen.files import check_writable
 from specgen.json_lines import print_json
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
@@ -81,11 +82,11 @@ def _range(values: Sequence[Any]) -> str:
 def inspect_traces(paths: Sequence[Path], view: TraceView) -> None:
     """Show recorded runs. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written."""
     from specgen.ui.html import trace_page
-    from specgen.ui.html.page import check_page_writable, write_page
+    from specgen.ui.html.page import write_page
     from specgen.ui.terminal import trace_report
 
     if view.html is not None:
-        check_page_writable(view.html)
+        check_writable(view.html, "page", replaces=True)
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):

@@ -88,7 +88,7 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
         interrupt_watch.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
         loading.still("warming up")
-        pair.settle()
+        pair.warm_up()
         interrupt_watch.check()
     return pair
 

@@ -20,7 +20,8 @@ from specgen.ui.terminal.footer import footer
 from specgen.ui.terminal.rounds import RoundsView
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair, Plan
+    from specgen.pair import Pair
+    from specgen.plan import Plan
 
 PIPED_WIDTH = 100  # columns where stderr is not a terminal
 
@@ -45,7 +46,7 @@ class OutputWriter:
         self._out = theme.console(no_color=output.display.no_color)
         self._err = theme.console(stderr=True, no_color=output.display.no_color)
         self._summary = Summary(plan.method.name)
-        self._answer = AnswerText(pair.tokenizer.detokenizer(plan.prompt_ids), plan.sampling.stop)
+        self._answer = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), plan.info.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = traces.TraceWriter(output.trace) if output.trace is not None else None
@@ -58,7 +59,7 @@ class OutputWriter:
             self._err,
             self._pair.tokenizer.text_of,
             self._pair.target.eos_ids,
-            len(plan.prompt_ids),
+            len(plan.info.prompt_ids),
             parallel=plan.method.schedule == "parallel",
             window=_window(plan),
             branches=plan.method.drafter == "chains" or branches(plan.settings),
@@ -66,7 +67,7 @@ class OutputWriter:
 
     def start(self) -> None:
         if self._records:
-            self._record(traces.start_line(self._pair, self._plan))
+            self._record(traces.start_line(self._plan.info))
         if self._rounds is not None:
             self._rounds.legend()
         if self._meter is not None:
@@ -98,7 +99,7 @@ class OutputWriter:
             self._summary.add_energy(self._meter.stop())
         if self._output.perplexity or not self._plan.method.lossless:
             token_ids = self._summary.token_ids
-            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.prompt_ids, token_ids))
+            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
         if self._records:
             self._record(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
         display = self._output.display
@@ -135,8 +136,8 @@ class OutputWriter:
         notes = []
         if not plan.method.lossless:
             notes.append("lossy")
-        if plan.costs is not None:
-            notes.append(f"window {plan.costs.window.size}, c {plan.costs.ratio:.1f}")
+        if plan.info.costs is not None:
+            notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
         elif "window" in plan.settings.values:
             notes.append(f"window {plan.settings.values['window']}")
         if plan.method.name == "lookup" and self._pair.draft is None:
@@ -152,7 +153,7 @@ class OutputWriter:
 
 def _window(plan: Plan) -> str:
     """The measured costs that PEARL's window was chosen by; empty where the window was given."""
-    costs = plan.costs
+    costs = plan.info.costs
     if costs is None:
         return ""
     first = f"; {costs.window.first} during a pass over one" if costs.window.first != costs.window.size else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import signal
 import sys
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from specgen import methods
 from specgen.cli.error_reporting import INTERRUPTED
 from specgen.errors import RunError, SpecgenError
+from specgen.files import make_writable_folder
+from specgen.json_lines import print_json
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     from specgen.ui.terminal.training_progress import TrainingBars
 
     loaded, task = _prepare(models, request, err, quiet=quiet)
-    _check_writable(task.out)
+    make_writable_folder(task.folder)
     with Stop() as stop, TrainingBars(err, stop, quiet=quiet) as bars:
         bars.announce(f"{loaded.target.name} on {loaded.target.device}, {loaded.target.dtype_name}; output: {task.out}")
         try:
@@ -128,7 +129,10 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
                 f"cannot write to {task.out}: {error.strerror or error}",
                 "What was saved before is still there: free some space and run the same command again",
             ) from error
-    print(jsonlib.dumps({"type": "train", **line}) if as_json else path)
+    if as_json:
+        print_json({"type": "train", **line})
+    else:
+        print(path)
     if not quiet:
         err.print(Text(sentence), soft_wrap=True)
     return None
@@ -174,16 +178,6 @@ def _train(models: _Models, task: ExitTrainingTask, observer: TrainingObserver) 
     predictor = "No predictor: too little text." if fit is None else f"Predictor: area under the ROC curve {fit.ranking:.2f}."
     sentence = f"Trained an exit after layer {description.after} of {description.target}.{agreement} {predictor}"
     return exit_.path, fields, sentence
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        (folder / "training").mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise SpecgenError(f"cannot write to the folder {folder}", "Name another one with --out")
 
 
 def _prepare(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool) -> tuple[_Models, ExitTrainingTask]:

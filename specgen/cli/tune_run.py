@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +16,9 @@ from specgen.cli import profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.compare.prompts import load_prompts
 from specgen.errors import SpecgenError
+from specgen.json_lines import print_json
 from specgen.tuning import export as exports
 from specgen.types import SamplingParams
-from specgen.ui.sanitize import escaped_json
 from specgen.ui.terminal import tune_report as view
 
 if TYPE_CHECKING:
@@ -114,9 +112,7 @@ def _show(outcome: TuningOutcome, path: Path, err: Console, *, quiet: bool, as_j
     if silent:
         return
     if as_json:
-        text = escaped_json(jsonlib.dumps(_line(outcome, path), ensure_ascii=False, allow_nan=False)) + "\n"
-        sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
-        sys.stdout.buffer.flush()
+        print_json(_line(outcome, path))
     else:
         print(outcome.chosen.written)
 
@@ -134,7 +130,7 @@ def _line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
         "perplexity": {found.name: found.perplexity for found in outcome.methods if found.perplexity is not None},
         "settings": {found.name: dict(found.settings) for found in outcome.methods},
         "acceptance": outcome.acceptance,
-        "pays_from": outcome.pays_from,
+        "pays_from": outcome.break_even_acceptance,
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "profile": str(path),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.compare.method_specs import REFERENCE
 from specgen.compare.results import MethodResult, Prediction, Results, Run, median_runs
-from specgen.cost_model import Curve
+from specgen.cost_model import Curve, eesd_speedup
 from specgen.methods import METHODS
 
 if TYPE_CHECKING:
@@ -32,12 +32,6 @@ class PassCosts:
 
     def as_dict(self) -> dict[str, Any]:
         return {"draft": self.draft, "target": {str(width): seconds for width, seconds in sorted(self.target.items())}}
-
-
-def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) -> float | None:
-    """Expected speedup by EESD Eq. 14, with `cost_ratio` = c, target time / draft time. None where nothing was accepted."""
-    divisor = (1 / cost_ratio - acceptance_rate) * draft_share + acceptance_rate
-    return acceptance_rate / divisor if acceptance_rate and divisor > 0 else None
 
 
 def with_predictions(made: Sequence[MethodResult], results: Results, costs: PassCosts) -> list[MethodResult]:
@@ -72,7 +66,7 @@ def _prediction(result: MethodResult, runs: Mapping[int, Run], costs: PassCosts,
 
 def measure_costs(pair: Pair, results: Results) -> PassCosts:
     """Time single passes, after a context as long as that of the runs, for all widths that the runs needed."""
-    from specgen.engine.timing import target_pass_seconds
+    from specgen.engine.timing import time_passes
 
     widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1
     widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
@@ -82,5 +76,5 @@ def measure_costs(pair: Pair, results: Results) -> PassCosts:
     lengths = [len(pair.tokenizer.encode(prompt.text)) + plain[prompt.index].tokens // 2 for prompt in prompts]
     context = max(int(median(lengths)), 1) if lengths else 1
     target, draft = pair.runners
-    draft_seconds = None if draft is None else target_pass_seconds(draft, [1], context)[1]
-    return PassCosts(draft_seconds, target_pass_seconds(target, widths, context))
+    draft_seconds = None if draft is None else time_passes(draft, [1], context)[1]
+    return PassCosts(draft_seconds, time_passes(target, widths, context))

@@ -13,9 +13,9 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import specgen
 from specgen.errors import SpecgenError, nearest
 from specgen.files import load_yaml
+from specgen.paths import examples_file
 
 LARGEST_JSONL = 64 << 20  # bytes
 LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
@@ -36,13 +36,6 @@ class Prompt:
     def label(self) -> str:
         """Its name in messages."""
         return f"prompt {self.index}" + (f" ({self.name})" if self.name else "")
-
-
-def examples_file() -> Path:
-    """The bundled prompts: inside the package in a wheel, next to the package in a checkout."""
-    package = Path(specgen.__file__).parent
-    inside = package / "examples.yaml"
-    return inside if inside.is_file() else package.parent / "examples.yaml"
 
 
 def load_prompts(

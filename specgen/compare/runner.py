@@ -20,6 +20,7 @@ from specgen.compare.prompts import Prompt
 from specgen.compare.results import Results, Run
 from specgen.compare.verdict import judge
 from specgen.energy import energy_meter_for
+from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
@@ -27,7 +28,8 @@ from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair, Plan
+    from specgen.pair import Pair
+    from specgen.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ class Runner:
         text = self._pair.text(plan, summary.token_ids)
         counts = {"drafts": summary.drafts, "rejections": summary.rejections}
         line = summary.as_dict(text, plan.run.finish_reason or "length") | counts
-        return _Finished(traces.start_line(self._pair, plan), rounds, line)
+        return _Finished(traces.start_line(plan.info), rounds, line)
 
     def _run_baseline(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
         settings = baseline_settings(spec.name, spec.settings)
@@ -206,7 +208,7 @@ class Runner:
         summary = Summary(spec.name)
         with self._metered(summary):
             counted = baseline.run(ids, plan.run.limit, sampling, plan.seed)
-        start = traces.start_line(self._pair, plan) | {"method": spec.name, "settings": settings, "lossless": True}
+        start = traces.start_line(plan.info) | {"method": spec.name, "settings": settings, "lossless": True}
         if spec.name == "transformers-assisted" and self._pair.draft is not None:
             start["draft"] = self._pair.draft.name
         summary.include(counted)
@@ -275,6 +277,6 @@ def settings_of(config: BenchmarkConfig, pair: Pair) -> dict[str, Any]:
         "target": pair.target.name,
         "device": str(pair.target.device),
         "dtype": pair.target.dtype_name,
-        "versions": traces.versions(),
+        "versions": versions(),
         "sampling": sampling,
     }

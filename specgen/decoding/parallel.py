@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from specgen.cost_model import Window
 from specgen.decoding.drafters import Drafter
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, Mode, Round
@@ -47,22 +48,6 @@ class ParallelDrafter(Drafter, Protocol):
     def close(self) -> None:
         """Give up what is under way. The run is over."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """How many tokens are drafted during a pass of the target. `size` is PEARL's gamma; `first` the like for the pass over one
-    token that pre-verify makes, which is a shorter one where every token of a pass costs time, as on a CPU.
-    """
-
-    size: int
-    first: int
-
-    def beside(self, width: int) -> int:
-        """The tokens to draft during a pass over `width`: as many as it takes, so that both models end together."""
-        if width >= self.size:
-            return self.size
-        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
 
 
 @dataclass(frozen=True, slots=True)

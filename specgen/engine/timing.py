@@ -1,4 +1,4 @@
-"""How long single passes take: what follows for a draft's length stands in `payoff.py`."""
+"""Times the forward passes of one model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from specgen.engine.model_runner import ModelRunner
 
 _WARM_UP, _MOST, _FEWEST = 2, 15, 3
-_PATIENCE = 6.0  # seconds for all passes together, once each width has been timed a few times
+_TIME_LIMIT = 6.0  # seconds for all passes, once each width was timed a few times
 
 
-def target_pass_seconds(runner: ModelRunner, widths: Sequence[int], context_length: int) -> dict[int, float]:
-    """Median seconds of a pass over so many tokens at once, behind a cached context; the last of the context is one of them.
+def time_passes(runner: ModelRunner, widths: Sequence[int], context_length: int) -> dict[int, float]:
+    """Median seconds of a forward pass by its number of tokens, after a cached context of `context_length` tokens.
 
-    A draft model's pass is the same thing with a width of 1. The widths are taken in turn, so that a drifting machine is fair to
-    all. Raises SpecgenError as the session does.
+    A pass over `width` tokens runs the context's last token and width - 1 draft tokens. The widths take turns, so that a slower
+    phase of the machine affects all of them. Raises SpecgenError as the runner does.
     """
     from specgen.engine.devices import synchronizer
 
@@ -29,7 +29,7 @@ def target_pass_seconds(runner: ModelRunner, widths: Sequence[int], context_leng
     runner.reserve(context_length + max(widths))
     runner.logits(context)
     samples: dict[int, list[float]] = {width: [] for width in widths}
-    deadline = time.perf_counter() + _PATIENCE
+    deadline = time.perf_counter() + _TIME_LIMIT
     for turn in range(_WARM_UP + _MOST):
         if turn >= _WARM_UP + _FEWEST and time.perf_counter() > deadline:
             break

@@ -1,6 +1,6 @@
-"""What happened in a run, as figures: entropy against acceptance, the bounds of acceptance, the bandit's belief. No torch.
+"""Statistics of recorded runs: acceptance by entropy, bounds of the acceptance probability, a bandit's posterior.
 
-`drafted` tokens are those of the rounds; a token was *judged* where its fate is accepted or rejected. Entropies are in nats.
+Imports no torch. A drafted token is *verified* where its status is accepted or rejected. Entropies and divergences are in nats.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -16,23 +16,34 @@ from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
-EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # nats; the same for every trace, so that two can be compared
-AUTHORS_C = 0.15  # SVIP's constant where a run has none of its own
+EDGES = (
+    0.0,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    math.inf,
+)  # bin edges in nats, the same for all traces so that they can be compared
+AUTHORS_C = 0.15  # SVIP's constant c, for runs without a setting of that name
 _Z95 = 1.959964
 _Z90 = 1.644854
-_FATES = tuple(TokenStatus)
+_STATUSES = tuple(TokenStatus)
 
 
 class DraftedTokens:
-    """Every drafted token with an entropy, in arrays of the same length: a long trace takes little room.
+    """The drafted tokens that have an entropy, in arrays of equal length to save memory.
 
     `overlaps` (the sum of min(p, q)) and `divergences` (KL(q||p)) are NaN where they were not recorded.
     """
 
     def __init__(self) -> None:
         self.entropies, self.overlaps, self.divergences = array("d"), array("d"), array("d")
-        self._fates = bytearray()
-        self.asked = False  # both distributions were to be recorded, whatever came of it
+        self._statuses = bytearray()
+        self.recording = False  # the run recorded both distributions, if not for every token
 
     def __len__(self) -> int:
         return len(self.entropies)
@@ -42,17 +53,17 @@ class DraftedTokens:
         count = len(entropies)
         if not count:
             return
-        self.asked |= bool(traced.overlap)
+        self.recording |= bool(traced.overlap)
         self.entropies.extend(entropies)
         self.overlaps.extend(traced.overlap or [math.nan] * count)
         self.divergences.extend(traced.kl or [math.nan] * count)
-        self._fates.extend(_FATES.index(status) for status in traced.round.statuses)
+        self._statuses.extend(_STATUSES.index(status) for status in traced.round.statuses)
 
     def status(self, position: int) -> TokenStatus:
-        return _FATES[self._fates[position]]
+        return _STATUSES[self._statuses[position]]
 
     def recorded(self) -> Iterator[int]:
-        """The places of the tokens with both distributions' figures."""
+        """Positions of the tokens with overlap and divergence."""
         for position in range(len(self)):
             if not (
                 math.isnan(self.overlaps[position])
@@ -64,34 +75,34 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The judged tokens whose draft had an entropy in [low, high): how many stood, with Wilson's 95 % interval."""
+    """Acceptance of the verified tokens whose draft entropy is in [low, high), with Wilson's 95 % interval."""
 
     low: float
     high: float
-    judged: int
+    verified: int
     accepted: int
     mean_entropy: float
 
     @property
     def rate(self) -> float:
-        return self.accepted / self.judged
+        return self.accepted / self.verified
 
     @property
     def interval(self) -> tuple[float, float]:
-        n, p, z = self.judged, self.rate, _Z95
+        n, p, z = self.verified, self.rate, _Z95
         centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
 @dataclass(frozen=True, slots=True)
 class BoundsBin:
-    """Medians over the tokens with an entropy in [low, high): the true acceptance probability and its three lower bounds."""
+    """Medians over the tokens with an entropy in [low, high): acceptance probability, its two lower bounds, SVIP's estimate."""
 
     low: float
     high: float
-    count: int
+    tokens: int
     entropy: float
-    overlap: float
+    acceptance: float
     pinsker: float
     bretagnolle_huber: float
     estimate: float
@@ -99,20 +110,20 @@ class BoundsBin:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """SVIP's Figures 3 and 4 in numbers. `below_estimate` is the share of tokens whose true acceptance probability lies below
-    `1 - sqrt(c H)`, which is no bound; `ratio` the median of H(q,p) / H(q), and `measured_c` what c would follow from it."""
+    """The numbers of SVIP's Figures 3 and 4. `below_estimate` is the share of tokens whose acceptance probability is below SVIP's
+    estimate 1 - sqrt(c H(q)); `entropy_ratio` is the median of H(q,p) / H(q), and `measured_c` the c that follows from it."""
 
-    count: int
+    tokens: int
     c: float
     below_estimate: float
-    ratio: float | None
+    entropy_ratio: float | None
     measured_c: float | None
     by_entropy: tuple[BoundsBin, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """What a bandit believed of the acceptance rate behind round `index`: the mean and the central 90 % of its posterior."""
+    """A bandit's posterior of the acceptance probability after round `index`: its mean and central 90 % interval."""
 
     index: int
     mean: float
@@ -121,32 +132,35 @@ class Posterior:
 
 
 def pinsker(divergence: float) -> float:
-    """1 - sqrt(KL(q||p) / 2), the cross-entropy less the entropy being the divergence (SVIP Eq. 5), clipped at 0."""
+    """Pinsker's lower bound of the acceptance probability, 1 - sqrt(KL(q||p) / 2) (SVIP Eq. 5), at least 0."""
     return max(0.0, 1 - math.sqrt(max(divergence, 0.0) / 2))
 
 
 def bretagnolle_huber(divergence: float) -> float:
-    """1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Appendix B)."""
+    """The Bretagnolle-Huber lower bound of the acceptance probability, 1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Appendix B)."""
     return max(0.0, 1 - math.sqrt(-math.expm1(-max(divergence, 0.0))))
 
 
 def estimate(entropy: float, c: float) -> float:
-    """1 - sqrt(c H(q)), what SVIP stops by (Eq. 6), clipped at 0. No bound: it supposes a ratio of cross-entropy to entropy."""
+    """SVIP's estimate of the acceptance probability, 1 - sqrt(c H(q)) (Eq. 6), at least 0.
+
+    Not a bound: it assumes a constant ratio of cross-entropy to entropy.
+    """
     return max(0.0, 1 - math.sqrt(max(c * entropy, 0.0)))
 
 
 class TraceStatistics:
-    """The figures of one run, or of several of one method. `c` is SVIP's constant of the first that has one."""
+    """Statistics of one or more runs of one method. `c` is SVIP's constant, from the first run that has it as a setting."""
 
     def __init__(self, method: str) -> None:
         self.summary = Summary(method)
         self.tokens = DraftedTokens()
         self.runs = 0
         self.drafts = 0  # rounds with a draft
-        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round behind a prompt, run after run
-        self.branches = False  # drafts are trees, or several at once: their tokens are nodes
+        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round after the prefill, run after run
+        self.branches = False  # drafts are trees, or several chains at once
         self.prompt_tokens = 0
-        self.speeds: list[float] = []  # tokens a second, run by run
+        self.speeds: list[float] = []  # tokens per second of each run
         self._c: float | None = None
 
     @property
@@ -162,7 +176,7 @@ class TraceStatistics:
             self.summary.add(traced.round)
             self._add_lengths(traced.round)
             self.tokens.add(traced)
-        if not run.rounds and run.summary is not None:  # another program's: all that is known stands in its summary
+        if not run.rounds and run.summary is not None:  # another program's run: only its summary is known
             self.summary.token_ids += run.summary["token_ids"]
             self.summary.rounds += known_number(run.summary, "target_passes")
             self.summary.drafted += known_number(run.summary, "drafted")
@@ -182,15 +196,16 @@ class TraceStatistics:
 
     @property
     def mean_draft_length(self) -> float | None:
-        """Over the rounds that drafted."""
+        """Drafted tokens per round with a draft."""
         return self.summary.drafted / self.drafts if self.drafts else None
 
     @property
     def mean_accepted_length(self) -> float | None:
+        """Accepted tokens per round with a draft."""
         return self.summary.accepted / self.drafts if self.drafts else None
 
     def acceptance_by_entropy(self) -> list[Bin]:
-        """SVIP Figure 2: how often the target accepted, by the draft's entropy. Bins that hold no judged token are left out."""
+        """Acceptance rate by the entropy of the draft distribution (SVIP, Figure 2), without bins that have no verified token."""
         found: dict[int, list[float]] = {}
         accepted: dict[int, int] = {}
         for position, entropy in enumerate(self.tokens.entropies):
@@ -201,7 +216,7 @@ class TraceStatistics:
         return [Bin(EDGES[at], EDGES[at + 1], len(found[at]), accepted[at], fmean(found[at])) for at in sorted(found)]
 
     def bounds(self) -> Bounds | None:
-        """None where the trace holds no token with both distributions' figures."""
+        """SVIP's bounds on these tokens; None where overlap and divergence were not recorded."""
         tokens, positions = self.tokens, list(self.tokens.recorded())
         if not positions:
             return None
@@ -209,7 +224,7 @@ class TraceStatistics:
         for position in positions:
             by_bin.setdefault(_bin(tokens.entropies[position]), []).append(position)
         below = sum(tokens.overlaps[position] < estimate(tokens.entropies[position], self.c) for position in positions)
-        # where the draft is all but certain the ratio is noise over noise
+        # Where the entropy is close to 0 the ratio is numerical noise.
         ratios = [
             1 + tokens.divergences[position] / tokens.entropies[position]
             for position in positions
@@ -241,7 +256,7 @@ class TraceStatistics:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as `inspect --json` gives them: a cut run's too, computed from its rounds."""
+        """The statistics under the keys of `inspect --json`."""
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
@@ -251,18 +266,18 @@ class TraceStatistics:
             "mean_draft_length": self.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
-            "bounds": None if bounds is None else _bounds_dict(bounds),
+            "bounds": None if bounds is None else asdict(bounds, dict_factory=_without_infinity),
         }
 
 
 def setting(run: TracedRun, name: str) -> float | None:
-    """A number among the run's settings; None where there is none of that name."""
+    """The run's setting of that name, if it is a number; else None."""
     value = run.start["settings"].get(name)
     return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 def known_number(line: Mapping[str, Any], name: str) -> Any:
-    """A number of a line that is not checked for it; 0 where there is none."""
+    """The value of a key that the reader does not check, 0 where it is no plausible number."""
     value = line.get(name)
     return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
 
@@ -273,49 +288,24 @@ def _bin(entropy: float) -> int:
 
 def _bin_dict(found: Bin) -> dict[str, Any]:
     low, high = found.interval
-    return {
-        "low": found.low,
-        "high": found.high if math.isfinite(found.high) else None,
-        "judged": found.judged,
-        "accepted": found.accepted,
-        "rate": found.rate,
-        "rate_low": low,
-        "rate_high": high,
-    }
+    counts = {"low": found.low, "high": found.high, "judged": found.verified, "accepted": found.accepted}
+    return _without_infinity([*counts.items(), ("rate", found.rate), ("rate_low", low), ("rate_high", high)])
 
 
-def _bounds_dict(bounds: Bounds) -> dict[str, Any]:
-    return {
-        "tokens": bounds.count,
-        "c": bounds.c,
-        "below_estimate": bounds.below_estimate,
-        "entropy_ratio": bounds.ratio,
-        "measured_c": bounds.measured_c,
-        "by_entropy": [
-            {
-                "low": found.low,
-                "high": found.high if math.isfinite(found.high) else None,
-                "tokens": found.count,
-                "entropy": found.entropy,
-                "acceptance": found.overlap,
-                "pinsker": found.pinsker,
-                "bretagnolle_huber": found.bretagnolle_huber,
-                "estimate": found.estimate,
-            }
-            for found in bounds.by_entropy
-        ],
-    }
+def _without_infinity(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A dictionary with None, as JSON's null, for the infinite upper edge of the last bin."""
+    return {name: None if value == math.inf else value for name, value in items}
 
 
 def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
-    """The bandit's posterior behind at most `most` rounds, the last one among them. Empty where no policy told of one."""
+    """A bandit's posterior after at most `most` evenly spaced rounds, the last one included. Empty for other policies."""
     known = [round_ for round_ in rounds if _has_posterior(round_)]
     step = max(1, math.ceil(len(known) / most))
-    return [_belief(round_) for round_ in known[(len(known) - 1) % step :: step]]
+    return [_posterior(round_) for round_ in known[(len(known) - 1) % step :: step]]
 
 
 def _has_posterior(round_: Round) -> bool:
-    """Beta-TS tells the two parameters of its Beta distribution, Cali-TS mean and deviation of its normal one."""
+    """Whether the policy's state has the parameters of a Beta distribution (Beta-TS) or of a normal one (Cali-TS)."""
     state = round_.policy_state or {}
     return (state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0) or _is_normal(state)
 
@@ -324,9 +314,9 @@ def _is_normal(state: Mapping[str, float]) -> bool:
     return 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0
 
 
-def _belief(round_: Round) -> Posterior:
+def _posterior(round_: Round) -> Posterior:
     state = round_.policy_state or {}
-    if _is_normal(state):  # theta is clipped to [0, 1] when it is drawn
+    if _is_normal(state):  # Cali-TS clips its samples to [0, 1]
         mean, half = state["mean"], _Z90 * state["deviation"]
         return Posterior(round_.index, mean, max(mean - half, 0.0), min(mean + half, 1.0))
     alpha, beta = state["alpha"], state["beta"]
@@ -334,7 +324,7 @@ def _belief(round_: Round) -> Posterior:
 
 
 def beta_quantile(alpha: float, beta: float, share: float) -> float:
-    """The value below which Beta(alpha, beta) lies with probability `share`, by bisection; exact to 1e-6."""
+    """The quantile of Beta(alpha, beta) at probability `share`, by bisection, exact to 1e-6."""
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -346,7 +336,7 @@ def beta_quantile(alpha: float, beta: float, share: float) -> float:
 
 
 def _beta_below(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (Lentz's method)."""
+    """The regularised incomplete beta function, the CDF of Beta(a, b), by its continued fraction (Lentz's method)."""
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
     if x < (a + 1) / (a + b + 2):
         return front * _beta_fraction(a, b, x) / a

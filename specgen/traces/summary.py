@@ -1,4 +1,4 @@
-"""Rounds folded into figures. Metrics are defined once, here; imports no torch."""
+"""Counts and metrics of runs, computed from their rounds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 from specgen.energy import Energy
 from specgen.types import PHASES, Round
 
+_METRICS = (
+    *("seconds", "tokens_per_second", "rounds", "target_passes", "drafted", "accepted", "acceptance_rate", "draft_share"),
+    *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
+)
+
 
 class Summary:
-    """Counts over one run or several. Rates are fractions, None where nothing was drafted."""
+    """Counts over one or more runs. Rates are fractions, None where nothing was drafted."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -21,11 +26,11 @@ class Summary:
         self.drafted = 0
         self.accepted = 0
         self.rejections = 0
-        self.parallel = False  # rounds were drafted beside the target's passes, as PEARL does
+        self.parallel = False  # drafts were made during target passes (PEARL)
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
-        self.unsplit_seconds = 0.0  # of runs that tell no phases: not ours
+        self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
@@ -39,15 +44,15 @@ class Summary:
             self.phase_seconds[phase] += seconds
 
     def add_log_likelihood(self, nats: float) -> None:
-        """That of one run's output under the target at temperature 1; once for each run, or the perplexity means nothing."""
+        """Add one run's log-likelihood under the target at temperature 1. For a valid perplexity every run has to be added."""
         self.log_likelihood = nats + (self.log_likelihood or 0.0)
 
     def add_energy(self, energy: Energy) -> None:
-        """What one run took; likewise."""
+        """Add one run's energy."""
         self.energy = energy if self.energy is None else self.energy + energy
 
     def include(self, line: Mapping[str, Any]) -> None:
-        """Count a whole run by its summary line, which in a comparison has `drafts` too."""
+        """Add a whole run by its summary line with the additional key `drafts`, as in comparisons."""
         self.rounds += line["rounds"]
         self.token_ids += line["token_ids"]
         self.drafts += line["drafts"]
@@ -66,12 +71,12 @@ class Summary:
 
     @property
     def target_passes(self) -> int:
-        """Each round has one pass of the target, the prefill too."""
+        """Each round has one target pass, the prefill included."""
         return self.rounds
 
     @property
     def seconds(self) -> float:
-        """Time spent decoding, prefill included; what a consumer did between rounds is not in it."""
+        """Time spent decoding, prefill included, without the time that the consumer spends between rounds."""
         return sum(self.phase_seconds.values()) + self.unsplit_seconds
 
     @property
@@ -80,16 +85,17 @@ class Summary:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted of drafted (EESD Eq. 11)."""
+        """Accepted / drafted tokens (EESD Eq. 11)."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def draft_share(self) -> float | None:
-        """Accepted draft tokens of all generated ones (EESD Eq. 12)."""
+        """Accepted / generated tokens (EESD Eq. 12)."""
         return self.accepted / self.new_tokens if self.drafted and self.new_tokens else None
 
     @property
     def harmonic_mean(self) -> float | None:
+        """Harmonic mean of acceptance rate and draft share."""
         rate, share = self.acceptance_rate, self.draft_share
         if rate is None or share is None:
             return None
@@ -97,18 +103,17 @@ class Summary:
 
     @property
     def block_efficiency(self) -> float | None:
-        """Generated tokens a target pass: 1 for plain decoding."""
+        """Generated tokens per target pass; 1 for plain decoding."""
         return self.new_tokens / self.target_passes if self.target_passes else None
 
     @property
     def mean_accepted_run(self) -> float | None:
-        """Accepted draft tokens a rejection: how far the draft gets until it is refused, over as many rounds as that takes
-        (PEARL, Table 4). Not to be mistaken for block efficiency. None where nothing was refused."""
+        """Accepted tokens per rejection, which may span several rounds (PEARL, Table 4). None without a rejection."""
         return self.accepted / self.rejections if self.rejections else None
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean negative log-likelihood of the generated tokens; None where it was not measured or is no number."""
+        """exp of the mean negative log-likelihood of the generated tokens; None where it was not measured or overflows."""
         if self.log_likelihood is None or not self.new_tokens:
             return None
         mean = -self.log_likelihood / self.new_tokens
@@ -116,40 +121,28 @@ class Summary:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Above idle; None where there is no counter."""
+        """Energy above idle per generated token; None where there is no counter."""
         if self.energy is None or self.energy.joules is None or not self.new_tokens:
             return None
         return self.energy.joules / self.new_tokens
 
     @property
     def mean_draft_length(self) -> float | None:
-        """Drafted tokens a draft; rounds without one do not count."""
+        """Drafted tokens per round with a draft."""
         return self.drafted / self.drafts if self.drafts else None
 
     def share_of_time(self, phase: str) -> float:
         return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
 
     def as_dict(self, text: str, finish_reason: str) -> dict[str, Any]:
-        """The summary line of a trace (its keys are a promise), less its `type`."""
+        """The summary line of a trace, without its `type`. The keys do not change."""
         return {
             "method": self.method,
             "text": text,
             "token_ids": self.token_ids,
             "new_tokens": self.new_tokens,
             "finish_reason": finish_reason,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "rounds": self.rounds,
-            "target_passes": self.target_passes,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "draft_share": self.draft_share,
-            "harmonic_mean": self.harmonic_mean,
-            "block_efficiency": self.block_efficiency,
-            "mean_accepted_run": self.mean_accepted_run,
-            "perplexity": self.perplexity,
-            "joules_per_token": self.joules_per_token,
+            **{name: getattr(self, name) for name in _METRICS},
             "energy": None if self.energy is None else self.energy.as_dict(),
             "phase_seconds": dict(self.phase_seconds),
         }

@@ -1,7 +1,7 @@
-"""Traces read back, line by line: runs with their rounds as the core made them. Imports no torch.
+"""Reads traces line by line, as runs with their rounds. Imports no torch.
 
-A file may come from anywhere, so every line is checked; a mistake is one SpecgenError that names file, line and value. Keys that
-this version does not know are let through. A trace that was cut (no summary, half a last line) gives what is whole in it.
+Traces may come from untrusted sources, so every line is checked; a mistake raises SpecgenError with file, line and value. Unknown
+keys are ignored. Of a trace that was cut off (no summary, an incomplete last line), what is complete is read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from specgen.errors import SpecgenError
 from specgen.traces.summary import Summary
 from specgen.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
 
-LONGEST_LINE = 16 << 20  # bytes: the ids of two million tokens. What is longer is no trace, and would only fill the memory
+LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """A round, and what a trace tells of it besides: each drafted token's text, the target's own token's, and where both
-    distributions were recorded `overlap` (the sum of min(p, q)) and `kl` (KL(q||p), nats), NaN for a token that was never judged.
+    """A round with the texts of its drafted tokens and of its correction or bonus token.
+
+    Where both distributions were recorded, `overlap` is the sum of min(p, q) for each drafted token and `kl` is KL(q||p) in nats,
+    NaN for tokens that were not verified.
     """
 
     round: Round
@@ -38,8 +40,8 @@ class TracedRound:
 
 @dataclass(slots=True)
 class TracedRun:
-    """One run of a trace. `start` and `summary` are the lines as they stand (`summary` None where the run was cut), `notes` say
-    in words what is missing, and `end` is the byte behind the last whole line: where a resumed trace may be written on."""
+    """One run of a trace. `start` and `summary` are its lines (`summary` None where the run was cut off), `notes` say what is
+    missing, and `end` is the offset in bytes after its last complete line, from which a resumed trace is continued."""
 
     start: Mapping[str, Any]
     first_line: int
@@ -54,18 +56,18 @@ class TracedRun:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None where the run was cut."""
+        """None where the run was cut off."""
         return None if self.summary is None else cast(FinishReason, self.summary["finish_reason"])
 
     def fold(self) -> Summary:
-        """The figures, computed from the rounds anew: those of a cut run too."""
+        """The summary, computed from the rounds, for a run that was cut off too."""
         summary = Summary(self.method)
         for traced in self.rounds:
             summary.add(traced.round)
         return summary
 
     def texts(self) -> dict[int, str]:
-        """The text of each token id that the rounds name."""
+        """Texts of the tokens in the rounds, by token id."""
         texts: dict[int, str] = {}
         for traced in self.rounds:
             texts.update(zip(traced.round.draft.tokens, traced.draft_texts, strict=True))
@@ -75,7 +77,7 @@ class TracedRun:
 
 
 def read_trace(path: Path) -> Iterator[TracedRun]:
-    """The runs of a trace, one after the other; only one is in memory. Raises SpecgenError for what is no trace."""
+    """The runs of a trace, one at a time in memory. Raises SpecgenError for a file that is not a trace."""
     try:
         with path.open("rb") as file:
             yield from _runs(_Lines(path, file))
@@ -84,13 +86,13 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
 
 
 class _Lines:
-    """A file's lines as JSON objects, and where we are in it."""
+    """A file's lines as JSON objects, with the current line number."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
         self.number = 0
-        self.end = 0  # the byte behind the last whole line
-        self.is_cut = False  # the last line ends in the middle
+        self.end = 0  # offset in bytes after the last complete line
+        self.is_cut = False  # the last line is incomplete
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while data := self._file.readline(LONGEST_LINE):
@@ -111,32 +113,30 @@ class _Lines:
             line = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             if not is_last or self.number == 1:
-                self.refuse(_what_is_wrong(error), error)
-            self.is_cut = True  # an unfinished last line is what an interruption leaves
+                self.refuse(_problem(error), error)
+            self.is_cut = True  # an interruption while writing leaves an incomplete last line
             return None
         if not isinstance(line, dict):
-            self.refuse(f"is {_shown(line)}, where an object is due")
+            self.refuse(f"is {_shown(line)}, where an object is expected")
         if _ESCAPED_SURROGATE.search(text) or _SURROGATES.search(text):
             line = _without_surrogates(line)
         return cast(dict[str, Any], line)
 
     def refuse(self, what: str, cause: Exception | None = None) -> NoReturn:
-        raise SpecgenError(
-            f"{self._path}, line {self.number:,}, {what}", "Name a trace as --trace writes it, unchanged"
-        ) from cause
+        raise SpecgenError(f"{self._path}, line {self.number:,}, {what}", "Name an unchanged file from --trace") from cause
 
     def refuse_file(self) -> NoReturn:
-        raise SpecgenError(f"{self._path} holds no run", "Name a trace as --trace writes it")
+        raise SpecgenError(f"{self._path} holds no run", "Name a file from --trace")
 
 
-def _what_is_wrong(error: ValueError | RecursionError) -> str:
+def _problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "is not UTF-8"
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
-        return f"is no JSON ({error.msg} at column {error.colno:,})"
-    return f"holds a number that is none ({str(error)[:60]})"  # NaN, or more digits than Python reads
+        return f"is not JSON ({error.msg} at column {error.colno:,})"
+    return f"holds an invalid number ({str(error)[:60]})"  # NaN, or more digits than Python reads
 
 
 def _runs(lines: _Lines) -> Iterator[TracedRun]:
@@ -150,11 +150,11 @@ def _runs(lines: _Lines) -> Iterator[TracedRun]:
             _check_start(entry)
             run = TracedRun(line, lines.number)
         elif kind not in ("round", "summary"):
-            lines.refuse(f"is of the type {_shown(kind)}, which no trace has")
+            lines.refuse(f"has the unknown type {_shown(kind)}")
         elif run is None:
             lines.refuse(f"is a {kind} before any start line")
         elif run.summary is not None:
-            lines.refuse(f"is a {kind} behind the run's summary")
+            lines.refuse(f"is a {kind} after the run's summary")
         elif kind == "round":
             run.rounds.append(_traced_round(entry, len(run.rounds)))
         else:
@@ -168,15 +168,15 @@ def _runs(lines: _Lines) -> Iterator[TracedRun]:
 def _closed(run: TracedRun, lines: _Lines, *, is_last: bool) -> TracedRun:
     run.end = lines.end
     if is_last and lines.is_cut:
-        run.notes.append(f"the trace was cut in line {lines.number:,}: what is whole before it is shown")
+        run.notes.append(f"the trace is cut off in line {lines.number:,}: only what comes before is shown")
     elif run.summary is None:
         run.notes.append("the run has no summary: it was cut off")
     if run.summary is not None and not run.rounds and run.summary["token_ids"]:
-        run.notes.append("no rounds were recorded: another program decoded this")
+        run.notes.append("the run has no rounds: another program decoded it")
     elif run.summary is not None:
         joined = [token for traced in run.rounds for token in traced.round.token_ids]
         if joined != run.summary["token_ids"]:
-            run.notes.append("the summary's tokens are not those of the rounds: lines are missing, or were changed")
+            run.notes.append("the summary's tokens differ from those of the rounds: lines are missing or were changed")
     return run
 
 
@@ -197,10 +197,10 @@ def _check_summary(entry: _Entry) -> None:
         entry.refuse(f"has the finish_reason {_shown(reason)}")
 
 
-def _traced_round(entry: _Entry, due: int) -> TracedRound:
+def _traced_round(entry: _Entry, expected: int) -> TracedRound:
     index = entry.get("index")
-    if index != due or isinstance(index, bool):
-        entry.refuse(f"is round {_shown(index)}, where round {due:,} is due")
+    if index != expected or isinstance(index, bool):
+        entry.refuse(f"is round {_shown(index)}, where round {expected:,} is expected")
     mode = entry.text("mode")
     if mode not in get_args(Mode):
         entry.refuse(f"has the mode {_shown(mode)}")
@@ -211,15 +211,15 @@ def _traced_round(entry: _Entry, due: int) -> TracedRound:
     count = len(tokens)
     texts, parents = entry.texts("draft_texts", count), _parents(entry, count)
     figures = {name: entry.figures(name, count) for name in ("entropies", "top_probs", "overlap", "kl")}
-    own, own_text = entry.own_token()
+    token, token_text = entry.target_token()
     draft = Draft(tokens, parents, None, figures["entropies"], figures["top_probs"], entry.text("stop_reason", optional=True))
-    verdict = Verdict(_path(entry, tokens, parents), own, cast(Source | None, source))
-    round_ = Round(due, cast(Mode, mode), draft, verdict, _seconds(entry), _policy(entry))
-    return TracedRound(round_, texts, own_text, figures["overlap"], figures["kl"])
+    verdict = Verdict(_path(entry, tokens, parents), token, cast(Source | None, source))
+    round_ = Round(expected, cast(Mode, mode), draft, verdict, _seconds(entry), _policy(entry))
+    return TracedRound(round_, texts, token_text, figures["overlap"], figures["kl"])
 
 
 def _parents(entry: _Entry, count: int) -> Sequence[int]:
-    """A chain's as a range, which costs no memory."""
+    """Parent nodes; those of a chain as a range, to save memory."""
     parents = entry.list_of("parents", _is_integer, "a node")
     if len(parents) != count:
         entry.refuse(f"has {len(parents)} parents for {count} drafted tokens")
@@ -228,18 +228,18 @@ def _parents(entry: _Entry, count: int) -> Sequence[int]:
         return chain
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            entry.refuse(f"has the parent {_shown(parent)} for node {node}, which has to stand before it")
+            entry.refuse(f"has the parent {_shown(parent)} for node {node}, which has to come before it")
     return tuple(parents)
 
 
 def _path(entry: _Entry, tokens: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
-    """The nodes that `accepted_ids` name, from the root on. Below one parent a token may stand twice."""
+    """The accepted nodes, from the root. Follows all matching paths, as children of one node may have the same token."""
     accepted = entry.ids("accepted_ids")
     if isinstance(parents, range):
         if accepted != list(tokens[: len(accepted)]):
             entry.refuse("accepts tokens that were not drafted")
         return tuple(range(len(accepted)))
-    paths: dict[int, tuple[int, ...]] = {-1: ()}  # by their last node
+    paths: dict[int, tuple[int, ...]] = {-1: ()}  # matching paths by their last node
     for token in accepted:
         nodes = ((node, parent) for node, parent in enumerate(parents) if parent in paths and tokens[node] == token)
         paths = {node: (*paths[parent], node) for node, parent in nodes}
@@ -249,7 +249,7 @@ def _path(entry: _Entry, tokens: Sequence[int], parents: Sequence[int]) -> tuple
 
 
 def _seconds(entry: _Entry) -> dict[str, float]:
-    """By phase; what a later version may call a phase counts as `other`, so that the sum stays right."""
+    """Seconds by phase. Unknown phases count as `other`, so that the sum is right."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in entry.mapping("seconds").items():
         if not _is_figure(value) or value < 0:
@@ -261,12 +261,12 @@ def _seconds(entry: _Entry) -> dict[str, float]:
 def _policy(entry: _Entry) -> dict[str, float] | None:
     state = entry.get("policy", None)
     if state is not None and not isinstance(state, dict):
-        entry.refuse(f"has the policy {_shown(state)}, where an object is due")
+        entry.refuse(f"has the policy {_shown(state)}, where an object is expected")
     return None if state is None else {name: float(value) for name, value in state.items() if _is_figure(value)}
 
 
 class _Entry:
-    """One line's values, each with the type that it has to have."""
+    """The values of one line, with their types checked."""
 
     def __init__(self, line: Mapping[str, Any], refuse: Callable[[str], NoReturn]) -> None:
         self._line, self.refuse = line, refuse
@@ -279,35 +279,35 @@ class _Entry:
     def text(self, name: str, *, optional: bool = False) -> str | None:
         value = self.get(name)
         if not isinstance(value, str) and not (optional and value is None):
-            self.refuse(f"has {_shown(value)} for {name}, where a text is due")
+            self.refuse(f"has {_shown(value)} for {name}, where a string is expected")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         value = self.get(name)
         if not isinstance(value, dict):
-            self.refuse(f"has {_shown(value)} for {name}, where an object is due")
+            self.refuse(f"has {_shown(value)} for {name}, where an object is expected")
         return cast(dict[str, Any], value)
 
     def list_of(self, name: str, fits: Callable[[object], bool], what: str) -> list[Any]:
         values = self.get(name)
         if not isinstance(values, list):
-            self.refuse(f"has {_shown(values)} for {name}, where a list is due")
+            self.refuse(f"has {_shown(values)} for {name}, where a list is expected")
         for value in values:
             if not fits(value):
-                self.refuse(f"holds {_shown(value)} in {name}, where {what} is due")
+                self.refuse(f"holds {_shown(value)} in {name}, where {what} is expected")
         return values
 
     def ids(self, name: str) -> list[int]:
         return self.list_of(name, _is_id, "a token id")
 
     def texts(self, name: str, count: int) -> tuple[str, ...]:
-        values = self.list_of(name, lambda value: isinstance(value, str), "a text")
+        values = self.list_of(name, lambda value: isinstance(value, str), "a string")
         if len(values) != count:
             self.refuse(f"has {len(values)} {name} for {count} drafted tokens")
         return tuple(values)
 
     def figures(self, name: str, count: int) -> tuple[float, ...]:
-        """A number a drafted token, NaN for null; empty where the line tells none."""
+        """One number for each drafted token, NaN for null; empty where the line does not have the key."""
         if self._line.get(name) is None:
             return ()
         values = self.list_of(name, lambda value: value is None or _is_figure(value), "a number")
@@ -315,10 +315,10 @@ class _Entry:
             self.refuse(f"has {len(values)} {name} for {count} drafted tokens")
         return tuple(math.nan if value is None else float(value) for value in values)
 
-    def own_token(self) -> tuple[int | None, str | None]:
+    def target_token(self) -> tuple[int | None, str | None]:
         token = self.get("token_id")
         if token is not None and not _is_id(token):
-            self.refuse(f"has {_shown(token)} for token_id, where a token id is due")
+            self.refuse(f"has {_shown(token)} for token_id, where a token id is expected")
         return token, self.text("token_text", optional=True)
 
 
@@ -344,7 +344,7 @@ def _shown(value: object) -> str:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Half a character cannot be written anywhere: a replacement character stands for it."""
+    """The value with replacement characters for lone surrogates, which cannot be encoded."""
     if isinstance(value, str):
         return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, list):

@@ -1,50 +1,43 @@
-"""Runs as JSON lines, the same for `--json` and `--trace`. The keys are a promise (README, "JSON lines")."""
+"""Writes runs as JSON lines, the same for `--json` and `--trace`. The keys are documented in the README and do not change."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specgen.cost_model import ParallelCosts
+from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
-from specgen.types import Round
-
-if TYPE_CHECKING:
-    from specgen.pair import Pair, Plan
+from specgen.json_lines import json_line
+from specgen.types import Round, SamplingParams
 
 
-def start_line(pair: Pair, plan: Plan) -> dict[str, Any]:
-    sampling = asdict(plan.sampling) | {"seed": plan.seed, "stop": list(plan.sampling.stop)}
-    return {
-        "type": "start",
-        "method": plan.method.name,
-        "settings": plan.settings.as_dict(plan.method),
-        "lossless": plan.method.lossless,
-        "target": pair.target.name,
-        "draft": pair.draft.name if pair.draft is not None and plan.method.needs_draft_model else None,
-        "device": str(pair.target.device),
-        "dtype": pair.target.dtype_name,
-        "prompt_ids": plan.prompt_ids,
-        "sampling": sampling,
-        "versions": versions(),
-        **({} if plan.costs is None else {"costs": plan.costs.as_dict()}),
-    }
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a trace's start line says about a run. `sampling` has the seed in use; `costs` determined PEARL's window."""
+
+    method: str
+    settings: Mapping[str, Any]
+    lossless: bool
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    costs: ParallelCosts | None = None
 
 
-def versions() -> dict[str, str]:
-    named = {name: version(name) for name in ("torch", "transformers")}
-    import specgen
-
-    return {"specgen": specgen.__version__, "python": platform.python_version(), **named}
+def start_line(run: RunInfo) -> dict[str, Any]:
+    line = {"type": "start", **asdict(run), "sampling": asdict(run.sampling) | {"stop": list(run.sampling.stop)}}
+    del line["costs"]
+    return line | {"versions": versions()} | ({} if run.costs is None else {"costs": run.costs.as_dict()})
 
 
 def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record: bool = False) -> dict[str, Any]:
-    """`record` adds how far draft and target agree at each drafted token, null where nobody can tell."""
+    """`record` adds how far draft and target agree at each drafted token, null where that is unknown."""
     draft, verdict = round_.draft, round_.verdict
     line = {
         "type": "round",
@@ -64,9 +57,9 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
         "seconds": dict(round_.seconds),
     }
     if record:
-        told: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
-        for name, figures in told.items():  # what PEARL drafted ahead is not judged yet
-            line[name] = [*figures, *[None] * (len(draft.tokens) - len(figures))]
+        figures: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
+        for name, values in figures.items():  # tokens that PEARL drafted ahead are not verified yet
+            line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
     return line
 
 
@@ -74,30 +67,10 @@ def summary_line(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "summary", **summary}
 
 
-def dumps(line: Mapping[str, Any]) -> str:
-    """One line of JSON, text kept legible. NaN would be no JSON: it raises ValueError."""
-    return json.dumps(line, ensure_ascii=False, allow_nan=False)
-
-
-def check_writable(path: Path, what: str = "trace") -> None:
-    """Refuse a file that cannot be written before anything is loaded. Raises SpecgenError; an old file is left as it is."""
-    folder = path.parent
-    try:
-        is_folder, is_there = path.is_dir(), path.exists()
-    except OSError as error:
-        raise SpecgenError(f"cannot write the {what}: {error.strerror}", "Name another file") from error
-    if is_folder:
-        raise SpecgenError(f"cannot write the {what} {path}: it is a folder", "Name a file in it")
-    if not folder.is_dir():
-        raise SpecgenError(f"cannot write the {what} {path}: there is no folder {folder}", "Make it first, or name another")
-    if not os.access(path if is_there else folder, os.W_OK):
-        raise SpecgenError(f"cannot write the {what} {path}: permission denied", "Name another file")
-
-
 class TraceWriter:
-    """JSON lines on disk, each written whole as it comes: what an interruption leaves is complete lines.
+    """Writes JSON lines to a file, each with one unbuffered write: an interruption leaves complete lines.
 
-    `keep` writes on behind so many bytes of a file that is there.
+    `keep` appends after that many bytes of an existing file.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
@@ -111,7 +84,8 @@ class TraceWriter:
             raise SpecgenError(f"cannot write the trace {path}: {error.strerror}", "Name another file") from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        data = (dumps(line) + "\n").encode("utf-8", "surrogatepass")
+        """Raises RunError where the line cannot be written."""
+        data = json_line(line)
         try:
             written = self._file.write(data)
         except OSError as error:

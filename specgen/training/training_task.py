@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from specgen.engine.fingerprint import weights_fingerprint
+from specgen.environment import versions
 from specgen.errors import SpecgenError
-from specgen.traces.trace_writer import versions
 from specgen.training.corpus import Corpus
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from specgen.cost_model import SpeedupModel
 from specgen.methods import METHODS
-from specgen.speedup_model import SpeedupModel
 from specgen.tuning.candidates import Given, distance_from_defaults, written
 from specgen.types import SamplingParams
 
@@ -53,7 +53,7 @@ class TuningOutcome:
     sampling: SamplingParams
     prompts: int
     costs: Mapping[str, Any]
-    payoff: SpeedupModel | None = None
+    speedup_model: SpeedupModel | None = None
     acceptance: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,26 +79,26 @@ class TuningOutcome:
         return self.chosen.speedup or self.chosen.predicted / self.plain.predicted
 
     @property
-    def pays_from(self) -> float | None:
+    def break_even_acceptance(self) -> float | None:
         """The acceptance from which drafts of one token pay; None where no acceptance is enough."""
-        return None if self.payoff is None else self.payoff.pays_from(1)
+        return None if self.speedup_model is None else self.speedup_model.break_even_acceptance(1)
 
     @property
-    def draft_share_needed(self) -> float | None:
+    def break_even_draft_cost(self) -> float | None:
         """How long a draft pass may take, in target passes, to pay at the acceptance found here; None where nothing helps."""
-        if self.payoff is None or self.acceptance is None:
+        if self.speedup_model is None or self.acceptance is None:
             return None
-        single = self.payoff.target_seconds[1]
+        single = self.speedup_model.target_seconds[1]
         room = [
-            (sum(self.acceptance**position for position in range(k + 1)) * single - self.payoff.target_seconds[k + 1]) / k
-            for k in self.payoff.draft_lengths
+            (sum(self.acceptance**position for position in range(k + 1)) * single - self.speedup_model.target_seconds[k + 1]) / k
+            for k in self.speedup_model.draft_lengths
         ]
         return max(room) / single if max(room, default=0.0) > 0 else None
 
     @property
-    def draft_share(self) -> float | None:
+    def relative_draft_cost(self) -> float | None:
         """What a draft pass takes, in target passes."""
-        return None if self.payoff is None else self.payoff.draft_seconds / self.payoff.target_seconds[1]
+        return None if self.speedup_model is None else self.speedup_model.draft_seconds / self.speedup_model.target_seconds[1]
 
 
 def judged(best: Candidate, plain: Candidate) -> Verdict:

@@ -1,4 +1,4 @@
-"""Looking at a pair by its files: configs, tokenizers and the headers of the weights, none of which takes long to read."""
+"""Inspects a pair: facts from its files, pass times of the loaded models."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from safetensors import safe_open
 
 from specgen import methods
+from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
 from specgen.engine.devices import free_memory, pick_dtype
 from specgen.engine.exit_files import find_exit
 from specgen.engine.exit_layer import missing_part
 from specgen.engine.kv_cache import bytes_per_token
 from specgen.engine.model_loading import NO_LIMIT, ModelSource, PreparedModel, context_limit, prepare, skeleton
-from specgen.engine.timing import target_pass_seconds
+from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer, check_same
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.speedup_model import WIDTHS, SpeedupModel
-from specgen.tuning.pair_report import PROBES, ModelFacts, PairReport, TokenizerFacts, all_methods, first_differences
+from specgen.tuning.pair_report import PROBES, ModelFacts, PairReport, TokenizerFacts, first_differences, readiness
 from specgen.types import SamplingParams
 
-CONTEXT_LENGTH = 256  # tokens behind which passes are timed, less where the model's context is shorter
+CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 
-def look(
+def inspect_files(
     target: ModelSource,
     draft: ModelSource | None,
     devices: tuple[torch.device, torch.device],
@@ -36,27 +36,25 @@ def look(
     *,
     exit_layer: Path | None = None,
 ) -> PairReport:
-    """A report of the pair, without reading its weights. A draft whose tokenizer differs is reported, not refused.
-
-    Raises SpecgenError where a model cannot be used at all.
-    """
+    """Report on the pair from its configs, tokenizers and the headers of its weights. A draft model with another tokenizer is
+    reported rather than refused. Raises SpecgenError where a model cannot be used at all."""
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
     refusal = None if tokenizers is None else tokenizers.refusal
+    known: dict[str, Any] = {"has_draft": theirs is not None, "refusal": refusal, "no_exit": _no_exit(ours, exit_layer)}
+    known["unlike_llama"] = _unlike_llama(ours)
     return PairReport(
         _facts(ours, devices[0], dtype),
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        all_methods(
-            has_draft=theirs is not None, refusal=refusal, no_exit=_no_exit(ours, exit_layer), unlike_llama=_unlike_llama(ours)
-        ),
+        {name: readiness(method, **known) for name, method in methods.METHODS.items()},
     )
 
 
 def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | None:
-    """Why there is no exit layer and the way to one, as far as small files tell; None where one is named or found."""
+    """The reason and the hint where there is no exit layer, without reading weights; None where one is named or found."""
     if named is not None:
         return None
     try:
@@ -70,25 +68,33 @@ def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | Non
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
-    """Time passes of a loaded pair, on caches of their own."""
+    """Time passes of each model alone, with new caches."""
     limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
     length = max(1, min(CONTEXT_LENGTH, min(limits) - max(WIDTHS)))
     widths = [width for width in WIDTHS if length + width <= min(limits)] or [1]
     announce(f"timing passes over {widths[0]} to {widths[-1]} tokens")
-    seconds = target_pass_seconds(pair.target.runner(), widths, length)
-    drafting = target_pass_seconds(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
+    seconds = time_passes(pair.target.runner(), widths, length)
+    drafting = time_passes(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
     return SpeedupModel(seconds, drafting, length)
 
 
+def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
+    """The pass times from which a run with PEARL takes its window; None without a draft model."""
+    if pair.draft is None:
+        return None
+    announce("timing passes with both models running")
+    return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
+
+
 def refusals(pair: Pair) -> dict[str, SpecgenError]:
-    """The methods with which this pair cannot even plan a run, and what each says."""
+    """The methods for which planning a run fails on this pair, with their errors."""
     found = {}
-    for name in methods.METHODS:
+    unprepared = {"skip": "skip", "parallel": "window"}  # settings that are `auto` by default, which takes measuring
+    for name, method in methods.METHODS.items():
         try:
-            method = methods.METHODS[name]
-            known: dict[str, Any] = {"skip": "0"} if method.drafter == "skip" else {}  # a search takes its time, and so does
-            like = "sd" if method.schedule == "parallel" else name  # a start of what drafts apart: it asks for a draft, too
-            pair.plan([1], like, SamplingParams(max_new_tokens=1), **known)
+            kinds = [kind for kind in (method.drafter, method.schedule) if kind in unprepared]
+            given: dict[str, Any] = {unprepared[kind]: "1" for kind in kinds}
+            pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
         except SpecgenError as error:
             found[name] = error
     return found
@@ -118,13 +124,13 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
 
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:
-    """The family of a model whose layers cannot be run one by one, as far as its config tells; None for all others."""
+    """The family of a model whose layers cannot be run one by one, by its config; None for all others."""
     model = skeleton(prepared)
     return None if model is None or missing_part(model) is None else str(prepared.config.model_type)
 
 
 def _parameters(folder: Path) -> int:
-    """Counted in the files' headers; a table that two parts share is stored once."""
+    """Number of parameters, from the headers of the weights; tied weights are stored and counted once."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -148,7 +154,7 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
 
 
 def _differing_probe(target: Tokenizer, draft: Tokenizer) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """A text that the two cut differently though their tables fit: another way of splitting words, another beginning."""
+    """A text that the tokenizers split differently although their vocabularies match, with the ids of both."""
     for text in PROBES:
         ours, theirs = tuple(target.encode(text)), tuple(draft.encode(text))
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""What can be said of a pair before it is run: plain facts, as the report and the JSON line hold them. Imports no torch."""
+"""The facts about a pair that `inspect` reports before anything is run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
 from specgen.errors import SpecgenError
-from specgen.methods import METHODS, Method
-from specgen.speedup_model import ACCEPTANCES, SpeedupModel
+from specgen.methods import Method
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model by its files. `weight_bytes` and `cache_bytes` (a token's keys and values) are at the dtype that it would run in;
-    `context_limit` is None where the model tells none."""
+    """Facts from a model's files. `weight_bytes` and `cache_bytes` (keys and values of one token) are in the dtype that it would
+    run in; `context_limit` is None where the config has none."""
 
     name: str
     family: str
@@ -31,7 +31,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A place where two tokenizers differ: a token id with the text that each has for it, None where it has none."""
+    """A token id for which two tokenizers have different texts; None where one has no such id."""
 
     token_id: int
     target: str | None
@@ -40,8 +40,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """Two tokenizers compared. `refusal` says why the pair cannot be used, None where it can. `probe` is a text that they cut
-    differently, with the ids of both, though their tables fit; None where all probes agree."""
+    """A comparison of two tokenizers. `refusal` says why the pair cannot be used, None where it can. `probe` is a text that they
+    split differently although their vocabularies match, with the ids of both; None where all probes agree."""
 
     target_size: int
     draft_size: int
@@ -53,26 +53,31 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a method can run on this pair, else why not and what to do."""
+    """Whether a method can run on this pair; if not, why and what to do."""
 
     ready: bool
     why: str = ""
     hint: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        return {"ready": self.ready, "why": self.why, "cure": self.hint}  # the keys' names are promised
+        return {"ready": self.ready, "why": self.why, "cure": self.hint}  # keys that do not change
 
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """All of it. `free_bytes` is the target's device's, None where the system does not tell; `payoff` is there once measured."""
+    """All of it. `free_bytes` is free memory on the target's device, None where the system does not report it.
+
+    The last two are None until they are measured: pass times of each model alone, and of both at the same time, as PEARL runs
+    them (None without a usable draft model too).
+    """
 
     target: ModelFacts
     draft: ModelFacts | None
     tokenizers: TokenizerFacts | None
     free_bytes: int | None
     methods: Mapping[str, Readiness]
-    payoff: SpeedupModel | None = None
+    speedup_model: SpeedupModel | None = None
+    parallel_costs: ParallelCosts | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -80,12 +85,12 @@ class PairReport:
 
     @property
     def context_limit(self) -> int | None:
-        """As long as a run can get: the target's. Where the draft's is shorter, drafting ends there."""
+        """The longest run in tokens: the target's limit. Beyond a shorter limit of the draft nothing is drafted."""
         return self.target.context_limit
 
     @property
     def cache_bytes(self) -> int | None:
-        """Keys and values of both models at their full contexts; None where the target knows no end."""
+        """Bytes for keys and values of both models at full context; None where the target has no limit."""
         if self.context_limit is None:
             return None
         draft = (
@@ -94,7 +99,7 @@ class PairReport:
         return self.target.cache_bytes * self.context_limit + draft
 
     def as_dict(self) -> dict[str, Any]:
-        """The line of `inspect --json`, less its type."""
+        """The line of `inspect --json`, without its type."""
         return {
             "target": asdict(self.target),
             "draft": None if self.draft is None else asdict(self.draft),
@@ -103,21 +108,21 @@ class PairReport:
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
             "methods": {name: readiness.as_dict() for name, readiness in self.methods.items()},
-            "measured": None if self.payoff is None else _measured(self.payoff),
+            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs),
         }
 
 
-def _measured(payoff: SpeedupModel) -> dict[str, Any]:
+def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, Any]:
     return {
-        "context_length": payoff.context_length,
-        "target_seconds": {str(width): seconds for width, seconds in payoff.target_seconds.items()},
-        "draft_seconds": payoff.draft_seconds or None,
-        "cost_ratio": payoff.cost_ratio,
-        "pearl_window": payoff.window,
-        "pays_from": {str(k): payoff.pays_from(k) for k in payoff.draft_lengths},
+        "context_length": model.context_length,
+        "target_seconds": {str(width): seconds for width, seconds in model.target_seconds.items()},
+        "draft_seconds": model.draft_seconds or None,
+        "cost_ratio": None if parallel is None else parallel.ratio,
+        "pearl_window": None if parallel is None else parallel.window.size,
+        "pays_from": {str(k): model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [
-            {"acceptance": chance, "draft_length": k, "speedup": gain}
-            for chance, (k, gain) in ((chance, payoff.best(chance)) for chance in ACCEPTANCES)
+            {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
+            for acceptance, (k, speedup) in ((acceptance, model.best(acceptance)) for acceptance in ACCEPTANCES)
         ],
     }
 
@@ -130,10 +135,10 @@ def readiness(
     no_exit: tuple[str, str] | None,
     unlike_llama: str | None = None,
 ) -> Readiness:
-    """What the table alone can say of a method; what a loaded pair says beyond it comes from planning a run.
+    """Whether a method can run, as far as the table of methods and the models' files show.
 
-    `no_exit` says why there is no exit layer, and the way to one; `unlike_llama` is the target's family where its layers cannot
-    be run one by one.
+    `no_exit` is the reason and the hint where there is no exit layer; `unlike_llama` is the target's family where its layers
+    cannot be run one by one.
     """
     if method.splits_target and unlike_llama is not None:
         why = f"needs a model built as Llama is, and {unlike_llama} is not"
@@ -149,18 +154,8 @@ def readiness(
     return Readiness(True)
 
 
-def all_methods(
-    *, has_draft: bool, refusal: str | None, no_exit: tuple[str, str] | None, unlike_llama: str | None = None
-) -> dict[str, Readiness]:
-    """Of every method, what `readiness` says."""
-    return {
-        name: readiness(method, has_draft=has_draft, refusal=refusal, no_exit=no_exit, unlike_llama=unlike_llama)
-        for name, method in METHODS.items()
-    }
-
-
 def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError]) -> dict[str, Readiness]:
-    """With what a loaded pair refused when a run with the method was planned."""
+    """The findings with the errors that planning a run on the loaded pair raised, by method."""
     return {
         name: Readiness(False, refused[name].message, refused[name].hint) if name in refused and entry.ready else entry
         for name, entry in found.items()
@@ -168,11 +163,15 @@ def planned(found: Mapping[str, Readiness], refused: Mapping[str, SpecgenError])
 
 
 def first_differences(target: Mapping[str, int], draft: Mapping[str, int], most: int = 5) -> tuple[int, tuple[Difference, ...]]:
-    """How many tokens have the same id in both, and the first ids whose tokens differ. A table may lack ids."""
-    ours, theirs = ({id_: token for token, id_ in table.items()} for table in (target, draft))
-    shared = sum(theirs.get(id_) == token for id_, token in ours.items())
-    differing = (id_ for id_ in sorted(ours.keys() | theirs.keys()) if ours.get(id_) != theirs.get(id_))
-    found = [Difference(id_, ours.get(id_), theirs.get(id_)) for id_, _ in zip(differing, range(most), strict=False)]
+    """The number of ids with the same token in both vocabularies, and the first `most` ids whose tokens differ."""
+    target_tokens, draft_tokens = ({id_: token for token, id_ in table.items()} for table in (target, draft))
+    shared = sum(draft_tokens.get(id_) == token for id_, token in target_tokens.items())
+    differing = (
+        id_ for id_ in sorted(target_tokens.keys() | draft_tokens.keys()) if target_tokens.get(id_) != draft_tokens.get(id_)
+    )
+    found = [
+        Difference(id_, target_tokens.get(id_), draft_tokens.get(id_)) for id_, _ in zip(differing, range(most), strict=False)
+    ]
     return shared, tuple(found)
 
 

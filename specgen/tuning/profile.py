@@ -175,10 +175,9 @@ def _difference(name: str, then: Any, now: Any) -> str:
 
 def profile_key_of(pair: Pair) -> ProfileKey:
     """What a profile of this pair would hold for, here and now."""
-    from specgen import measurement_cache
     from specgen.engine.devices import device_name
     from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.traces.trace_writer import versions
+    from specgen.environment import machine, versions
 
     found = [
         None
@@ -193,8 +192,8 @@ def profile_key_of(pair: Pair) -> ProfileKey:
     ]
     assert found[0] is not None
     exit_layer = None if pair.exit_description is None else pair.exit_description.digest
-    machine, named = Machine(**measurement_cache.machine()), Versions(**versions())
-    return ProfileKey(target=found[0], draft=found[1], exit_layer=exit_layer, machine=machine, versions=named)
+    here, installed = Machine(**machine()), Versions(**versions())
+    return ProfileKey(target=found[0], draft=found[1], exit_layer=exit_layer, machine=here, versions=installed)
 
 
 def default_folder(fits: ProfileKey, temperature: float, top_p: float, top_k: int) -> Path:

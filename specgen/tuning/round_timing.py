@@ -137,6 +137,7 @@ class RoundProbe:
     def _time(self, prompt: list[int], found: _Found, deadline: float) -> None:
         kinds, seen = len(self._ladder), 0
         while True:
+            self._pair.prepare(prompt, self._method, self._sampling, **self._settings)
             plan = self._pair.plan(prompt, self._method, self._sampling, **self._settings)
             if self._echo:
                 plan.run.drafter, plan.run.policy = RepeatDrafter(), self._ladder
@@ -273,7 +274,7 @@ class ParallelProbe:
             drafting[length] = Curve({0: 0.0} | {drafted: taken for (drafted, _), taken in found.drafting.medians().items()})
             judging[length] = Curve(found.judging.medians())
         costs = RoundCosts(CostTable(drafting), CostTable(judging), 0.0)
-        return replace(costs, together=max(0.0, mean(self._beyond(costs))))
+        return replace(costs, synchronisation_overhead=max(0.0, mean(self._beyond(costs))))
 
     def _beyond(self, costs: RoundCosts) -> Iterator[float]:
         """Seconds that rounds took beyond the longer of what their draft and their pass usually take: handing over, and waiting
@@ -281,9 +282,9 @@ class ParallelProbe:
         for _, found in self._behind:
             length = found.length
             for drafted, judged, taken in found.rounds:
-                yield taken - max(costs.drafting.at(drafted, length), costs.judging.at(judged, length))
+                yield taken - max(costs.draft_cost.at(drafted, length), costs.verification_cost.at(judged, length))
 
     @property
-    def slower(self) -> float:
+    def slowdown(self) -> float:
         """How many times as long the prompt's pass takes while the draft reads it too."""
         return max(1.0, median(both / alone for both, alone in self._prefills))

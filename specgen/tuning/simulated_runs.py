@@ -55,8 +55,8 @@ class PricedDrafter:
         before = self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
         passes = self._runner.calls - before
-        looking = self._costs.looking * passes if policy.signals else 0.0
-        self._meter.add("draft", self._prefill + self._costs.drafting.at(passes, len(context)) + looking)
+        looking = self._costs.signal_cost * passes if policy.signals else 0.0
+        self._meter.add("draft", self._prefill + self._costs.draft_cost.at(passes, len(context)) + looking)
         self._prefill = 0.0
         return draft
 
@@ -129,8 +129,8 @@ class SimulatedRuns:
         alone.run(_PACED)
         probe.run(_PROBED)
         alone.run(_PACED)
-        ((length, now),) = alone.costs.judging.curves.items()
-        return probe.costs.times(self._plain.judging.at(1, length) / now.at(1))
+        ((length, now),) = alone.costs.verification_cost.curves.items()
+        return probe.costs.times(self._plain.verification_cost.at(1, length) / now.at(1))
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> SimulatedRun:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
-from specgen.cost_model import RoundCosts
+from specgen.cost_model import RoundCosts, Window
 from specgen.decoding.drafters import NoDrafter, PromptLookupDrafter
-from specgen.decoding.parallel import Parallel, Window
+from specgen.decoding.parallel import Parallel
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.decoding.verifiers import match_argmax_path
@@ -72,7 +72,7 @@ class SimulatedTarget:
         if first == 0:
             self._meter.add("prefill", self._prefill)
         else:
-            self.beside = self._costs.judging.at(len(draft) + 1, len(context))
+            self.beside = self._costs.verification_cost.at(len(draft) + 1, len(context))
             self._meter.add("verify", self.beside)
         return _Place(first, parents)
 
@@ -128,7 +128,7 @@ class SimulatedDrafter:
 
     def cost(self, draft: Draft, policy: LengthPolicy, context: Context) -> float:
         length = len(draft.tokens)
-        return self._costs.drafting.at(length, len(context)) + (self._costs.looking * length if policy.signals else 0.0)
+        return self._costs.draft_cost.at(length, len(context)) + (self._costs.signal_cost * length if policy.signals else 0.0)
 
 
 class SimulatedParallelDrafter(SimulatedDrafter):
@@ -149,7 +149,7 @@ class SimulatedParallelDrafter(SimulatedDrafter):
         self._target.beside = 0.0
 
     def finish(self) -> Draft:
-        self._meter.add("draft", max(0.0, self.seconds - self._target.beside) + (self._costs.together or 0.0))
+        self._meter.add("draft", max(0.0, self.seconds - self._target.beside) + (self._costs.synchronisation_overhead or 0.0))
         return self._made
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Behaviour:
     answers: Sequence[ReferenceOutput]
     tapes: Mapping[str, Sequence[RecordedDrafts]]
     costs: Mapping[str, RoundCosts]
-    slower: float = 1.0
+    slowdown: float = 1.0
 
 
 def cost_kind(name: str) -> str:
@@ -196,7 +196,7 @@ def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, 
     costs, meter = behaviour.costs[cost_kind(method.name)], SimulatedClock()
     policy = factory.make_policy(settings, seed)
     parallel = method.schedule == "parallel"
-    target = SimulatedTarget(costs, meter, answer.prefill * (behaviour.slower if parallel else 1.0))
+    target = SimulatedTarget(costs, meter, answer.prefill * (behaviour.slowdown if parallel else 1.0))
     schedule: Schedule = sequential
     drafter: Any
     if parallel:

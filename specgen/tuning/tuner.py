@@ -15,8 +15,8 @@ from specgen import methods
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.results import Results, method_results
 from specgen.compare.runner import BenchmarkConfig, Runner
+from specgen.cost_model import SpeedupModel
 from specgen.errors import SpecgenError
-from specgen.speedup_model import SpeedupModel
 from specgen.tuning.candidates import REPLAYED, RERUN, Given, grid, in_turn, trees
 from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, better, judged, nearest_to_default, shortlist
 from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, acceptances, record_answer
@@ -24,7 +24,7 @@ from specgen.tuning.round_timing import LENGTHS, LOOKING, ParallelProbe, RoundPr
 from specgen.tuning.settings_search import search
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import Behaviour, cost_kind, simulate
-from specgen.tuning.skip_search import tuned_skips
+from specgen.tuning.skip_tuning import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Tuner:
         if "pearl" in self.names:  # a process that starts beside what is timed would slow it
             self._watch.doing("waiting for the draft's process", self._left)
             try:
-                self._pair.plan([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
+                self._pair.prepare([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
             except SpecgenError as error:
                 self._leave_out("parallel", error.message)
         answers = self._timed(self._answers)
@@ -151,7 +151,7 @@ class Tuner:
     def _behaviour(self, answers: Sequence[ReferenceOutput]) -> Behaviour:
         probes = self._timed(lambda: self._probed(answers))
         tapes = self._timed(lambda: self._taped(answers))
-        slower = next((probe.slower for probe in probes.values() if isinstance(probe, ParallelProbe)), 1.0)
+        slower = next((probe.slowdown for probe in probes.values() if isinstance(probe, ParallelProbe)), 1.0)
         costs = {kind: probe.costs for kind, probe in probes.items()}
         self.names = [name for name in self.names if cost_kind(name) in costs]
         return Behaviour(answers, tapes, costs, slower)
@@ -172,7 +172,7 @@ class Tuner:
                     self._leave_out(kind, error.message)
             if turn == 0 and self._left < 0:
                 break
-        judging = probes["echo"].costs.judging
+        judging = probes["echo"].costs.verification_cost
         length = min(judging.curves)
         passes = ", ".join(f"{1e3 * judging.at(width, length):.3g} for {width}" for width in (6, 16))
         return probes, f"a target pass takes {1e3 * judging.at(1, length):.3g} ms for 1 token, {passes}"
@@ -352,20 +352,18 @@ class Tuner:
     def _outcome(self, behaviour: Behaviour, found: list[Candidate]) -> TuningOutcome:
         plain = next(entry for entry in found if entry.name == PLAIN)
         draft = behaviour.costs.get("model", behaviour.costs.get("exit"))
-        payoff = None
+        speedup_model = None
         if draft is not None:
-            length = min(draft.judging.curves)
-            echo = behaviour.costs["echo"].judging
+            length = min(draft.verification_cost.curves)
+            echo = behaviour.costs["echo"].verification_cost
             widths = {width: echo.at(width, length) for width in range(1, 17)}
-            payoff = SpeedupModel(widths, draft.drafting.at(4, length) / 4, length)
+            speedup_model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
         rates = [rate for rate in acceptances(behaviour.tapes).values() if rate is not None]
-        costs = {
-            kind: {"drafting": cost.drafting.as_dict(), "judging": cost.judging.as_dict(), "looking": cost.looking}
-            | ({} if cost.together is None else {"together": cost.together})
-            for kind, cost in behaviour.costs.items()
-        }
+        costs = {kind: cost.as_dict() for kind, cost in behaviour.costs.items()}
         acceptance, count = rates[0] if rates else None, len(behaviour.answers)
-        outcome = TuningOutcome(found, plain, "does not pay", self._sampling, count, costs, payoff, acceptance, self.left_out)
+        outcome = TuningOutcome(
+            found, plain, "does not pay", self._sampling, count, costs, speedup_model, acceptance, self.left_out
+        )
         verdict = judged(outcome.best, plain)
         chosen = outcome.best if verdict == "pays" else plain
         return replace(outcome, chosen=chosen, verdict=verdict)

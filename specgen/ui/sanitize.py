@@ -12,7 +12,6 @@ _SEPARATORS = {0x2028: "\n", 0x2029: "\n"}
 _UNSAFE = _PICTURES | _C1 | _BIDIRECTIONAL | _SEPARATORS
 _INLINE = _UNSAFE | {0x09: "⇥", **dict.fromkeys((0x0A, *_SEPARATORS), "↵")}
 _STREAMED = {code: mark for code, mark in _UNSAFE.items() if code not in (0x09, 0x0A)}
-_JSON = {code: f"\\u{code:04x}" for code in [0x7F, *_C1, *_BIDIRECTIONAL, *_SEPARATORS]}
 
 
 def streamed(text: str) -> str:
@@ -25,8 +24,3 @@ def inline(text: str) -> str:
     spaces in a row."""
     visible = text if text.isprintable() else text.translate(_INLINE)  # printable text has nothing to replace
     return "␣" if visible == " " else re.sub(r" {2,}", lambda spaces: "·" * len(spaces[0]), visible)
-
-
-def escaped_json(line: str) -> str:
-    """A line of JSON with those control characters escaped that JSON allows in strings."""
-    return line.translate(_JSON)

@@ -24,7 +24,7 @@ def entropy_chart(statistics: TraceStatistics, texts: Sequence[str], stop: float
     if bounds is not None:
         return _tokens_chart(statistics.tokens, texts, bounds, stop)
     bins = statistics.acceptance_by_entropy()
-    return _bins_chart(bins, statistics.c, stop, was_recorded=statistics.tokens.asked) if bins else None
+    return _bins_chart(bins, statistics.c, stop, was_recorded=statistics.tokens.recording) if bins else None
 
 
 def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: float | None) -> dict[str, Any]:
@@ -35,8 +35,10 @@ def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, s
     caption = (
         f"The bounds are medians by entropy. {bounds.below_estimate:.0%} of the tokens lie below the estimate (not a bound)."
     )
-    if bounds.ratio is not None and bounds.measured_c is not None:
-        caption += f" The cross-entropy is {bounds.ratio:.2f} times the entropy (median), giving c = {bounds.measured_c:.2f}."
+    if bounds.entropy_ratio is not None and bounds.measured_c is not None:
+        caption += (
+            f" The cross-entropy is {bounds.entropy_ratio:.2f} times the entropy (median), giving c = {bounds.measured_c:.2f}."
+        )
     if step > 1:
         caption += f" One in {step:,} of {len(positions):,} tokens is drawn."
     lines = {
@@ -96,5 +98,5 @@ def _point(tokens: DraftedTokens, position: int, text: str | None, right: float)
 def _bin(found: Bin, right: float) -> dict[str, Any]:
     low, high = found.interval
     span = f"{found.low:g} to {found.high:g}" if math.isfinite(found.high) else f"above {found.low:g}"
-    title = f"entropy {span}: {found.accepted:,} of {found.judged:,} accepted, {found.rate:.0%}"
+    title = f"entropy {span}: {found.accepted:,} of {found.verified:,} accepted, {found.rate:.0%}"
     return {"x": found.mean_entropy / right, "y": _y(found.rate), "low": _y(low), "high": _y(high), "title": title}

@@ -6,13 +6,12 @@ control characters: no text from a model or a file becomes markup.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.errors import RunError, SpecgenError
+from specgen.errors import RunError
 from specgen.files import whole_file
 from specgen.ui.sanitize import inline, streamed
 
@@ -59,17 +58,6 @@ def _marked(token: str, kind: str = "") -> Markup:
     before, _, after = text.partition(core) if core else (text, "", "")
     html = Markup('{}<i class="{}">{}</i>{}') if kind else Markup("{}<i{}>{}</i>{}")
     return html.format(before, kind, core, after)
-
-
-def check_page_writable(path: Path) -> None:
-    """Check that a page can be written, before anything is measured for it. Raises SpecgenError."""
-    folder = path.parent
-    if path.is_dir():
-        raise SpecgenError(f"cannot write the page {path}: it is a folder", "Name a file in it")
-    if not folder.is_dir():
-        raise SpecgenError(f"cannot write the page {path}: there is no folder {folder}", "Make it first, or name another")
-    if not os.access(folder, os.W_OK):
-        raise SpecgenError(f"cannot write the page {path}: permission denied in {folder}", "Name another folder")
 
 
 def write_page(path: Path, pieces: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from specgen.speedup_model import ACCEPTANCES, SpeedupModel
+from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
 from specgen.tuning.pair_report import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import labelled
@@ -31,9 +31,9 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
         yield from _tokenizers(report.tokenizers, report.target, report.draft, width)
     yield from _line(*_memory(report), width)
     yield from _line("✓ context", _context(report), width)
-    if report.payoff is not None:
-        yield from _costs(report.payoff, width)
-        yield from _pays(report.payoff, width)
+    if report.speedup_model is not None:
+        yield from _costs(report.speedup_model, report.parallel_costs, width)
+        yield from _pays(report.speedup_model, width)
     yield Text()
     yield from _methods(report.methods, width)
     if next_step:
@@ -117,7 +117,7 @@ def _context(report: PairReport) -> str:
     return text
 
 
-def _costs(model: SpeedupModel, width: int) -> Iterator[Text]:
+def _costs(model: SpeedupModel, parallel: ParallelCosts | None, width: int) -> Iterator[Text]:
     target = model.target_seconds
     single, five = target[1], min(5, max(target))
     text = f"a target pass takes {_duration(single)}"
@@ -127,15 +127,14 @@ def _costs(model: SpeedupModel, width: int) -> Iterator[Text]:
     yield from _line("✓ cost", text, width)
     widths = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16) if tokens in target]
     yield from _table({"tokens": map(str, widths), "a pass": (f"{target[tokens] / single:.2f}×" for tokens in widths)}, width)
-    if model.cost_ratio is not None and model.window is not None:
-        text = (
-            f"a target pass takes as long as {model.cost_ratio:.1f} draft passes (c), so PEARL's window would be {model.window}"
-        )
+    if parallel is not None:
+        text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
+        text += f"PEARL's window is {parallel.window.size}"
         yield from _line("", text, width)
 
 
 def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
-    rates = {k: model.pays_from(k) for k in model.draft_lengths}
+    rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
     if not paying:
         yield from _line("✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save", width)

@@ -161,7 +161,7 @@ def _by_entropy(bins: Sequence[Bin], width: int) -> Iterator[Text]:
     yield from _titled("how often the draft was right, by its entropy", "nats; number of tokens", width)
     for found in bins:
         yield _bar(
-            f"{_span(found.low, found.high):<10}", found.rate, f"{found.rate:>4.0%} {found.judged:>6,}", width, "token.accepted"
+            f"{_span(found.low, found.high):<10}", found.rate, f"{found.rate:>4.0%} {found.verified:>6,}", width, "token.accepted"
         )
     yield Text()
 
@@ -172,14 +172,14 @@ def _span(low: float, high: float) -> str:
 
 def _bounds(bounds: Bounds, width: int) -> Iterator[Text]:
     title = "how likely acceptance was, and its lower bounds"
-    yield from _titled(title, f"medians by entropy, {bounds.count:,} tokens", width)
+    yield from _titled(title, f"medians by entropy, {bounds.tokens:,} tokens", width)
     yield Text(f"  {'entropy':<10}{'true':>6}{'Pinsker':>8}{'B–H':>6}{'1−√cH':>7}", "quiet")
     for found in bounds.by_entropy:
-        line = Text(f"  {_span(found.low, found.high):<10}").append(f"{found.overlap:>6.2f}", "token.accepted")
+        line = Text(f"  {_span(found.low, found.high):<10}").append(f"{found.acceptance:>6.2f}", "token.accepted")
         yield line.append(f"{found.pinsker:>8.2f}{found.bretagnolle_huber:>6.2f}{found.estimate:>7.2f}")
     yield from wrapped(Text(f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}", "quiet"), width)
-    if bounds.ratio is not None and bounds.measured_c is not None:
-        text = f"cross-entropy {bounds.ratio:.2f} times the entropy: c would be {bounds.measured_c:.2f}"
+    if bounds.entropy_ratio is not None and bounds.measured_c is not None:
+        text = f"cross-entropy {bounds.entropy_ratio:.2f} times the entropy: c would be {bounds.measured_c:.2f}"
         yield from wrapped(Text(text, "quiet"), width)
     yield Text()
 

@@ -132,10 +132,10 @@ def _verdict(outcome: TuningOutcome, path: Path, width: int) -> Iterator[Text]:
 
 
 def _why(outcome: TuningOutcome, width: int) -> Iterator[Text]:
-    if outcome.draft_share is None:
+    if outcome.relative_draft_cost is None:
         return
-    said = f"a draft token costs {outcome.draft_share:.2f} of a target pass"
-    pays_from = outcome.pays_from
+    said = f"a draft token costs {outcome.relative_draft_cost:.2f} of a target pass"
+    pays_from = outcome.break_even_acceptance
     said += ": no acceptance makes one pay" if pays_from is None else f": pays from {pays_from:.0%} acceptance"
     if outcome.acceptance is not None:
         said += f", here {outcome.acceptance:.0%}"
@@ -144,13 +144,13 @@ def _why(outcome: TuningOutcome, width: int) -> Iterator[Text]:
 
 def _help(outcome: TuningOutcome) -> str:
     ways = []
-    needed = outcome.draft_share_needed
-    if needed is not None and outcome.draft_share is not None and needed < outcome.draft_share:
+    needed = outcome.break_even_draft_cost
+    if needed is not None and outcome.relative_draft_cost is not None and needed < outcome.relative_draft_cost:
         ways.append(f"a faster draft (under {needed:.2f} of a target pass)")
-    pays_from = outcome.pays_from
+    pays_from = outcome.break_even_acceptance
     if pays_from is not None and outcome.acceptance is not None and outcome.acceptance < pays_from:
         ways.append(f"one closer to the target (an acceptance above {pays_from:.0%})")
-    if outcome.payoff is None:
+    if outcome.speedup_model is None:
         ways.append("a draft model of the target's family: --draft MODEL")
     return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"
 

@@ -39,11 +39,11 @@ def test_acceptance_by_entropy_counts_the_judged_tokens_only(recorded: TracedRun
             (entropy, position < accepted) for position, entropy in enumerate(traced.round.draft.entropies[: accepted + refused])
         ]
     bins = folded(recorded).acceptance_by_entropy()
-    assert sum(found.judged for found in bins) == len(judged)
+    assert sum(found.verified for found in bins) == len(judged)
     for found in bins:
         inside = [stood for entropy, stood in judged if found.low <= entropy < found.high]
-        assert (found.judged, found.accepted) == (len(inside), sum(inside))
-        expected = stats.binomtest(found.accepted, found.judged).proportion_ci(0.95, method="wilson")
+        assert (found.verified, found.accepted) == (len(inside), sum(inside))
+        expected = stats.binomtest(found.accepted, found.verified).proportion_ci(0.95, method="wilson")
         assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
 
 
@@ -55,16 +55,16 @@ def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
     ]
     bounds = folded(recorded).bounds()
     assert bounds is not None
-    assert bounds.count == len(tokens) == sum(found.count for found in bounds.by_entropy)
+    assert bounds.tokens == len(tokens) == sum(found.tokens for found in bounds.by_entropy)
     assert bounds.c == statistics.AUTHORS_C
     below = [overlap < max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, overlap, _ in tokens]
     assert bounds.below_estimate == pytest.approx(np.mean(below))
     ratio = median((entropy + kl) / entropy for entropy, _, kl in tokens if entropy > 0.01)
-    assert bounds.ratio == pytest.approx(ratio)
+    assert bounds.entropy_ratio == pytest.approx(ratio)
     assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
     for found in bounds.by_entropy:
         inside = [token for token in tokens if found.low <= token[0] < found.high]
-        assert found.overlap == pytest.approx(median(overlap for _, overlap, _ in inside))
+        assert found.acceptance == pytest.approx(median(overlap for _, overlap, _ in inside))
         assert found.pinsker == pytest.approx(median(max(0.0, 1 - math.sqrt(kl / 2)) for _, _, kl in inside))
         assert found.bretagnolle_huber == pytest.approx(median(1 - math.sqrt(1 - math.exp(-kl)) for _, _, kl in inside))
         assert found.estimate == pytest.approx(median(max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, _, _ in inside))
@@ -107,7 +107,7 @@ def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None
     summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length"}
     summary |= {"seconds": 1.5, "target_passes": 3}
     run = next(read_trace(traces.write(tmp_path / "t.jsonl", start, summary)))
-    assert run.notes == ["no rounds were recorded: another program decoded this"]
+    assert run.notes == ["the run has no rounds: another program decoded it"]
     found = folded(run)
     assert found.summary.tokens_per_second == 2.0
     assert found.summary.block_efficiency == 1.0
@@ -120,7 +120,7 @@ def test_beta_quantiles_are_scipys() -> None:
         assert beta_quantile(alpha, beta, share) == pytest.approx(stats.beta.ppf(share, alpha, beta), abs=2e-6)
 
 
-def test_beliefs_are_the_last_rounds_and_evenly_spread(recorded: TracedRun) -> None:
+def test_posteriors_are_of_evenly_spaced_rounds_up_to_the_last(recorded: TracedRun) -> None:
     rounds = [traced.round for traced in recorded.rounds]
     found = posteriors(rounds, most=30)
     assert 25 <= len(found) <= 30
@@ -133,7 +133,7 @@ def test_beliefs_are_the_last_rounds_and_evenly_spread(recorded: TracedRun) -> N
     assert posteriors([]) == []
 
 
-def test_a_normal_posterior_is_a_belief_too() -> None:
+def test_a_normal_posterior_has_its_own_interval() -> None:
     states = ({"theta_hat": 0.7, "rounds": 0}, {"mean": 0.6, "deviation": 0.1}, {"mean": 0.95, "deviation": 0.2})
     rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
     first, second = posteriors(rounds)

@@ -1,0 +1,86 @@
+"""Times the passes that determine PEARL's window, with both models running at the same time (PEARL, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING
+
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.types import Context
+
+if TYPE_CHECKING:
+    from specgen.decoding.parallel import ParallelDrafter
+    from specgen.engine.model_runner import ModelRunner
+
+_WARM_UP, _STEPS = 5, 30  # the numbers of PEARL's reference implementation
+_FEWEST = 3  # steps that are timed even after the time limit
+_TIME_LIMIT = 2.0  # seconds for all steps
+_ROUGH_STEPS = 5
+
+
+def time_parallel_passes(
+    target: ModelRunner,
+    drafter: ParallelDrafter,
+    context: Context,
+    synchronize: Callable[[], None] | None = None,
+    widest: int = LONGEST_WINDOW,
+) -> ParallelCosts:
+    """Median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
+
+    The window depends on the times, and the time of a target pass on its width. So a few rough steps come first; the passes are
+    timed once more where their window turns out different. No pass covers more than `widest` tokens. Closes the drafter.
+    """
+    deadline = time.perf_counter() + _TIME_LIMIT
+    drafter.prefill(context)
+    try:
+        target.logits(context)
+        costs = _steps(target, drafter, context, min(8, widest), _ROUGH_STEPS, deadline, synchronize)
+        for _ in range(2):
+            width = min(costs.window.size, widest)
+            costs = _steps(target, drafter, context, width, _WARM_UP + _STEPS, deadline, synchronize)
+            if abs(costs.window.size - width) <= 1:
+                break
+    finally:
+        drafter.close()
+    return costs
+
+
+def _steps(
+    target: ModelRunner,
+    drafter: ParallelDrafter,
+    context: Context,
+    width: int,
+    count: int,
+    deadline: float,
+    synchronize: Callable[[], None] | None,
+) -> ParallelCosts:
+    """Time `count` steps, fewer after the deadline: a target pass over `width` tokens during a draft of as many.
+
+    A step with a one-token target pass follows every third one, so that a slower phase of the machine affects both medians.
+    """
+    draft_seconds: list[float] = []
+    target_seconds: list[float] = []
+    single_seconds: list[float] = []
+    while len(target_seconds) < count and (len(target_seconds) < _FEWEST or time.perf_counter() < deadline):
+        for tokens, seconds in ((width, target_seconds), *(((1, single_seconds),) if len(target_seconds) % 3 == 0 else ())):
+            drafter.start(context, (), width)
+            start = time.perf_counter()
+            rows = target.logits(context, [context.ids[-1]] * (tokens - 1))
+            rows.logits.argmax(dim=-1)
+            if synchronize is not None:
+                synchronize()
+            seconds.append(time.perf_counter() - start)
+            drafted = len(drafter.finish().tokens)
+            # Infinite where the draft model cannot follow this context: the window is 1 then.
+            draft_seconds.append(drafter.seconds / drafted if drafted else math.inf)
+    return ParallelCosts(
+        _warm_median(draft_seconds), _warm_median(target_seconds), _warm_median(single_seconds), width, len(context)
+    )
+
+
+def _warm_median(seconds: list[float]) -> float:
+    """The median without the first samples, which warm up."""
+    return median(seconds[min(_WARM_UP, len(seconds) // 2) :])

@@ -1,0 +1,44 @@
+"""The installation and the machine that a run's figures hold for: versions, processor, memory. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def versions() -> dict[str, str]:
+    """Versions of specgen, Python, torch and transformers."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"specgen": __version__, "python": platform.python_version(), **libraries}
+
+
+def machine() -> dict[str, Any]:
+    """Identifies this machine in measurement caches and profiles, which several machines may share."""
+    return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+
+
+def machine_in_words() -> str:
+    """Processor, number of cores, memory and operating system."""
+    return f"{_processor()}, {os.cpu_count()} cores, {_memory()}{platform.system()} {platform.release()}"
+
+
+def _processor() -> str:
+    """The processor's name as Linux reports it, else as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB, "
+    except (AttributeError, OSError, ValueError):
+        return ""

@@ -1,0 +1,104 @@
+"""What is measured or searched on this machine before a method can run, kept in the measurement cache for later runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specgen import measurement_cache, methods
+from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.engine.devices import device_name, synchronizer
+from specgen.engine.exit_layer import check_split
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.environment import machine, versions
+from specgen.errors import SpecgenError
+from specgen.files import load_yaml
+from specgen.paths import examples_file
+from specgen.skip_search import PROMPT_TOKENS, PROMPTS, search_skips
+from specgen.types import Context
+
+if TYPE_CHECKING:
+    from specgen.engine.layer_skipping import SkippedLayers
+    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.tokenizer import Tokenizer
+    from specgen.factory import Components
+    from specgen.workers import DraftWorker
+
+SEARCH_SECONDS = 10.0
+
+
+def parallel_costs(
+    target: LoadedModel, draft: LoadedModel, worker: DraftWorker, parts: Components, length: int, bucket: tuple[Any, ...]
+) -> ParallelCosts:
+    """Pass times after a context of about `length` tokens while both models run: from the cache, or measured now.
+
+    `bucket` is what distinguishes the runs of one pair that need times of their own. Waits until the worker is ready.
+    """
+    worker.ready()
+    key = {
+        "models": [weights_fingerprint(model.folder) for model in (target, draft)],
+        "devices": [device_name(model.device) for model in (target, draft)],
+        "dtypes": [model.dtype_name for model in (target, draft)],
+        "worker": [worker.kind, worker.threads, torch.get_num_threads()],
+        "bucket": list(bucket),
+        **_installation(),
+    }
+    costs = _valid_costs(measurement_cache.find("costs", key))
+    if costs is None:
+        drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), parts, LONGEST_WINDOW)
+        shortest = min(target.limit_for(length), draft.context_limit)
+        length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
+        widest = max(1, min(LONGEST_WINDOW, shortest - length))
+        costs = time_parallel_passes(parts.target, drafter, Context([1] * length), synchronizer(target.device), widest)
+        if max(astuple(costs)) < math.inf:  # infinite where the draft model cannot follow this one context
+            measurement_cache.keep("costs", key, asdict(costs))
+    return costs
+
+
+def _valid_costs(found: Any) -> ParallelCosts | None:
+    """The cached pass times, None where they are missing or not positive numbers."""
+    try:
+        costs = ParallelCosts(**found)
+        return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
+    except TypeError:
+        return None
+
+
+def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) -> str:
+    """The layers with which layer skipping is fastest, as `skip` setting: from the cache, or searched now by `speed`.
+
+    Raises SpecgenError where the target's layers cannot be run one by one.
+    """
+    key = {
+        "model": weights_fingerprint(target.folder),
+        "device": str(target.device),
+        "dtype": target.dtype_name,
+        **_installation(),
+    }
+    found = measurement_cache.find("skips", key)
+    if not isinstance(found, str):
+        check_split(target.model, "layer skipping")
+        found = search_skips(target.model.config.get_text_config().num_hidden_layers, speed, SEARCH_SECONDS).skips
+        measurement_cache.keep("skips", key, found)
+    return found
+
+
+def search_prompts(tokenizer: Tokenizer, context_limit: int) -> list[list[int]]:
+    """Prompts to measure skipped layers on: the beginning of one example of each category, at most half a context long."""
+    longest = min(PROMPT_TOKENS, context_limit // 2)
+    texts: dict[str, str] = {}
+    for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:
+        texts.setdefault(entry["category"], entry["prompt"])
+    found = [ids for text in list(texts.values())[:PROMPTS] if (ids := tokenizer.encode(text)[:longest])]
+    if not found:
+        raise SpecgenError("the target's tokenizer has no tokens for the example prompts", "Name the layers: skip=3+5+7")
+    return found
+
+
+def _installation() -> dict[str, Any]:
+    return {"versions": versions(), "machine": machine()}
