@@ -30,12 +30,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "specgen"
 
 
-def fingerprint(folder: Path) -> str:
-    """A model's weights and shape, told apart without reading gigabytes: its config, and its files' sizes and times."""
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    return sha256((folder / "config.json").read_bytes() + repr(files).encode()).hexdigest()[:16]
-
-
 def machine() -> dict[str, Any]:
     """What a figure holds for: a cache folder may be shared by several machines."""
     return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}

@@ -15,10 +15,11 @@ import torch
 from specgen import cost_model as timing
 from specgen import factory, measurement_cache, methods
 from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.devices import device_name, pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
-from specgen.engine.exit_layer import check_split
+from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.likelihood import log_likelihood
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -220,22 +221,22 @@ class Pair:
         """The target split at the exit layer in place of both models."""
         both = self.early_exit(method)
         both.reserve(parts.capacity)
-        return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
+        return replace(parts, target=both.target, draft=both.draft, agreement=both.acceptance_predictor)
 
     def early_exit(self, method: Method) -> EarlyExit:
         """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
         if self.exit_layer is None:
-            check_split(self.target.model)
+            check_llama_structure(self.target.model)
             bundled = self.target.name.startswith("demo/")
             raise self.exit_refusal or methods.no_exit_layer(method, None if bundled else self.target.name)
         if self._early_exit is None:
             self._early_exit = EarlyExit(
                 self.target.model,
                 self.exit_layer.layer,
-                self.exit_layer.after,
+                self.exit_layer.depth,
                 self.exit_layer.predictor,
                 context_limits=(self.target.context_limit, self.target.rope_boundary),
-                reshaping=(self._penalties(), self._penalties()),
+                logits_processors=(self._penalties(), self._penalties()),
             )
         return self._early_exit
 
@@ -255,7 +256,7 @@ class Pair:
     def skips(self) -> SkippedLayers:
         """The layers that layer skipping is fastest without: as kept from an earlier search here, else searched for now."""
         key = {
-            "model": measurement_cache.fingerprint(self.target.folder),
+            "model": weights_fingerprint(self.target.folder),
             "device": str(self.target.device),
             "dtype": self.target.dtype_name,
             "versions": versions(),
@@ -267,7 +268,7 @@ class Pair:
         if found is None:
             from specgen.tuning.skip_search import search_skips  # it runs methods of this pair
 
-            check_split(self.target.model, "layer skipping")
+            check_llama_structure(self.target.model, "layer skipping")
             found = search_skips(self, layers).skips
             kept.keep(key, found)
         return SkippedLayers.parse(found, layers)
@@ -287,7 +288,7 @@ class Pair:
         assert self.draft is not None
         sampling = parts.sampling
         key = {
-            "models": [measurement_cache.fingerprint(model.folder) for model in (self.target, self.draft)],
+            "models": [weights_fingerprint(model.folder) for model in (self.target, self.draft)],
             "devices": [device_name(model.device) for model in (self.target, self.draft)],
             "dtypes": [model.dtype_name for model in (self.target, self.draft)],
             "worker": [worker.kind, worker.threads, torch.get_num_threads()],
@@ -312,7 +313,7 @@ class Pair:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids or prompt == "":
             raise SpecgenError("the prompt is empty", "Give the model something to go on from")
-        size = self._target_runner.known_ids
+        size = self._target_runner.num_embeddings
         for position, token in enumerate(ids):
             try:
                 ids[position] = index(token)

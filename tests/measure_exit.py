@@ -59,12 +59,11 @@ def main() -> None:
     trained = [load_exit(path, target) for path in options.exits]
     print("agreement by category, their mean, mean run of right guesses")
     print(f"{'':40s}", *(f"{name:>8s}" for name in by_category), "    mean     run")
-    depths = sorted({one.after for one in trained}, reverse=True)
-    first = FirstLayers(target.model, depths[0])
-    for depth in depths:  # the target is taken apart: the deepest exits come first
-        first = first.cut(depth)
+    depths = sorted({one.depth for one in trained}, reverse=True)
+    for depth in depths:  # the deepest exits come first, as each call removes the layers after its depth
+        first = FirstLayers(target.model, depth)
         for path, one in zip(options.exits, trained, strict=True):
-            if one.after != depth:
+            if one.depth != depth:
                 continue
             shares, runs = [], []
             for texts in by_category.values():

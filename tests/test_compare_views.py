@@ -16,7 +16,8 @@ from specgen.compare.predictions import Prediction
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import Results, Row, Run, rows
 from specgen.compare.runner import BenchmarkStep
-from specgen.compare.verdict import Difference, first_difference, tie_below
+from specgen.compare.verdict import Difference, first_difference
+from specgen.engine.tolerances import tie_below
 from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Draft, Round, SamplingParams, Verdict

@@ -83,7 +83,7 @@ def test_attention_biases_are_refused() -> None:
 
 @pytest.mark.parametrize("after", [0, 3, 4])
 def test_an_exit_that_leaves_nothing_to_verify_with_is_refused(after: int) -> None:
-    with pytest.raises(SpecgenError, match=f"behind layer {after} of 3"):
+    with pytest.raises(SpecgenError, match=f"after layer {after} of 3"):
         early_exit(make_model("llama"), after)
 
 
@@ -198,7 +198,7 @@ def test_the_row_that_produced_the_last_token_is_known() -> None:
     model = make_model("llama")
     both = early_exit(model)
     context = Context([1, 5, 6, 7])
-    assert both.target.producing_row(context) is None
+    assert both.target.last_hidden_state(context) is None
     both.target.logits(context)
     context.extend([9])
 
@@ -213,12 +213,12 @@ def test_the_row_that_produced_the_last_token_is_known() -> None:
         ([8, 9, 10], [-1, 0, 1], []),
         ([8, 9, 10, 11], [-1, -1, 1, 1], [9, 11]),
     ):
-        found = both.target.producing_row(context)
+        found = both.target.last_hidden_state(context)
         assert found is not None
         assert torch.allclose(found, hidden(context.ids[:-1]), atol=1e-4)
         both.target.logits(context, tokens, parents)
         context.extend([*path, 30])
-    assert both.target.producing_row(Context(context.ids)) is None, "another run's context tells nothing"
+    assert both.target.last_hidden_state(Context(context.ids)) is None, "another run's context tells nothing"
 
 
 def test_the_predictors_score_is_the_papers_formula() -> None:
@@ -231,14 +231,14 @@ def test_the_predictors_score_is_the_papers_formula() -> None:
     both = early_exit(model, predictor=predictor)
     context = Context([1, 5, 6, 7])
     rows = both.target.logits(context)
-    assert rows.hidden is not None
-    produced = rows.hidden[0].clone()
+    assert rows.hidden_states is not None
+    produced = rows.hidden_states[0].clone()
     context.extend([9])
-    assert both.agreement is not None
-    both.agreement.begin(context)
-    drafted = both.draft.logits(context, [8]).hidden
+    assert both.acceptance_predictor is not None
+    both.acceptance_predictor.begin(context)
+    drafted = both.draft.logits(context, [8]).hidden_states
     assert drafted is not None
     for position in (1, 2, 10, 13):
         weights = predictor.target_weights[min(position, 10) - 1], predictor.bias[min(position, 10) - 1]
         expected = torch.sigmoid(weights[0] @ produced + predictor.draft_weights @ drafted[1] + weights[1])
-        assert torch.allclose(both.agreement.score(drafted[1], position), expected, atol=1e-5)
+        assert torch.allclose(both.acceptance_predictor.score(drafted[1], position), expected, atol=1e-5)

@@ -192,7 +192,9 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = factory.Components(both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.agreement)
+        parts = factory.Components(
+            both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.acceptance_predictor
+        )
         chosen = methods.resolve(method, settings, has_predictor=True)
         decoding = factory.make_run(method, chosen, parts, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)

@@ -10,8 +10,9 @@ import torch
 import yaml
 from families import FAMILIES, LETTERS, make_model, make_tokenizer, save
 
+from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
-from specgen.engine.exit_layer import ExitLayer, Predictor, decoder_of
+from specgen.engine.exit_layer import ExitLayer, Predictor
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.first_layers import FirstLayers
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
@@ -69,7 +70,7 @@ def test_what_is_saved_is_what_is_loaded(folder: Path, tmp_path: Path) -> None:
     path = save_exit(tmp_path, layer, predictor, described)
     for named in (path, tmp_path, tmp_path / DESCRIPTION):
         found = load_exit(named, target)
-        assert found.after == 1
+        assert found.depth == 1
         assert found.predictor is not None
         assert found.description.figures == {"agreement": 0.1235}
         for mine, theirs in ((layer, found.layer), (predictor, found.predictor)):
@@ -93,13 +94,13 @@ def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp
         load_exit(tmp_path, target)
     text = (tmp_path / "exit" / DESCRIPTION).read_text()
     breaks = {
-        "after: 1": ("after: 3", "after is 3"),  # as many as there are layers: nothing would be left to verify with
+        "after: 1": ("after: 3", "after layer 3 of 3"),  # as many as there are layers: nothing would be left to verify with
         "layers: 1": ("layers: 2", "does not fit its description"),
         "format: 1": ("format: 7", "has the format 7"),
-        "own_head: true": ("own_head: maybe", "own_head is 'maybe'"),
+        "own_head: true": ("own_head: maybe", "own_head: Input should be a valid boolean"),
         "predictor: false": ("predictor: true", "does not fit its description"),
-        "target: here": ("target: here\nzebra: 1", "'zebra'"),
-        "figures: {}": ("figures: 3", "figures is 3"),
+        "target: here": ("target: here\nzebra: 1", "zebra: Unexpected keyword argument"),
+        "figures: {}": ("figures: 3", "figures: Input should be a valid dictionary"),
     }
     for old, (new, message) in breaks.items():
         assert old in text
@@ -160,7 +161,7 @@ def test_a_fingerprint_follows_the_weights_and_not_their_files(folder: Path, tmp
 
 def test_the_predictor_is_the_papers_formula() -> None:
     torch.manual_seed(0)
-    width, positions = 8, Predictor.PLACES
+    width, positions = 8, Predictor.POSITIONS
     maps, weights = torch.randn(positions, width, width), torch.randn(2 * width)  # W_i and w
     predictor = Predictor(width).requires_grad_(False)
     predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen.engine.devices import pick_device, pick_dtype, pick_threads
-from specgen.engine.model_loading import _context_limits
+from specgen.engine.model_loading import context_limits
 from specgen.engine.tokenizer import Detokenizer
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
@@ -130,7 +130,7 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatc
     changes = {"original_max_position_embeddings": 32, "rope_parameters": factors | {"original_max_position_embeddings": 32}}
     model = make_model("phi3", sliding_window=None, **changes)
     pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32")
-    assert _context_limits(pair.target.model.config) == (CONTEXT, 32)
+    assert context_limits(pair.target.model.config) == (CONTEXT, 32)
     short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
     assert short.context_ends
     assert short.run.limit == 13, "the token behind the boundary is never run"

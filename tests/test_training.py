@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 import specgen.training.exit_training as exits
 from specgen.cli.app import app
+from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
-from specgen.engine.exit_layer import ExitLayer, decoder_of
+from specgen.engine.exit_layer import ExitLayer
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.first_layers import FirstLayers
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
@@ -285,8 +286,8 @@ def test_the_command_writes_to_the_users_data_folder(
     [
         (["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
         (["--steps", "0"], "--steps is 0"),
-        (["--layer", "3"], "the exit stands after layer 3"),
-        (["--layer", "4", "--corpus", "missing.txt"], "the exit stands after layer 4"),
+        (["--layer", "3"], "the exit is after layer 3"),
+        (["--layer", "4", "--corpus", "missing.txt"], "the exit is after layer 4"),
         (["--exit-layers", "3"], "--exit-layers is 3"),
         (["--self-text", "2"], "--self-text is 2.0"),
         (["--methods", "svip"], "svip has nothing to train"),

@@ -10,7 +10,7 @@ import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
 from test_training import TINY, Silent, open_text, opened
 
-from specgen.engine.exit_layer import decoder_of
+from specgen.engine.decoder_layers import decoder_of
 from specgen.training.exit_training import ExitTrainingTask, train_exit
 from specgen.training.generated_text import GeneratedText, GeneratedTexts, TrainingStopped, continuations, judged
 from specgen.training.text_generation import TextGeneration, texts_at_once

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-FLOAT32_TIE = 1e-3  # logits; float32 rounds each width of a pass differently by less
-NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # of the largest logit
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -52,6 +49,8 @@ def judge(
     pair: Pair, prompt_index: int, repeat: int, prompt_ids: Sequence[int], reference: Sequence[int], other: Sequence[int]
 ) -> Difference | None:
     """Compare an answer with plain decoding's; at a difference one uncached pass of the target scores both tokens."""
+    from specgen.engine.tolerances import FLOAT32_TIE, tie_below
+
     position = first_difference(reference, other)
     if position is None:
         return None
@@ -61,8 +60,3 @@ def judge(
     row = pair.reference_logits(prompt_ids, reference[:position])
     gap = float(row[ids[0]] - row[ids[1]])
     return Difference(prompt_index, repeat, position, ids[0], ids[1], gap, tie_below(pair.target.dtype_name, float(row.max())))
-
-
-def tie_below(dtype: str, largest: float) -> float:
-    """The gap between two logits that rounding explains, where the largest of the row is `largest`."""
-    return NARROW_TIES[dtype] * abs(largest) if dtype in NARROW_TIES else FLOAT32_TIE

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specgen.engine.decoder_layers import check_exit_depth, check_llama_structure, default_exit_depth
 from specgen.engine.exit_files import Description, save_exit
-from specgen.engine.exit_layer import ExitLayer, check_split, decoder_of
+from specgen.engine.exit_layer import ExitLayer
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.first_layers import FirstLayers, check_depth, usual_depth
+from specgen.engine.first_layers import FirstLayers
 from specgen.traces.trace_writer import versions
 from specgen.training.corpus import Texts
 from specgen.training.predictor_training import Fit, train_predictor
@@ -93,9 +94,9 @@ def train_exit(target: LoadedModel, job: ExitTrainingTask, watcher: TrainingObse
 
 def depth_for(target: LoadedModel, after: int | None) -> int:
     """N: the one that was asked for, else the usual one. Raises SpecgenError where it or the model cannot be had."""
-    check_split(target.model)
-    after = usual_depth(len(decoder_of(target.model).layers)) if after is None else after
-    check_depth(target.model, after)
+    check_llama_structure(target.model)
+    after = default_exit_depth(target.model) if after is None else after
+    check_exit_depth(target.model, after)
     return after
 
 

@@ -96,7 +96,7 @@ def _scores(
     """Logits and labels [count] for drafts that begin anywhere, at every place alike."""
     device = examples.right.device
     begin = torch.randint(len(examples), (count,), generator=generator, device=device)
-    positions = torch.randint(1, Predictor.PLACES + 3, (count,), generator=generator, device=device)  # some beyond the tenth
+    positions = torch.randint(1, Predictor.POSITIONS + 3, (count,), generator=generator, device=device)  # some beyond the tenth
     inside = begin + positions <= examples.ends[begin]
     begin, positions = begin[inside], positions[inside]
     target_rows, draft_rows, labels = examples.at(begin, positions)

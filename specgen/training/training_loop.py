@@ -214,7 +214,7 @@ class ExitTraining(Training):
     @property
     def parameters_held(self) -> int:
         """All that is in memory of the target and of the exit, in parameters."""
-        return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
+        return self.first.num_parameters + sum(weight.numel() for weight in self.layer.parameters())
 
     def _backward(self, rows: Rows, labelled: int) -> torch.Tensor:
         """Norm and head go through the tokens in pieces, whose gradients are gathered before they go down into the layers: so
@@ -223,7 +223,7 @@ class ExitTraining(Training):
         hidden, positions = self.first(rows.ids, rows.positions, mask)
         sums = torch.zeros(3, device=hidden.device)
         with self._autocast():
-            behind = self.layer.run(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
+            behind = self.layer.run_layers(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
             flat = behind.reshape(-1, behind.shape[-1])
         labels, best = rows.labels.flatten(), rows.best.flatten()
         gradients = []
@@ -234,7 +234,7 @@ class ExitTraining(Training):
             piece = slice(start, start + size)
             cut = flat[piece].detach().requires_grad_(flat.requires_grad)
             with self._autocast():
-                logits = self.layer.read(cut).logits
+                logits = self.layer.norm_and_head(cut).logits
             loss = F.cross_entropy(logits.float(), labels[piece], ignore_index=NOTHING, reduction="sum") / labelled
             loss.backward()  # type: ignore[no-untyped-call]
             gradients.append(cut.grad)
@@ -294,4 +294,4 @@ def exit_rows(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tuple[
     mask = first.masks.batched(visible, positions, positions, first.dtype)
     with autocast(first):
         rows = layer(*first(ids, positions, mask), mask)
-    return rows.logits[0].float(), rows.hidden[0].float()
+    return rows.logits[0].float(), rows.hidden_states[0].float()

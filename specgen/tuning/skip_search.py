@@ -71,9 +71,9 @@ def tuned_skips(pair: Pair, answers: Sequence[ReferenceOutput], seconds: float) 
 
     Raises SpecgenError where the model cannot be taken apart, or where there is no time to measure a first guess.
     """
-    from specgen.engine.exit_layer import check_split
+    from specgen.engine.decoder_layers import check_llama_structure
 
-    check_split(pair.target.model, "layer skipping")
+    check_llama_structure(pair.target.model, "layer skipping")
     some = [answer.prompt_ids[:PROMPT_TOKENS] for answer in answers[:PROMPTS]]
     a_token = sum(answer.seconds for answer in answers) / sum(len(answer.token_ids) for answer in answers)
     if len(some) * NEW_TOKENS * a_token > seconds:
