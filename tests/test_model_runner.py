@@ -171,6 +171,9 @@ def test_an_interrupted_gather_leaves_the_session_usable(monkeypatch: pytest.Mon
     check(model, runner.logits(context).logits, context, [], [])
 
 
+TRACED = tuple(f"engine/{name}.py" for name in ("model_runner", "cached_prefix", "forward_inputs", "kv_cache", "early_exit"))
+
+
 class InterruptAt:
     """Raises KeyboardInterrupt before the n-th line of the session's or the cache's code, as Ctrl-C may."""
 
@@ -178,7 +181,7 @@ class InterruptAt:
         self.left = line
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("model_runner.py", "cached_prefix.py", "kv_cache.py", "early_exit.py")):
+        if not frame.f_code.co_filename.endswith(TRACED):
             return None
         if event == "line":
             self.left -= 1
