@@ -71,7 +71,8 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
         TimeoutError,
     ) as error:
         raise SpecgenError(
-            f"there is no local folder {name}, and the hub " + ("was not asked (offline)" if offline else "cannot be reached"),
+            f"there is no local folder {name}, and the hub "
+            + ("was not contacted (offline)" if offline else "cannot be reached"),
             "Check the spelling and the connection, or name the folder of a model that you have",
         ) from error
     except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub fails during the download
