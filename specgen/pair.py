@@ -25,7 +25,6 @@ from specgen.engine.likelihood import log_likelihood
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.reference_logits import reference_logits
 from specgen.errors import SpecgenError
 from specgen.methods import Method, Settings
 from specgen.traces.summary import Summary
@@ -366,7 +365,7 @@ class Pair:
 
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
         """The target's logits [vocabulary] after these tokens, by one pass without a cache: for judging what sessions said."""
-        return reference_logits(self.target, prompt_ids, token_ids)
+        return self.target.reference_logits(prompt_ids, token_ids)
 
     def close(self) -> None:
         """End what the pair started: the process or the thread that drafts beside the target."""

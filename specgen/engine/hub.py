@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import huggingface_hub
@@ -52,8 +51,11 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
         )
 
     try:
-        if not offline and not _is_cached(snapshot):
-            announce(f"downloading {name}")
+        if not offline:
+            try:
+                snapshot(local_files_only=True)
+            except Exception:  # noqa: BLE001  not cached; the download reports other errors
+                announce(f"downloading {name}")
         return snapshot(local_files_only=offline)
     except hub_errors.GatedRepoError as error:
         raise SpecgenError(f"{name} is gated", "Accept its terms on the hub, then log in: hf auth login") from error
@@ -77,9 +79,3 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
         ) from error
     except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub fails during the download
         raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error
-
-
-def _is_cached(snapshot: Callable[[bool], Path]) -> bool:
-    with suppress(Exception):  # the download that follows reports the error
-        return bool(snapshot(True))
-    return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specgen.engine.hub import model_folder
+from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.selfcheck import check_rollback
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import RunError, SpecgenError
+from specgen.types import Context
 
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers whose state is a KV cache
 NO_LIMIT = 1 << 30  # tokens
@@ -72,6 +75,17 @@ class LoadedModel:
     def penalties_on(self, device: torch.device, width: int) -> PenaltyProcessor | None:
         """The processor for this model's penalties, for a runner on `device` and a vocabulary of `width`; None if it has none."""
         return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), width, device) if self.has_penalties else None
+
+    @inference
+    def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        """The float32 logits [vocabulary] after the prompt and `token_ids`, with the model's penalties; uses no cache."""
+        context = Context(prompt_ids)
+        context.extend(token_ids)
+        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        output = self.model(input_ids=torch.tensor([context.ids], device=self.device), use_cache=False, **options)
+        logits: torch.Tensor = output.logits[0, -1:]
+        penalties = self.penalties_on(self.device, logits.shape[-1])
+        return (logits if penalties is None else penalties(logits, context, [], [], 0))[0].float()
 
     @property
     def device(self) -> torch.device:

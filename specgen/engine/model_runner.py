@@ -44,26 +44,21 @@ class FullModelForward:
     """The forward function of a causal language model as transformers loads it."""
 
     def __init__(self, model: Any) -> None:
-        known = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in known
-        self._takes_logits_to_keep = "logits_to_keep" in known
+        accepted = inspect.signature(model.forward).parameters
+        self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
         self._model = model
         self._device = model.device
 
     def __call__(
         self, forward_range: ForwardRange, positions: torch.Tensor, mask: Mask, cache: KVCache, logits_to_keep: int
     ) -> ModelOutput:
-        options: dict[str, Any] = {}
-        if self._takes_positions:
-            options["position_ids"] = positions[None]
-        if self._takes_logits_to_keep:
-            options["logits_to_keep"] = logits_to_keep
+        options = {"position_ids": positions[None], "logits_to_keep": logits_to_keep}
         output = self._model(
             input_ids=torch.tensor([forward_range.token_ids], device=self._device),
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **options,
+            **{name: options[name] for name in self._options},
         )
         return ModelOutput(output.logits[0][-logits_to_keep:])
 
