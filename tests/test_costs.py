@@ -15,7 +15,7 @@ import specgen
 from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, measure
 from specgen.decoding.policies import Always
 from specgen.engine.model_runner import ModelOutput
-from specgen.measurement_cache import CostStore, cache_folder, fingerprint
+from specgen.measurement_cache import CostStore, cache_folder
 from specgen.types import Context, Draft, SamplingParams
 
 
@@ -119,16 +119,6 @@ def test_the_cache_is_where_the_user_keeps_such_things(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "specgen"
-
-
-def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"abc")
-    before = fingerprint(tmp_path)
-    assert fingerprint(tmp_path) == before
-    weights.write_bytes(b"abcd")
-    assert fingerprint(tmp_path) != before
 
 
 def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

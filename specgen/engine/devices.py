@@ -84,17 +84,17 @@ def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> to
 
 
 def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bool:
-    """Whether the matrix products of such an MLP are clearly faster in `narrow` than in float32, for 1 token and for 8."""
+    """Whether an MLP's matrix product [hidden, intermediate] is faster in `narrow` than in float32, for 1 token and for 8."""
 
     def seconds(dtype: torch.dtype) -> float:
         weight = torch.zeros(intermediate or 4 * hidden, hidden, dtype=dtype)
         total = 0.0
-        for rows in (1, 8):
-            x = torch.zeros(rows, hidden, dtype=dtype)
+        for tokens in (1, 8):
+            hidden_states = torch.zeros(tokens, hidden, dtype=dtype)
             samples = []
             for _ in range(7):
                 start = time.perf_counter()
-                torch.nn.functional.linear(x, weight)
+                torch.nn.functional.linear(hidden_states, weight)
                 samples.append(time.perf_counter() - start)
             total += median(samples[2:])
         return total

@@ -23,7 +23,7 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
         local = Path(name).expanduser()
         is_folder, is_file = local.is_dir(), local.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user's home, a null byte
-        raise SpecgenError(f"there can be no model {name[:60]!r}", "Check the spelling") from error
+        raise SpecgenError(f"{name[:60]!r} is no valid model name", "Check the spelling") from error
     if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")

@@ -243,12 +243,12 @@ def context_limits(config: Any) -> tuple[int, int | None]:
     limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     rope = getattr(config, "rope_parameters", None) or {}
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    kinds = {entry.get("rope_type") for entry in parameters}
+    rope_types = {entry.get("rope_type") for entry in parameters}
     originals = [entry["original_max_position_embeddings"] for entry in parameters if "original_max_position_embeddings" in entry]
     original = originals[0] if originals else getattr(config, "original_max_position_embeddings", None)
-    if "dynamic" in kinds:  # beyond it the frequencies change with every token
+    if "dynamic" in rope_types:  # beyond it the frequencies change with every token
         return original or limit, None
-    return limit, original if "longrope" in kinds else None
+    return limit, original if "longrope" in rope_types else None
 
 
 @contextmanager

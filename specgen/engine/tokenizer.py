@@ -98,12 +98,12 @@ class Detokenizer:
         """The text that this token completes; empty while a character is incomplete."""
         self._new.append(token)
         text = self._text()
-        whole = text.rstrip(_REPLACEMENT)
-        self._waited = 0 if len(whole) > self._returned else self._waited + 1
+        complete = text.rstrip(_REPLACEMENT)
+        self._waited = 0 if len(complete) > self._returned else self._waited + 1
         if self._waited >= _MAX_CHARACTER_TOKENS:
-            whole = text[:-1]  # all but the last character are invalid; the last may be incomplete
+            complete = text[:-1]  # all but the last character are invalid; the last may be incomplete
             self._waited = 0
-        return self._take(whole, is_all=whole == text)
+        return self._take(complete, is_all=complete == text)
 
     def flush(self) -> str:
         """The text held back, with replacement characters for incomplete characters."""
