@@ -14,16 +14,15 @@ import torch
 from specgen import factory, methods, preparation
 from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.run import Clock, StopTexts
+from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
-from specgen.engine.exit_layer import check_split
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.likelihood import log_likelihood
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.reference_logits import reference_logits
 from specgen.errors import SpecgenError
 from specgen.methods import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
@@ -225,7 +224,7 @@ class Pair:
         sampling = SamplingParams() if sampling is None else sampling
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
         ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_ids = check_prompt_ids(ids, self._target_runner.known_ids)
+        prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.limit_for(len(prompt_ids)))
         return RunRequest(chosen, settings, sampling, prompt_ids, limit)
 
@@ -245,22 +244,22 @@ class Pair:
         """The target split at its exit layer in place of both models."""
         both = self.early_exit(method)
         both.reserve(parts.capacity)
-        return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
+        return replace(parts, target=both.target, draft=both.draft, agreement=both.acceptance_predictor)
 
     def early_exit(self, method: Method) -> EarlyExit:
         """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
         if self.exit_layer is None:
-            check_split(self.target.model)
+            check_llama_structure(self.target.model)
             bundled = self.target.name.startswith("demo/")
             raise self.exit_refusal or methods.no_exit_layer(method, None if bundled else self.target.name)
         if self._early_exit is None:
             self._early_exit = EarlyExit(
                 self.target.model,
                 self.exit_layer.layer,
-                self.exit_layer.after,
+                self.exit_layer.depth,
                 self.exit_layer.predictor,
                 context_limits=(self.target.context_limit, self.target.rope_boundary),
-                reshaping=(self._penalties(), self._penalties()),
+                logits_processors=(self._penalties(), self._penalties()),
             )
         return self._early_exit
 
@@ -331,7 +330,7 @@ class Pair:
 
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
         """The target's logits [vocabulary] after these tokens, by one pass without a cache: to check what a run computed."""
-        return reference_logits(self.target, prompt_ids, token_ids)
+        return self.target.reference_logits(prompt_ids, token_ids)
 
     def warm_up(self) -> None:
         """Run some passes, and on a CPU set torch's number of threads to the one with which a round of this pair is fastest.

@@ -68,16 +68,16 @@ class RunRequest:
         return len(self.prompt_ids) + min(self.limit, RESERVED) // 2
 
 
-def check_prompt_ids(prompt_ids: Iterable[Any], known_ids: int) -> list[int]:
-    """The prompt's token ids as Python integers. Raises SpecgenError for an empty prompt and for ids not below `known_ids`."""
+def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
+    """The prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id not below `num_embeddings`."""
     ids = []
     for token in prompt_ids:
         try:
             id_ = index(token)
         except TypeError:
             id_ = -1
-        if not 0 <= id_ < known_ids:
-            raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {known_ids - 1}")
+        if not 0 <= id_ < num_embeddings:
+            raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {num_embeddings - 1}")
         ids.append(id_)
     if not ids:
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")

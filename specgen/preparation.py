@@ -12,8 +12,8 @@ import torch
 from specgen import measurement_cache, methods
 from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.devices import device_name, synchronizer
-from specgen.engine.exit_layer import check_split
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.environment import machine, versions
 from specgen.errors import SpecgenError
@@ -82,7 +82,7 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) 
     }
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
-        check_split(target.model, "layer skipping")
+        check_llama_structure(target.model, "layer skipping")
         found = search_skips(target.model.config.get_text_config().num_hidden_layers, speed, SEARCH_SECONDS).skips
         measurement_cache.keep("skips", key, found)
     return found

@@ -80,7 +80,7 @@ class ForwardClock:
         self.seconds = 0.0
         for session in (pair._target_runner, pair._draft_runner):
             if session is not None:
-                session._body._model = self._timed(session._body._model)
+                session._forward._model = self._timed(session._forward._model)
 
     def _timed(self, model: Callable[..., Any]) -> Callable[..., Any]:
         def timed(**kwargs: Any) -> Any:

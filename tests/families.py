@@ -131,8 +131,8 @@ def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list
     return new
 
 
-def exit_of(model: object, after: int, *, predictor: bool = True, seed: int = 0) -> Exit:
-    """An untrained exit, with a predictor that guesses."""
+def exit_of(model: object, depth: int, *, predictor: bool = True, seed: int = 0) -> Exit:
+    """An untrained exit after `depth` layers, with a predictor that has random weights."""
     own = None
     if predictor:
         torch.manual_seed(seed)
@@ -140,4 +140,4 @@ def exit_of(model: object, after: int, *, predictor: bool = True, seed: int = 0)
         for weight in own.parameters():
             torch.nn.init.normal_(weight, std=0.3)
         own.requires_grad_(False)
-    return Exit(ExitLayer.of(model), own, Description("a test's", "", after))
+    return Exit(ExitLayer.of(model), own, Description("a test's", "", depth))

@@ -268,7 +268,7 @@ def test_weights_that_are_damaged(folders: Folders, spoil: Callable[[bytes], byt
 
 def test_weights_that_lack_a_tensor(folders: Folders, fails: Fails) -> None:
     folder = _reweighted(folders["good"], lambda weights: weights.pop("model.norm.weight"))
-    fails("hi", "-t", str(folder), named=(str(folder), "model.norm.weight", "Download or save it anew"))
+    fails("hi", "-t", str(folder), named=(str(folder), "model.norm.weight", "Download or save it again"))
 
 
 def test_a_folder_without_a_tokenizer(folders: Folders, fails: Fails) -> None:

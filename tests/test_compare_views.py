@@ -17,7 +17,8 @@ from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import MethodResult, Prediction, Results, Run, method_results
 from specgen.compare.runner import BenchmarkStep
-from specgen.compare.verdict import DIFFERENT, SAME, TIE, Difference, first_difference, tie_threshold
+from specgen.compare.verdict import DIFFERENT, SAME, TIE, Difference, first_difference
+from specgen.engine.tolerances import tie_threshold
 from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Draft, Round, SamplingParams, Verdict

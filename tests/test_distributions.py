@@ -29,7 +29,7 @@ SIGNIFICANCE = 1e-4
 class TableRunner:
     """A session whose logits are a function of the last two tokens: a scripted model of the whole interface."""
 
-    vocab_size = known_ids = VOCAB
+    vocab_size = num_embeddings = VOCAB
     context_limit = 1000
     device = torch.device("cpu")
 

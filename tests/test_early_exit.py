@@ -1,56 +1,47 @@
-"""Early exit: two sessions over one model, whose first layers run once for every token."""
+"""Early exit: two runners on one model, whose first layers run once for every token."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from families import CONTEXT, make_model
-from test_model_runner import InterruptAt, check, random_path, random_tree
+from runner_checks import LLAMA_LIKE, CountedLayers, InterruptAt, check, four_layer_types, random_path, random_tree
 
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_layer import ExitLayer, Predictor
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2")
+
+def early_exit(model: Any, depth: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
+    """Early exit with an untrained exit layer: copies of the target's last layers."""
+    return EarlyExit(model, ExitLayer.of(model, layers), depth, predictor, context_limits=(CONTEXT, None))
 
 
-def four_kinds(family: str) -> dict[str, Any]:
-    """Four layers' kinds of attention, where a family's config lists them."""
-    kinds = getattr(make_model(family).config, "layer_types", None)
-    return {"layer_types": [kinds[position % len(kinds)] for position in range(4)]} if kinds else {}
-
-
-def early_exit(model: Any, after: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
-    """With an untrained exit: copies of the last layers."""
-    return EarlyExit(model, ExitLayer.of(model, layers), after, predictor, context_limits=(CONTEXT, None))
-
-
-def exit_model(model: Any, after: int) -> Any:
-    """What an untrained exit behind layer `after` computes, as a model of its own: the first layers, then the last one."""
+def exit_model(model: Any, depth: int) -> Any:
+    """A model that computes what an untrained exit does: the target's first `depth` layers, then its last one."""
     layers = model.model.layers
     kinds = getattr(model.config, "layer_types", None)
-    changes = {"layer_types": [*kinds[:after], kinds[-1]]} if kinds else {}
-    short = make_model(model.config.model_type, num_hidden_layers=after + 1, **changes)
+    changes = {"layer_types": [*kinds[:depth], kinds[-1]]} if kinds else {}
+    short = make_model(model.config.model_type, num_hidden_layers=depth + 1, **changes)
     state = {name: weight for name, weight in model.state_dict().items() if "layers." not in name}
-    for position, layer in enumerate([*layers[:after], layers[-1]]):
+    for position, layer in enumerate([*layers[:depth], layers[-1]]):
         state |= {f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()}
     short.load_state_dict(state)
     return short
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
-@pytest.mark.parametrize("after", [1, 2])
-def test_both_sessions_say_what_their_models_say_without_a_cache(family: str, after: int) -> None:
-    """Whatever is asked for in whatever order: chains, trees, level by level, commits, other contexts."""
-    model = make_model(family, num_hidden_layers=4, **four_kinds(family))
-    drafts = exit_model(model, after)
-    both = early_exit(model, after)
-    rng = random.Random(f"{family} {after}")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_both_runners_give_the_reference_logits(family: str, depth: int) -> None:
+    """For chains, trees, drafts that grow, commits and other contexts in any order."""
+    model = make_model(family, num_hidden_layers=4, **four_layer_types(family))
+    drafts = exit_model(model, depth)
+    both = early_exit(model, depth)
+    rng = random.Random(f"{family} {depth}")
     context = Context([1, 5, 6, 7])
     for step in range(12):
         if step == 7:
@@ -60,20 +51,20 @@ def test_both_sessions_say_what_their_models_say_without_a_cache(family: str, af
             parents = list(range(-1, len(tokens) - 1))
         grown = range(len(tokens) + 1) if step % 2 and parents == list(range(-1, len(tokens) - 1)) else ()
         for size in grown:
-            rows = both.draft.logits(context, tokens[:size], parents[:size], start=size).logits
-            check(drafts, rows, context, tokens[:size], parents[:size], size)
+            logits = both.draft.logits(context, tokens[:size], parents[:size], start=size).logits
+            check(drafts, logits, context, tokens[:size], parents[:size], size)
         check(drafts, both.draft.logits(context, tokens, parents).logits, context, tokens, parents)
         check(model, both.target.logits(context, tokens, parents).logits, context, tokens, parents)
         context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
-def test_families_that_are_not_built_as_llama_is_are_refused(family: str) -> None:
+def test_families_without_llamas_structure_are_refused(family: str) -> None:
     with pytest.raises(SpecgenError, match=f"early exit needs a model built as Llama is, and {family} is not"):
         early_exit(make_model(family))
 
 
-def test_attention_biases_are_refused() -> None:
+def test_alibi_models_are_refused() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)).eval()
@@ -81,30 +72,15 @@ def test_attention_biases_are_refused() -> None:
         early_exit(model)
 
 
-@pytest.mark.parametrize("after", [0, 3, 4])
-def test_an_exit_that_leaves_nothing_to_verify_with_is_refused(after: int) -> None:
-    with pytest.raises(SpecgenError, match=f"behind layer {after} of 3"):
-        early_exit(make_model("llama"), after)
+@pytest.mark.parametrize("depth", [0, 3, 4])
+def test_an_exit_without_layers_before_or_after_it_is_refused(depth: int) -> None:
+    with pytest.raises(SpecgenError, match=f"after layer {depth} of 3"):
+        early_exit(make_model("llama"), depth)
 
 
-class CountedLayers:
-    """Tokens that each of a model's layers, and an exit's, is run on."""
-
-    def __init__(self, model: Any, layer: ExitLayer) -> None:
-        self.tokens: Counter[str] = Counter()
-        for name, found in [*enumerate(model.model.layers), *((f"exit {i}", own) for i, own in enumerate(layer.layers))]:
-            found.register_forward_pre_hook(self._count(str(name)), with_kwargs=True)
-
-    def _count(self, name: str) -> Any:
-        def count(_: Any, args: Any, __: Any) -> None:
-            self.tokens[name] += args[0].shape[1]
-
-        return count
-
-
-def test_layers_times_tokens_are_the_least_there_can_be() -> None:
-    """Drafts accepted in part, whole or not at all: the first layers run once for each token and each drafted one, verification
-    goes on from layer N, and the exit layer has a token that is drafted last only if it is committed."""
+def test_each_layer_runs_as_few_tokens_as_possible() -> None:
+    """With drafts accepted partly, fully or not at all, the target's layers run each committed and drafted token once, and the
+    exit layer runs the last drafted token only if it is committed."""
     model = make_model("llama", num_hidden_layers=4)
     layer = ExitLayer.of(model)
     both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
@@ -118,11 +94,11 @@ def test_layers_times_tokens_are_the_least_there_can_be() -> None:
         for size in range(4):
             both.draft.logits(context, draft[:size], start=size)
         both.target.logits(context, draft)
-        first += 1 + 4  # the target's own token, and the drafted ones
+        first += 1 + 4  # the correction or bonus token, and the drafted ones
         context.extend([*draft[:accepted], 50 + accepted])
     assert counted.tokens["0"] == counted.tokens["1"] == first
-    assert counted.tokens["2"] == counted.tokens["3"] == first, "each token once, from layer N on"
-    # the exit: the prompt; in each round the target's own token and all drafted ones but the last, which it runs when it stood
+    assert counted.tokens["2"] == counted.tokens["3"] == first, "verification runs each token once in the layers after N"
+    # the exit: the prompt, and per round the correction or bonus token and the drafted ones; the last of these only if accepted
     assert counted.tokens["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
 
 
@@ -140,14 +116,14 @@ def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers() -> Non
     both.draft.logits(context, nodes[:4], parents[:4], start=3)
     both.target.logits(context, nodes, parents)
     assert counted.tokens == {"0": 10, "1": 10, "2": 10, "3": 10, "exit 0": 8}
-    context.extend([8, 10, 20])  # the second branch of the second branch: gathered everywhere
+    context.extend([8, 10, 20])  # the second branch of the second branch: gathered in every cache
     both.draft.logits(context)
     both.target.logits(context)
     assert counted.tokens == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
 
 
 def scripted_calls(both: EarlyExit, context: Context) -> None:
-    """A draft that grows and is taken in part, a tree, its second branch taken, another sequence."""
+    """Draft token by token, commit a part of it, draft a tree, commit its second branch, switch to another context."""
     both.draft.logits(context, [8], start=1)
     both.draft.logits(context, [8, 9], start=2)
     both.target.logits(context, [8, 9, 10])
@@ -179,33 +155,33 @@ def test_an_interruption_at_any_line_leaves_both_usable() -> None:
     assert line > 200
 
 
-def test_long_prompts_are_run_in_chunks_by_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     model = make_model("gemma2")
     layer = ExitLayer.of(model)
     both = EarlyExit(model, layer, 1, context_limits=(CONTEXT, None))
     counted = CountedLayers(model, layer)
     context = Context([1, *range(3, 27)])
-    rows = both.target.logits(context, [8, 9]).logits
-    draft_rows = both.draft.logits(context, [8], start=1).logits
+    logits = both.target.logits(context, [8, 9]).logits
+    draft_logits = both.draft.logits(context, [8], start=1).logits
     assert counted.tokens == {"0": 27, "1": 27, "2": 27, "exit 0": 26}
-    check(model, rows, context, [8, 9], [-1, 0])
-    check(exit_model(model, 1), draft_rows, context, [8], [-1], start=1)
+    check(model, logits, context, [8, 9], [-1, 0])
+    check(exit_model(model, 1), draft_logits, context, [8], [-1], start=1)
 
 
-def test_the_row_that_produced_the_last_token_is_known() -> None:
-    """What Cali-TS's predictor reads: the target's row behind its norm, whichever node of a draft it stood at."""
+def test_the_hidden_state_that_predicted_the_last_token_is_found() -> None:
+    """Cali-TS's predictor needs the target's hidden state after its norm, at whichever node of a draft."""
     model = make_model("llama")
     both = early_exit(model)
     context = Context([1, 5, 6, 7])
-    assert both.target.producing_row(context) is None
+    assert both.target.last_hidden_state(context) is None
     both.target.logits(context)
     context.extend([9])
 
     def hidden(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            rows: torch.Tensor = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state
-        return rows[0, -1]
+            hidden_states: torch.Tensor = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state
+        return hidden_states[0, -1]
 
     for tokens, parents, path in (
         ([8, 9, 10], [-1, 0, 1], [8, 9, 10]),
@@ -213,15 +189,15 @@ def test_the_row_that_produced_the_last_token_is_known() -> None:
         ([8, 9, 10], [-1, 0, 1], []),
         ([8, 9, 10, 11], [-1, -1, 1, 1], [9, 11]),
     ):
-        found = both.target.producing_row(context)
+        found = both.target.last_hidden_state(context)
         assert found is not None
         assert torch.allclose(found, hidden(context.ids[:-1]), atol=1e-4)
         both.target.logits(context, tokens, parents)
         context.extend([*path, 30])
-    assert both.target.producing_row(Context(context.ids)) is None, "another run's context tells nothing"
+    assert both.target.last_hidden_state(Context(context.ids)) is None, "unknown for another run's context"
 
 
-def test_the_predictors_score_is_the_papers_formula() -> None:
+def test_the_acceptance_predictor_computes_the_papers_formula() -> None:
     model = make_model("llama")
     predictor = Predictor(32)
     torch.manual_seed(0)
@@ -230,15 +206,15 @@ def test_the_predictors_score_is_the_papers_formula() -> None:
     predictor.requires_grad_(False)
     both = early_exit(model, predictor=predictor)
     context = Context([1, 5, 6, 7])
-    rows = both.target.logits(context)
-    assert rows.hidden is not None
-    produced = rows.hidden[0].clone()
+    hidden_states = both.target.logits(context).hidden_states
+    assert hidden_states is not None
+    target_hidden = hidden_states[0].clone()
     context.extend([9])
-    assert both.agreement is not None
-    both.agreement.begin(context)
-    drafted = both.draft.logits(context, [8]).hidden
+    assert both.acceptance_predictor is not None
+    both.acceptance_predictor.begin(context)
+    drafted = both.draft.logits(context, [8]).hidden_states
     assert drafted is not None
     for position in (1, 2, 10, 13):
         weights = predictor.target_weights[min(position, 10) - 1], predictor.bias[min(position, 10) - 1]
-        expected = torch.sigmoid(weights[0] @ produced + predictor.draft_weights @ drafted[1] + weights[1])
-        assert torch.allclose(both.agreement.score(drafted[1], position), expected, atol=1e-5)
+        expected = torch.sigmoid(weights[0] @ target_hidden + predictor.draft_weights @ drafted[1] + weights[1])
+        assert torch.allclose(both.acceptance_predictor.score(drafted[1], position), expected, atol=1e-5)

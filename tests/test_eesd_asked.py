@@ -1,4 +1,4 @@
-"""What early exit asks, runs and gives: the predictor's and the policy's questions, layer runs in real runs, the distribution."""
+"""Early exit in drafters: the predictor's and the policy's inputs, tokens run per layer in whole runs, the distribution."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import exit_of, make_model, save
+from runner_checks import CountedLayers
 from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableRunner, p_value
-from test_early_exit import CountedLayers
 
 import specgen
 from specgen import factory, methods
@@ -29,8 +29,8 @@ from specgen.types import Context, Draft, SamplingParams
 DEPTH = 4
 
 
-class TracedSession(TableRunner):
-    """Its hidden rows spell the drafted tokens that they stand behind."""
+class PathRunner(TableRunner):
+    """Its hidden states list the drafted tokens before them."""
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
@@ -38,24 +38,24 @@ class TracedSession(TableRunner):
         paths: list[list[int]] = [[]]
         for node, token in enumerate(draft):
             paths.append([*paths[node if parents is None else parents[node] + 1], token])
-        hidden = torch.tensor([spelled(path) for path in paths[start:]])
+        hidden = torch.tensor([as_hidden(path) for path in paths[start:]])
         return ModelOutput(super().logits(context, draft, parents, start=start).logits, hidden)
 
 
-def spelled(path: Sequence[int]) -> list[float]:
+def as_hidden(path: Sequence[int]) -> list[float]:
     return [float(token) for token in [*path, *[-1] * (DEPTH - len(path))]]
 
 
-class RecordingAgreement:
+class RecordingPredictor:
     def __init__(self) -> None:
         self.contexts: list[list[int]] = []
-        self.asked: list[tuple[list[float], int]] = []
+        self.scored: list[tuple[list[float], int]] = []
 
     def begin(self, context: Context) -> None:
         self.contexts.append(list(context.ids))
 
-    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
-        self.asked.append((draft_row.tolist(), position))
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        self.scored.append((draft_hidden.tolist(), position))
         return torch.tensor(0.1 * position)
 
 
@@ -82,25 +82,25 @@ def entropy(row: torch.Tensor) -> float:
 
 
 def log_prob(runner: TableRunner, path: Sequence[int]) -> float:
-    """Of the path's last token, behind the prompt and the tokens before."""
+    """The log-probability of the path's last token after the prompt and the path's other tokens."""
     return float(runner.row([*PROMPT, *path[:-1]]).log_softmax(dim=-1)[path[-1]])
 
 
-def told(steps: Sequence[DraftedToken]) -> list[tuple[int, float, float, float]]:
+def signals_of(steps: Sequence[DraftedToken]) -> list[tuple[int, float, float, float]]:
     return [(step.position, step.entropy, step.prob, step.agreement) for step in steps]
 
 
 @pytest.mark.parametrize("signals", [{"agreement"}, {"agreement", "entropy"}, {"agreement", "entropy", "prob"}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chain_asks_about_each_token_by_the_row_it_came_from(signals: set[str], temperature: float) -> None:
-    runner, agreement, policy = TracedSession(3), RecordingAgreement(), RecordingPolicy(frozenset(signals))
+def test_a_chain_scores_each_token_by_the_hidden_state_that_predicted_it(signals: set[str], temperature: float) -> None:
+    runner, predictor, policy = PathRunner(3), RecordingPredictor(), RecordingPolicy(frozenset(signals))
     sampling = SamplingParams(temperature=temperature)
-    drafter = ModelDrafter(runner, sampling, frozenset(), VOCAB, 5, agreement=agreement)
+    drafter = ModelDrafter(runner, sampling, frozenset(), VOCAB, 5, agreement=predictor)
     draft = drafter.propose(Context(PROMPT), policy, 9)
     tokens = draft.tokens
     assert len(tokens) == DEPTH
-    assert agreement.contexts == [PROMPT]
-    assert agreement.asked == [(spelled(tokens[:position]), position + 1) for position in range(DEPTH)]
+    assert predictor.contexts == [PROMPT]
+    assert predictor.scored == [(as_hidden(tokens[:position]), position + 1) for position in range(DEPTH)]
     entropies = [entropy(runner.row([*PROMPT, *tokens[:position]])) for position in range(DEPTH)]
     assert draft.entropies == pytest.approx(entropies, abs=1e-5)
     assert [step.position for step in policy.steps] == [1, 2, 3, 4]
@@ -113,7 +113,7 @@ def test_a_chain_asks_about_each_token_by_the_row_it_came_from(signals: set[str]
 
 
 def likeliest_tree(runner: TableRunner, width: int) -> tuple[list[list[int]], list[list[int]]]:
-    """By brute force: the paths of all nodes, and of each level's likeliest."""
+    """By brute force, the paths of all nodes and of the most likely node of each level."""
     frontier: list[tuple[float, list[int]]] = [(0.0, [])]
     nodes, best = [], []
     for _ in range(DEPTH):
@@ -133,28 +133,30 @@ def paths_of(draft: Draft) -> list[list[int]]:
     return paths[1:]
 
 
-def test_a_tree_asks_about_each_levels_likeliest_node_by_the_row_it_came_from() -> None:
+def test_a_tree_scores_each_levels_best_node_by_the_hidden_state_that_predicted_it() -> None:
     from_the_second = 0
     for seed in range(12):
-        runner, agreement = TracedSession(seed, scale=1.0), RecordingAgreement()
+        runner, predictor = PathRunner(seed, scale=1.0), RecordingPredictor()
         policy = RecordingPolicy(frozenset({"agreement", "entropy"}))
-        drafter = TopKTreeDrafter(runner, frozenset(), VOCAB, width=2, agreement=agreement)
+        drafter = TopKTreeDrafter(runner, frozenset(), VOCAB, width=2, agreement=predictor)
         draft = drafter.propose(Context(PROMPT), policy, 9)
         nodes, best = likeliest_tree(runner, 2)
         assert paths_of(draft) == nodes
-        assert agreement.contexts == [PROMPT]
-        assert agreement.asked == [(spelled(path[:-1]), position) for position, path in enumerate(best, 1)]
+        assert predictor.contexts == [PROMPT]
+        assert predictor.scored == [(as_hidden(path[:-1]), position) for position, path in enumerate(best, 1)]
         expected = [
             (position, entropy(runner.row([*PROMPT, *path[:-1]])), math.exp(log_prob(runner, path)), 0.1 * position)
             for position, path in enumerate(best, 1)
         ]
-        for found, wanted in zip(told(policy.steps), expected, strict=True):
+        for found, wanted in zip(signals_of(policy.steps), expected, strict=True):
             assert found == pytest.approx(wanted, abs=1e-5)
         from_the_second += any(before != path[:-1] for before, path in pairwise(best))
-    assert from_the_second, "no level's likeliest node stood behind another than the level before's: nothing was to be mistaken"
+    assert from_the_second, (
+        "in no case was a level's best node the child of another node than the best one, so a mistake would not show"
+    )
 
 
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -164,12 +166,12 @@ def test_a_tree_asks_about_each_levels_likeliest_node_by_the_row_it_came_from() 
         ("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}),
     ],
 )
-def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, settings: dict[str, object]) -> None:
-    """The prompt, each round's own token but the last one's, and what was drafted: each once in each of the target's layers."""
+def test_whole_runs_run_each_token_once_per_layer(tmp_path: Path, depth: int, name: str, settings: dict[str, object]) -> None:
+    """The prompt, the drafted tokens and all correction and bonus tokens but the last run once in each of the target's layers."""
     target = specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path), device="cpu", dtype="float32").target
-    exit_layer = exit_of(target.model, after)
+    exit_layer = exit_of(target.model, depth)
     pair = Pair(target, None, exit_layer=exit_layer)
-    pair.early_exit(methods.find(name))  # it checks the split by running the layers
+    pair.early_exit(methods.find(name))  # runs the layers to check the model's structure
     counted = CountedLayers(target.model, exit_layer.layer)
     ids = [1, 5, 6, 7, 8, 9]
     for sampling in (SamplingParams(24, ignore_eos=True, seed=1), SamplingParams(24, 1.0, ignore_eos=True, seed=1)):
@@ -184,7 +186,7 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, s
 
 
 def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
-    """The chi-square's p-value of a real split model with an untrained exit, on a few tokens."""
+    """The chi-square test's p-value of a model with an untrained exit, on a few tokens."""
     model = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=4)
     made = exit_of(model, 1)
@@ -192,7 +194,9 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = factory.Components(both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.agreement)
+        parts = factory.Components(
+            both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.acceptance_predictor
+        )
         chosen = methods.resolve(method, settings, has_predictor=True)
         decoding = factory.make_run(method, chosen, parts, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)

@@ -1,4 +1,4 @@
-"""Early exit, draft trees and layer skipping give the target's own output, however bad the drafts are."""
+"""Early exit, draft trees and layer skipping give the target's output with bad drafts, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import CONTEXT, exit_of, make_model, plain, save
-from test_early_exit import LLAMA_LIKE, four_kinds
+from runner_checks import LLAMA_LIKE, four_layer_types
 from test_lossless import prompt
 
 import specgen
@@ -38,35 +38,35 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pair]:
-    """A float32 target of four layers without a draft model, with an untrained exit behind layer N."""
+    """A float32 target of four layers without a draft model, with an untrained exit after layer N."""
 
     @cache
     def made(family: str) -> Pair:
         folder: Path = tmp_path_factory.mktemp(family)
-        model = make_model(family, num_hidden_layers=LAYERS, **four_kinds(family))
+        model = make_model(family, num_hidden_layers=LAYERS, **four_layer_types(family))
         return specgen.load(save(model, folder), device="cpu", dtype="float32")
 
     @cache
-    def with_exit(family: str, after: int) -> Pair:
+    def with_exit(family: str, depth: int) -> Pair:
         target = made(family).target
-        return Pair(target, None, exit_layer=exit_of(target.model, after))
+        return Pair(target, None, exit_layer=exit_of(target.model, depth))
 
     return with_exit
 
 
 def exits() -> Iterator[object]:
-    """Every family with one place of the exit, and among the slow tests with the other."""
+    """Every family with one depth of the exit, and in slow tests with the other."""
     for number, family in enumerate(LLAMA_LIKE):
-        for after in (1, LAYERS // 2):
-            yield pytest.param(family, after, marks=() if after == 1 + number % 2 else pytest.mark.slow)
+        for depth in (1, LAYERS // 2):
+            yield pytest.param(family, depth, marks=() if depth == 1 + number % 2 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("family", "after"), list(exits()))
-def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, after: int) -> None:
-    pair = pair_with(family, after)
-    expected = {seed: plain(pair.target.model, prompt(seed), COUNT) for seed in (after, after + 100)}
+@pytest.mark.parametrize(("family", "depth"), list(exits()))
+def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, depth: int) -> None:
+    pair = pair_with(family, depth)
+    expected = {seed: plain(pair.target.model, prompt(seed), COUNT) for seed in (depth, depth + 100)}
     for (name, settings), (seed, tokens) in zip(METHODS.items(), cycle(expected.items()), strict=False):
-        # each finds the caches of another one's run, of another prompt
+        # the caches hold another method's run on another prompt
         result = pair.generate(prompt(seed), name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
         assert result.token_ids == tokens, (name, seed)
 
@@ -89,7 +89,7 @@ def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[[str, int], Pa
 
 
 def every_tree() -> Iterator[object]:
-    """All drafts and widths with one family, one of them with the others; the rest are slow tests."""
+    """All drafts and widths with one family, one draft and width with the others; the rest are slow tests."""
     for family, (draft, width) in product(
         ["llama", "gemma2", "gpt2", "gpt_neox"], [("unrelated", 3), ("near", 2), ("near", 4), ("itself", 2)]
     ):
@@ -110,15 +110,15 @@ def test_trees_of_a_draft_model(pair_of: Callable[[str, str], Pair], family: str
 
 
 def test_a_tree_of_the_target_itself_is_accepted_to_its_leaves(demo_pair: Pair) -> None:
-    """A trained one: where all continuations are about as likely, the greedy path need not be among the two best."""
+    """For a trained target. An untrained one's continuations are so alike that the greedy path need not be among the two best."""
     itself = Pair(demo_pair.target, demo_pair.target)
     result = itself.generate("def add(a, b):\n", "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), width=2, k=4)
     assert [len(round_.verdict.path) for round_ in result.rounds[1:]] == [4] * 6
     assert all(round_.verdict.source == "bonus" for round_ in result.rounds[1:])
 
 
-def test_skipping_nothing_but_a_layer_that_does_nothing_is_accepted_whole(pair_with: Callable[[str, int], Pair]) -> None:
-    """What a skipped layer leaves is the residual: a layer whose parts give nothing may be skipped without any difference."""
+def test_drafts_that_skip_a_layer_without_effect_are_fully_accepted(pair_with: Callable[[str, int], Pair]) -> None:
+    """Skipping a layer leaves the residual stream unchanged, as a layer whose attention and MLP give zeros does."""
     pair = pair_with("llama", 1)
     layer = pair.target.model.model.layers[2]
     kept = [weight.clone() for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)]
@@ -138,7 +138,9 @@ def test_skipping_nothing_but_a_layer_that_does_nothing_is_accepted_whole(pair_w
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_sampled_runs_repeat_with_their_seed_and_methods_take_turns(pair_with: Callable[[str, int], Pair], name: str) -> None:
+def test_sampled_runs_repeat_with_their_seed_after_runs_of_other_methods(
+    pair_with: Callable[[str, int], Pair], name: str
+) -> None:
     pair = pair_with("llama", 1)
     sampling = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=20, seed=5)
     method, settings = name.partition(":")[0], METHODS[name]
@@ -151,7 +153,7 @@ def test_sampled_runs_repeat_with_their_seed_and_methods_take_turns(pair_with: C
     assert pair.generate(prompt(5), method, sampling, **settings).token_ids == first
 
 
-def test_a_models_penalties_hold_for_both_halves(tmp_path: Path) -> None:
+def test_penalties_apply_to_draft_and_target(tmp_path: Path) -> None:
     model = make_model("llama", num_hidden_layers=LAYERS)
     model.generation_config.repetition_penalty = 1.4
     model.generation_config.no_repeat_ngram_size = 2

@@ -1,4 +1,4 @@
-"""Models from a hub: a small server on this machine stands in for it."""
+"""Models from a hub, which a small server on this machine replaces."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TINY = "lab/tiny"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a hub with one model, `lab/tiny`, and one that is gated, `lab/gated`, behind which nothing may be asked."""
+    """The address of a hub with the models `lab/tiny` and `lab/gated`. Tests request the gated one last."""
     folder = Path(save(make_model("llama"), tmp_path_factory.mktemp("hub")))
-    (folder / "pytorch_model.bin").write_bytes(b"never asked for")
-    asked: list[str] = []
+    (folder / "pytorch_model.bin").write_bytes(b"never downloaded")
+    requested: list[str] = []
     too_late: list[bool] = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -36,8 +36,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         def answer(self, body: bool) -> None:
             path = self.path.split("?")[0]
-            too_late.append("lab/gated" in "".join(asked) and "lab/gated" not in path)
-            asked.append(path)
+            too_late.append("lab/gated" in "".join(requested) and "lab/gated" not in path)
+            requested.append(path)
             if path.startswith(f"/api/models/{TINY}/tree/"):
                 tree = [
                     {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": COMMIT} for file in folder.iterdir()
@@ -71,9 +71,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    assert not any(path.endswith(".bin") for path in asked), "weights that can run code are not even downloaded"
-    assert asked
-    assert not any(too_late), "with --offline the hub is not asked"
+    assert not any(path.endswith(".bin") for path in requested), "weights that can run code are not downloaded"
+    assert requested
+    assert not any(too_late), "with --offline the hub gets no requests"
 
 
 def run(hub: str, cache: Path, *commands: Sequence[str]) -> list[Ended]:
@@ -88,7 +88,7 @@ def check_line(ended: Ended, message: str) -> None:
     assert ended.err.count("\n") == 1
 
 
-def test_a_model_is_downloaded_once_and_found_offline_after_that(hub: str, tmp_path: Path) -> None:
+def test_a_model_is_downloaded_once_and_then_found_offline(hub: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     online = ["-t", TINY, "-q", "--trace", str(trace)], ["-t", "lab/none"], ["-t", "lab/gated"]
     offline = ["-t", TINY, "--offline", "-q"], ["-t", "lab/unseen", "--offline"]
@@ -98,7 +98,7 @@ def test_a_model_is_downloaded_once_and_found_offline_after_that(hub: str, tmp_p
     check_line(gated, "lab/gated is gated")
     assert (again.code, again.err) == (0, "")
     assert again.out == first.out
-    check_line(unseen, "the hub was not asked")
-    told = trace.read_text()
-    assert json.loads(told.splitlines()[0])["target"] == TINY
-    assert "hf_secret" not in told
+    check_line(unseen, "the hub was not contacted")
+    written = trace.read_text()
+    assert json.loads(written.splitlines()[0])["target"] == TINY
+    assert "hf_secret" not in written

@@ -1,4 +1,4 @@
-"""An exit layer that was trained here is found by itself: by whom, when, and what happens where it cannot be used."""
+"""An exit layer that was trained on this machine is found without being named, and ignored if it cannot be used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def readiness(*named: str) -> dict[str, object]:
     return found
 
 
-def test_what_is_trained_is_found_with_any_draft(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_trained_exit_is_found_with_any_draft(pair: tuple[str, str], tmp_path: Path) -> None:
     target, draft = pair
     run = ["generate", "abc", "-t", target, "-m", "eesd", "-n", "5"]
     assert called(*run)[0] == 2
@@ -73,14 +73,14 @@ def test_what_is_trained_is_found_with_any_draft(pair: tuple[str, str], tmp_path
     assert '"eesd' in out
 
 
-def test_the_same_weights_by_another_name_find_it(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_the_same_weights_under_another_name_find_it(pair: tuple[str, str], tmp_path: Path) -> None:
     keep_untrained(pair[0])
     (tmp_path / "other").symlink_to(pair[0])
     loaded = specgen.load(str(tmp_path / "other"), device="cpu", dtype="float32")
     assert loaded.exit_layer is not None
 
 
-def test_one_that_cannot_be_used_is_as_good_as_none(pair: tuple[str, str]) -> None:
+def test_an_unusable_exit_counts_as_none(pair: tuple[str, str]) -> None:
     folder = keep_untrained(pair[0])
     weights, description = (folder / WEIGHTS).read_bytes(), (folder / DESCRIPTION).read_text()
     breaks = (
@@ -102,7 +102,7 @@ def test_one_that_cannot_be_used_is_as_good_as_none(pair: tuple[str, str]) -> No
     assert "was trained for" in str(readiness("-t", pair[0])["why"])
 
 
-def test_the_users_own_comes_before_the_bundled_targets(demo_pair: specgen.Pair) -> None:
+def test_the_users_exit_comes_before_the_bundled_one(demo_pair: specgen.Pair) -> None:
     assert demo_pair.exit_layer is not None
     bundled = model_folder(str(demo_pair.target.folder), None, True, False, lambda _: None)
     own = exit_folder("demo/target", weights_fingerprint(bundled))
@@ -110,4 +110,4 @@ def test_the_users_own_comes_before_the_bundled_targets(demo_pair: specgen.Pair)
     save_exit(own, demo_pair.exit_layer.layer, None, described)
     with specgen.load(device="cpu", dtype="float32") as loaded:
         assert loaded.exit_layer is not None
-        assert loaded.exit_layer.after == 2
+        assert loaded.exit_layer.depth == 2

@@ -1,4 +1,4 @@
-"""Perplexity: exact, over caches and chunks, unwarped and without penalties, and absent where there is none."""
+"""Perplexity: equal to that without caches and chunks, at temperature 1 and without penalties; None if undefined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.3, top_k=20, top_p=0.9
 
 
 def uncached(model: torch.nn.Module, tokens: list[int], prompt: list[int] = PROMPT) -> float:
-    """In float64, the whole text in one pass without a cache."""
+    """The log-likelihood of `tokens` in float64, by one forward pass without a cache."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return float(logits.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())
@@ -36,23 +36,23 @@ def check(pair: Pair, result: Result) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_the_models_own_without_a_cache(pair_of: Callable[[str, str], Pair], family: str) -> None:
+def test_perplexity_is_that_without_a_cache(pair_of: Callable[[str, str], Pair], family: str) -> None:
     pair = pair_of(family, "near")
-    for method in ("ar", "mtad"):  # the second finds the first one's caches
+    for method in ("ar", "mtad"):  # the second run finds the caches of the first
         check(pair, pair.generate(PROMPT, method, SAMPLED, perplexity=True))
 
 
 @pytest.mark.parametrize("method", ["ar", "sd", "spectr", "specinfer", "lookup", "mtad", "bild"])
 @pytest.mark.parametrize("sampling", [SAMPLED, SamplingParams(max_new_tokens=20)])
-def test_every_method_has_one_and_lossy_ones_have_it_unasked(
+def test_lossy_methods_always_report_perplexity_and_others_on_request(
     pair_of: Callable[[str, str], Pair], method: str, sampling: SamplingParams
 ) -> None:
     pair = pair_of("llama", "near")
-    asked, unasked = (pair.generate(PROMPT, method, sampling, perplexity=on) for on in (True, False))
-    check(pair, asked)
-    assert asked.token_ids == unasked.token_ids
+    requested, default = (pair.generate(PROMPT, method, sampling, perplexity=on) for on in (True, False))
+    check(pair, requested)
+    assert requested.token_ids == default.token_ids
     lossy = not specgen.METHODS[method].lossless
-    assert unasked.summary["perplexity"] == (asked.summary["perplexity"] if lossy else None)
+    assert default.summary["perplexity"] == (requested.summary["perplexity"] if lossy else None)
     again = pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=20))
     assert again.token_ids == pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=20)).token_ids
 
@@ -69,7 +69,7 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: p
     assert sum(run) == len(PROMPT) + len(tokens) - 1
 
 
-def test_penalties_have_no_part_in_it(tmp_path: Path) -> None:
+def test_penalties_do_not_change_perplexity(tmp_path: Path) -> None:
     model = make_model("llama")
     model.generation_config.repetition_penalty = 1.8
     folder = save(model, tmp_path / "target")
@@ -78,7 +78,7 @@ def test_penalties_have_no_part_in_it(tmp_path: Path) -> None:
     check(pair, pair.generate(PROMPT, "mtad", SamplingParams(max_new_tokens=20)))
 
 
-def test_nothing_and_no_number_are_none() -> None:
+def test_perplexity_of_no_tokens_or_beyond_floats_is_none() -> None:
     summary = Summary("mtad")
     summary.add_log_likelihood(0.0)
     assert summary.perplexity is None, "no tokens"
@@ -91,7 +91,7 @@ def test_nothing_and_no_number_are_none() -> None:
         json.dumps(summary.as_dict("", "length"), allow_nan=False)
 
 
-def test_several_runs_are_weighed_by_their_tokens() -> None:
+def test_runs_are_weighted_by_their_tokens() -> None:
     summary = Summary("ar")
     summary.token_ids = [1] * 10
     for tokens, perplexity in ((8, 2.0), (2, 4.0)):
@@ -99,7 +99,7 @@ def test_several_runs_are_weighed_by_their_tokens() -> None:
     assert summary.perplexity == pytest.approx(2 ** ((8 + 2 * 2) / 10))
 
 
-def test_the_command_line_tells_it(
+def test_generate_reports_perplexity(
     pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def call(*arguments: str) -> tuple[str, str]:

@@ -1,67 +1,29 @@
-"""The cache addressed by content: whatever is asked for, in whatever order, is what the model says without a cache."""
+"""Model runners: calls in any order give the logits of forward passes without a cache."""
 
 from __future__ import annotations
 
 import random
-import sys
-from typing import Any
 
 import pytest
 import torch
 from families import CONTEXT, FAMILIES, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runner_checks import TOLERANCE, CountedTokens, InterruptAt, check, random_path, random_tree
 
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
-TOLERANCE = 2e-4
-
-
-def uncached(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-
-
-def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, tokens[node])
-        node = parents[node]
-    return path
-
-
-def check(model: Any, rows: torch.Tensor, context: Context, tokens: list[int], parents: list[int], start: int = 0) -> None:
-    assert rows.shape[0] == len(tokens) + 1 - start
-    for row in range(start, len(tokens) + 1):
-        expected = uncached(model, context.ids + path_to(tokens, parents, row - 1))
-        assert torch.allclose(rows[row - start], expected, atol=TOLERANCE, rtol=1e-4), row
-
-
-def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int]]:
-    return [rng.randrange(3, 40) for _ in range(size)], [rng.randrange(-1, node) for node in range(size)]
-
-
-def random_path(rng: random.Random, parents: list[int]) -> list[int]:
-    path: list[int] = []
-    node = -1
-    while children := [child for child, parent in enumerate(parents) if parent == node]:
-        if rng.random() < 0.25:
-            break
-        node = rng.choice(children)
-        path.append(node)
-    return path
-
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chains_trees_and_commits_in_any_order_give_the_reference_logitss(family: str) -> None:
+def test_chains_trees_and_commits_in_any_order_give_the_reference_logits(family: str) -> None:
     model = make_model(family)
     runner = ModelRunner(model, CONTEXT)
     rng = random.Random(family)
     context = Context([1, 5, 6, 7])
     for step in range(14):
-        if step == 8:  # another sequence, which shares its beginning with what is cached
+        if step == 8:  # another sequence that shares its beginning with the cached one
             context = Context([*context.ids[:6], 9, 9])
         tokens, parents = random_tree(rng, rng.randrange(0, 7))
         if step % 3 == 0:
@@ -72,7 +34,7 @@ def test_chains_trees_and_commits_in_any_order_give_the_reference_logitss(family
 
 @settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_any_sequence_of_calls_on_one_session(rng: random.Random) -> None:
+def test_any_sequence_of_calls_on_one_runner(rng: random.Random) -> None:
     model = MODEL
     runner = ModelRunner(model, CONTEXT)
     contexts = [Context([1, 4, 5]), Context([1, 4, 9, 9])]
@@ -86,25 +48,14 @@ def test_any_sequence_of_calls_on_one_session(rng: random.Random) -> None:
 MODEL = make_model("llama", num_hidden_layers=2)
 
 
-class CountingModel:
-    """Counts the tokens that a model is run on."""
-
-    def __init__(self, model: Any) -> None:
-        self.tokens = 0
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, _: Any, args: Any, kwargs: Any) -> None:
-        self.tokens += (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape[1]
-
-
 def test_a_chain_that_grows_runs_each_token_once() -> None:
     model = make_model("llama")
-    counted = CountingModel(model)
+    counted = CountedTokens(model)
     runner = ModelRunner(model, CONTEXT)
     context, chain = Context([1, 5, 6, 7]), []
     for token in (8, 9, 10, 11):
-        rows = runner.logits(context, chain, start=len(chain)).logits
-        assert rows.shape[0] == 1
+        logits = runner.logits(context, chain, start=len(chain)).logits
+        assert logits.shape[0] == 1
         chain.append(token)
     assert counted.tokens == 4 + 3
     context.extend([8, 9, 30])  # two accepted, then a correction
@@ -114,28 +65,28 @@ def test_a_chain_that_grows_runs_each_token_once() -> None:
 
 def test_a_tree_grows_level_by_level_and_its_path_is_kept() -> None:
     model = make_model("llama")
-    counted = CountingModel(model)
+    counted = CountedTokens(model)
     runner = ModelRunner(model, CONTEXT)
     context = Context([1, 5, 6])
     runner.logits(context)
     first, both = [7, 8], [7, 8, 9, 10, 11]
-    rows = runner.logits(context, first, [-1, -1], start=1).logits
-    check(model, rows, context, first, [-1, -1], start=1)
+    logits = runner.logits(context, first, [-1, -1], start=1).logits
+    check(model, logits, context, first, [-1, -1], start=1)
     counted.tokens = 0  # what `check` ran
     parents = [-1, -1, 1, 1, 0]
-    rows = runner.logits(context, both, parents, start=3).logits
+    logits = runner.logits(context, both, parents, start=3).logits
     assert counted.tokens == 3
-    check(model, rows, context, both, parents, start=3)
-    context.extend([8, 10, 12])  # the second branch: its rows are gathered, only the last token is new
+    check(model, logits, context, both, parents, start=3)
+    context.extend([8, 10, 12])  # the second branch: its cache entries are gathered, only the last token is new
     counted.tokens = 0
-    rows = runner.logits(context).logits
+    logits = runner.logits(context).logits
     assert counted.tokens == 1
-    check(model, rows, context, [], [])
+    check(model, logits, context, [], [])
 
 
-def test_the_same_call_twice_runs_only_what_its_rows_need() -> None:
+def test_the_same_call_twice_runs_only_what_its_logits_need() -> None:
     model = make_model("llama")
-    counted = CountingModel(model)
+    counted = CountedTokens(model)
     runner = ModelRunner(model, CONTEXT)
     context = Context([1, 5, 6, 7])
     first = runner.logits(context, [8, 9]).logits.clone()
@@ -144,7 +95,7 @@ def test_the_same_call_twice_runs_only_what_its_rows_need() -> None:
     assert counted.tokens == 3
 
 
-def test_an_interrupted_pass_leaves_the_session_usable() -> None:
+def test_an_interrupted_forward_pass_leaves_the_runner_usable() -> None:
     model = make_model("llama")
     runner = ModelRunner(model, CONTEXT)
     context = Context([1, 5, 6, 7])
@@ -157,7 +108,7 @@ def test_an_interrupted_pass_leaves_the_session_usable() -> None:
     check(model, runner.logits(context, [11, 13]).logits, context, [11, 13], [-1, 0])
 
 
-def test_an_interrupted_gather_leaves_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_gather_leaves_the_runner_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     runner = ModelRunner(model, CONTEXT)
     context = Context([1, 5, 6, 7])
@@ -171,31 +122,8 @@ def test_an_interrupted_gather_leaves_the_session_usable(monkeypatch: pytest.Mon
     check(model, runner.logits(context).logits, context, [], [])
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt before the n-th line of the session's or the cache's code, as Ctrl-C may."""
-
-    def __init__(self, line: int) -> None:
-        self.left = line
-
-    def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("model_runner.py", "cached_prefix.py", "kv_cache.py", "early_exit.py")):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self) -> InterruptAt:
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-
 def scripted_calls(runner: ModelRunner, context: Context) -> None:
-    """A chain that grows, a commit, a tree, its second branch taken, another sequence."""
+    """Draft a chain token by token, commit a part of it, draft a tree, commit its second branch, switch to another context."""
     runner.logits(context, [8])
     runner.logits(context, [8, 9], start=1)
     context.extend([8, 30])
@@ -205,7 +133,7 @@ def scripted_calls(runner: ModelRunner, context: Context) -> None:
     runner.logits(Context([*context.ids[:5], 3, 3]))
 
 
-def test_an_interruption_at_any_line_leaves_the_session_usable() -> None:
+def test_an_interruption_at_any_line_leaves_the_runner_usable() -> None:
     line, finished = 0, False
     while not finished:
         line += 1 if line < 20 else 7
@@ -231,7 +159,7 @@ def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     check(model, runner.logits(context, [8, 9]).logits, context, [8, 9], [-1, 0])
 
 
-def test_buffers_grow_and_keep_their_rows() -> None:
+def test_buffers_grow_and_keep_their_entries() -> None:
     model = make_model("llama")
     runner = ModelRunner(model, CONTEXT)
     context = Context([1, 5])
@@ -256,7 +184,7 @@ def test_reserved_buffers_are_made_once_and_never_copied() -> None:
     assert [layer.keys.data_ptr() for layer in runner._cache.layers] == buffers
 
 
-def test_attention_biases_take_chains_and_refuse_trees() -> None:
+def test_alibi_models_run_chains_and_refuse_trees() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Loading, refusals, penalties, limits, tokenizers."""
+"""Loading models: refused models, penalties, context limits, devices, tokenizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen.engine.devices import pick_device, pick_dtype, pick_threads
-from specgen.engine.model_loading import _context_limits
+from specgen.engine.model_loading import context_limits
 from specgen.engine.tokenizer import Detokenizer
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
@@ -49,7 +49,7 @@ def test_penalties_are_applied_as_transformers_does(models_folder: Path, penalty
 
 
 @pytest.mark.parametrize("field", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"forced_eos_token_id": 2}])
-def test_what_speculation_cannot_honour_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
+def test_unsupported_generation_settings_are_refused(tmp_path: Path, field: dict[str, Any]) -> None:
     model = make_model("llama")
     model.generation_config = GenerationConfig(eos_token_id=2, **field)
     save(model, tmp_path)
@@ -57,7 +57,7 @@ def test_what_speculation_cannot_honour_is_refused(tmp_path: Path, field: dict[s
         specgen.load(str(tmp_path), device="cpu")
 
 
-def test_sampling_fields_of_a_model_are_not_taken_over(tmp_path: Path) -> None:
+def test_the_sampling_settings_of_a_generation_config_are_ignored(tmp_path: Path) -> None:
     model = make_model("llama")
     expected = plain(model, [1, 5, 6], 20)
     model.generation_config = GenerationConfig(eos_token_id=2, do_sample=True, temperature=1.7, top_k=3, top_p=0.4)
@@ -67,7 +67,7 @@ def test_sampling_fields_of_a_model_are_not_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 32, VOCAB + 40])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padded_vocabularies_differ_and_the_pair_works(tmp_path: Path, draft_vocab: int, temperature: float) -> None:
+def test_vocabularies_padded_to_different_sizes_work(tmp_path: Path, draft_vocab: int, temperature: float) -> None:
     target = make_model("llama", seed=4)
     draft = make_model("llama", seed=5, vocab_size=draft_vocab)
     pair = specgen.load(save(target, tmp_path / "t"), save(draft, tmp_path / "d"), device="cpu", dtype="float32")
@@ -77,7 +77,7 @@ def test_padded_vocabularies_differ_and_the_pair_works(tmp_path: Path, draft_voc
         assert result.token_ids == plain(target, [1, 5, 6], 30)
 
 
-def test_tokenizers_are_compared_not_their_sizes(tmp_path: Path) -> None:
+def test_tokenizers_are_compared_by_their_tokens(tmp_path: Path) -> None:
     model = make_model("llama")
     target = save(model, tmp_path / "t")
     others = {
@@ -92,7 +92,7 @@ def test_tokenizers_are_compared_not_their_sizes(tmp_path: Path) -> None:
     more = [*many, "<one_more>"]
     big = make_model("llama", vocab_size=400)
     pair = specgen.load(save(big, tmp_path / "many", make_tokenizer(many)), save(big, tmp_path / "more", make_tokenizer(more)))
-    assert pair.draft is not None, "a few added tokens are no other tokenizer"
+    assert pair.draft is not None, "a few added tokens are accepted"
 
 
 def test_recurrent_models_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_recurrent_models_and_encoder_decoders_are_refused(tmp_path: Path) -> No
         specgen.load(str(hybrid), device="cpu")
 
 
-def test_eager_attention_is_exact_too(models_folder: Path) -> None:
-    """Gemma 2's caps make it fall back to eager attention, which would add a boolean mask as numbers."""
+def test_eager_attention_gives_the_reference_output(models_folder: Path) -> None:
+    """Gemma 2 uses eager attention, which would add a boolean mask as numbers."""
     model = make_model("gemma2", seed=6)
     pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32")
     pair.target.model.set_attn_implementation("eager")
@@ -119,7 +119,7 @@ def test_eager_attention_is_exact_too(models_folder: Path) -> None:
     assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
 
 
-def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 4,
@@ -130,13 +130,13 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatc
     changes = {"original_max_position_embeddings": 32, "rope_parameters": factors | {"original_max_position_embeddings": 32}}
     model = make_model("phi3", sliding_window=None, **changes)
     pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32")
-    assert _context_limits(pair.target.model.config) == (CONTEXT, 32)
+    assert context_limits(pair.target.model.config) == (CONTEXT, 32)
     short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
     assert short.context_ends
-    assert short.run.limit == 13, "the token behind the boundary is never run"
+    assert short.run.limit == 13, "the token after the boundary is never run"
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
-    for length in (36, 15, 60, 32, 33, 31, 20):  # beginnings of one another: nothing is shared across the change
+    for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
         limit = min(40, pair.target.limit_for(length) - length)
         expected = plain(model, text[:length], limit)
         assert pair.generate(text[:length], "lookup", SamplingParams(max_new_tokens=40)).token_ids == expected, length
@@ -146,7 +146,7 @@ def test_longrope_runs_stay_on_one_side_of_the_change(tmp_path: Path, monkeypatc
     ("speedups", "chosen"),
     [({1: 1.0, 2: 1.1, 4: 1.15}, 1), ({1: 1.0, 2: 1.5, 4: 1.6}, 2), ({1: 1.0, 2: 1.9, 4: 3.5}, 4), ({1: 9.0, 2: 3.0, 4: 1.0}, 1)],
 )
-def test_the_fewest_threads_that_are_nearly_the_fastest(
+def test_the_fewest_threads_that_are_nearly_the_fastest_are_chosen(
     monkeypatch: pytest.MonkeyPatch, speedups: dict[int, float], chosen: int
 ) -> None:
     clock, threads = [0.0], [4]
@@ -158,12 +158,12 @@ def test_the_fewest_threads_that_are_nearly_the_fastest(
     assert threads == [chosen]
 
 
-def test_a_users_own_number_of_threads_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     pick_threads(lambda: pytest.fail("nothing to time"))
 
 
-def test_devices_and_dtypes_that_are_not_there() -> None:
+def test_unknown_devices_and_dtypes_are_refused() -> None:
     for name in ("gpu", "xpu", "cuda:-1"):
         with pytest.raises(SpecgenError):
             pick_device(name)
@@ -185,7 +185,7 @@ def test_cuda_gives_the_same_tokens_as_transformers_there(method: str) -> None:
     assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == output[0, len(ids) :].tolist()
 
 
-def test_what_does_not_keep_a_cache_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_models_without_a_usable_cache_are_refused_when_loaded(tmp_path: Path) -> None:
     from transformers import BertConfig, BertLMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
     shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -198,7 +198,7 @@ def test_what_does_not_keep_a_cache_is_refused_when_it_is_loaded(tmp_path: Path)
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 6, VOCAB + 10])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_penalties_and_padded_vocabularies_go_together(tmp_path: Path, draft_vocab: int, temperature: float) -> None:
+def test_penalties_work_with_padded_vocabularies(tmp_path: Path, draft_vocab: int, temperature: float) -> None:
     target, draft = make_model("llama", seed=4), make_model("llama", seed=5, vocab_size=draft_vocab)
     penalties = {"bad_words_ids": [[5], [VOCAB - 1]], "repetition_penalty": 1.2, "suppress_tokens": [VOCAB - 2]}
     target.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalties)
@@ -211,7 +211,7 @@ def test_penalties_and_padded_vocabularies_go_together(tmp_path: Path, draft_voc
             assert result.token_ids == expected
 
 
-def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -229,7 +229,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_incremental_text_is_the_whole_text_and_never_half_a_character(demo_pair: Pair, text: str) -> None:
+def test_incremental_text_is_the_whole_text_in_complete_characters(demo_pair: Pair, text: str) -> None:
     prompt, ids = demo_pair.tokenizer.encode("x ="), demo_pair.tokenizer.encode(text)[1:]
     detokenizer = demo_pair.tokenizer.detokenizer(prompt)
     pieces = [detokenizer.push(token) for token in ids]
@@ -237,17 +237,17 @@ def test_incremental_text_is_the_whole_text_and_never_half_a_character(demo_pair
     assert "".join(pieces) + detokenizer.flush() == text
 
 
-def test_invalid_bytes_do_not_hold_the_text_back_for_ever(demo_pair: Pair) -> None:
+def test_invalid_bytes_hold_back_only_a_few_tokens(demo_pair: Pair) -> None:
     vocabulary = demo_pair.tokenizer.vocabulary()
     continuation = next(vocabulary[token] for token in ("¡", "¢", "£", "Ģ") if token in vocabulary)  # a lone UTF-8 tail byte
     detokenizer = demo_pair.tokenizer.detokenizer([])
     pieces = [detokenizer.push(continuation) for _ in range(12)]
-    assert "".join(pieces), "shown as replacement characters in the end"
+    assert "".join(pieces), "shown as replacement characters"
     letter = demo_pair.tokenizer.encode("a")[-1]
     assert (detokenizer.push(letter) + detokenizer.flush()).endswith("a")
 
 
-def test_tokens_that_straddle_characters_lose_none() -> None:
+def test_tokens_that_end_inside_characters_lose_no_text() -> None:
     data = "日本語テキスト、日本".encode()
     for sizes in ([1], [2], [4], [1, 3], [2, 2, 1], [5, 1]):
         parts, position, turn = [], 0, 0
@@ -262,7 +262,7 @@ def test_tokens_that_straddle_characters_lose_none() -> None:
         assert "".join(map(detokenizer.push, range(len(parts)))) + detokenizer.flush() == data.decode(), sizes
 
 
-def test_leading_spaces_survive_tokenizers_that_strip_them() -> None:
+def test_leading_spaces_are_kept_if_the_tokenizer_strips_them() -> None:
     words = {0: "▁Hello", 1: "▁world", 2: "!"}
 
     def decode(ids: Any) -> str:
@@ -272,7 +272,7 @@ def test_leading_spaces_survive_tokenizers_that_strip_them() -> None:
     assert [detokenizer.push(token) for token in (1, 2, 0)] == [" world", "!", " Hello"]
 
 
-def test_second_runs_reuse_the_prompt_and_forget_drops_it(pair_of: Callable[[str, str], Pair]) -> None:
+def test_a_second_run_reuses_the_cached_prompt_until_forget(pair_of: Callable[[str, str], Pair]) -> None:
     pair = pair_of("llama", "near")
     seen: list[int] = []
     handle = pair.target.model.register_forward_pre_hook(

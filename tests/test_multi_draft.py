@@ -30,7 +30,7 @@ Distribution = dict[tuple[int, ...], float]
 class Small(TableRunner):
     """A table of three tokens; `zero` cuts one of them out of each row, as top-k would."""
 
-    vocab_size = known_ids = SIZE
+    vocab_size = num_embeddings = SIZE
 
     def __init__(self, seed: int, *, zero: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -303,9 +303,9 @@ def test_one_draft_is_speculative_sampling() -> None:
 
 @pytest.mark.parametrize("name", ["mtad", "bild", "spectr", "specinfer"])
 def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None:
-    def length(context_limit: int, known_ids: int, limit: int) -> int:
+    def length(context_limit: int, num_embeddings: int, limit: int) -> int:
         runner = TableRunner(2)
-        runner.context_limit, runner.known_ids = context_limit, known_ids
+        runner.context_limit, runner.num_embeddings = context_limit, num_embeddings
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
         parts = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ class RandomSession:
     device = torch.device("cpu")
 
     def __init__(self, vocabulary: int, seed: int, noise: float = 0.0) -> None:
-        self.vocab_size = self.known_ids = vocabulary
+        self.vocab_size = self.num_embeddings = vocabulary
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randn(vocabulary, vocabulary, generator=generator)
         other = torch.randn(vocabulary, vocabulary, generator=generator)

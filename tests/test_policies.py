@@ -172,7 +172,7 @@ class ScriptedSession:
     device = torch.device("cpu")
 
     def __init__(self, vocab_size: int = 10, context_limit: int = 100, certainty: float = 8.0) -> None:
-        self.vocab_size = self.known_ids = vocab_size
+        self.vocab_size = self.num_embeddings = vocab_size
         self.context_limit, self.certainty = context_limit, certainty
 
     def logits(

@@ -16,7 +16,7 @@ import specgen
 from specgen import demo, factory, methods
 from specgen.cli.app import main
 from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
-from specgen.engine.exit_layer import check_split
+from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.timing import time_passes
 from specgen.settings import Setting
@@ -97,7 +97,7 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
     assert report.target.cache_bytes == held / 10
     needing = {name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer}
     try:
-        check_split(pair.target.model)
+        check_llama_structure(pair.target.model)
         assert report.methods["eesd"].hint == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
     except specgen.SpecgenError:
         needing.add("selfsd")

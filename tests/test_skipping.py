@@ -1,4 +1,4 @@
-"""Layer skipping: what is left out, whose cache is read, and the search for what to leave out."""
+"""Layer skipping: the skipped parts, the shared cache, and the search for the layers to skip."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import CONTEXT, make_model, save
-from test_early_exit import LLAMA_LIKE, four_kinds
-from test_model_runner import TOLERANCE, check
+from runner_checks import LLAMA_LIKE, TOLERANCE, check, four_layer_types
 
 import specgen
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
@@ -23,7 +22,7 @@ from specgen.skip_search import search_skips
 from specgen.types import Context, SamplingParams
 
 
-def test_skips_are_read_and_written() -> None:
+def test_skipped_layers_are_parsed_and_printed() -> None:
     skips = SkippedLayers.parse("3+5a+7m+5m", 8)
     assert skips == SkippedLayers(frozenset({3, 5}), frozenset({3, 5, 7}))
     assert str(skips) == "3+5+7m"
@@ -33,30 +32,30 @@ def test_skips_are_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("text", "named"), [("", "skip is ''"), ("3,5", "3,5"), ("8", "layer 8"), ("-1", "skip is '-1'"), ("2x", "2x"), ("1+", "1+")]
 )
-def test_a_mistake_in_skips_is_named(text: str, named: str) -> None:
+def test_mistakes_in_skip_are_reported(text: str, named: str) -> None:
     with pytest.raises(SpecgenError, match=named.replace("+", r"\+")):
         SkippedLayers.parse(text, 8)
 
 
 def skipped(model: Any, skips: SkippedLayers) -> Any:
-    """The model with the weights that lead out of what is skipped set to zero: the same thing, all layers run."""
-    quiet = copy.deepcopy(model)
+    """A model that computes the same with all layers: the output weights of the skipped parts are zero."""
+    zeroed = copy.deepcopy(model)
     with torch.no_grad():
-        for number, layer in enumerate(quiet.model.layers):
+        for number, layer in enumerate(zeroed.model.layers):
             if number in skips.attention:
                 layer.self_attn.o_proj.weight.zero_()
             if number in skips.mlp:
                 layer.mlp.down_proj.weight.zero_()
-    return quiet
+    return zeroed
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 @pytest.mark.parametrize("skip", ["0", "2a", "1m", "1+3a+2m"])
-def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> None:
-    """Behind rows of the whole model: so the expected row comes from one pass of the quiet model over the target's own cache."""
-    model = make_model(family, num_hidden_layers=4, **four_kinds(family))
+def test_drafts_read_the_targets_cache(family: str, skip: str) -> None:
+    """The committed tokens' cache entries are the whole model's, so the expected logits come from such a cache."""
+    model = make_model(family, num_hidden_layers=4, **four_layer_types(family))
     skips = SkippedLayers.parse(skip, 4)
-    quiet = skipped(model, skips)
+    zeroed = skipped(model, skips)
     target = ModelRunner(model, CONTEXT)
     runner = LayerSkippingRunner(target, model, skips)
     rng = random.Random(skip)
@@ -65,18 +64,18 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
     for _ in range(4):
         context.extend([rng.randrange(3, 40)])
         tokens = [rng.randrange(3, 40) for _ in range(3)]
-        expected = over_the_targets_rows(model, quiet, context, tokens)
-        rows = [runner.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
-        assert torch.allclose(torch.stack(rows), expected, atol=TOLERANCE, rtol=1e-4)
+        expected = logits_on_targets_cache(model, zeroed, context, tokens)
+        grown = [runner.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
+        assert torch.allclose(torch.stack(grown), expected, atol=TOLERANCE, rtol=1e-4)
         assert torch.allclose(runner.logits(context, tokens).logits, expected, atol=TOLERANCE, rtol=1e-4)
         check(model, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
         context.extend(tokens[: rng.randrange(4)])
 
 
-@torch.inference_mode()  # as the sessions' caches may be made
-def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list[int]) -> torch.Tensor:
-    """The quiet model's rows behind keys and values that the whole model made of all tokens but the context's last."""
-    whole, part = ModelRunner(model, CONTEXT), ModelRunner(quiet, CONTEXT)
+@torch.inference_mode()  # the runners' caches are inference tensors
+def logits_on_targets_cache(model: Any, zeroed: Any, context: Context, tokens: list[int]) -> torch.Tensor:
+    """The logits of the model with zeroed weights, after keys and values that the whole model computed for `context.ids[:-1]`."""
+    whole, part = ModelRunner(model, CONTEXT), ModelRunner(zeroed, CONTEXT)
     past = Context(context.ids[:-1])
     whole.logits(past)
     part.logits(past)
@@ -88,7 +87,7 @@ def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
-def test_other_families_are_refused(family: str) -> None:
+def test_families_without_llamas_structure_are_refused(family: str) -> None:
     model = make_model(family)
     with pytest.raises(SpecgenError, match=f"layer skipping needs a model built as Llama is, and {family} is not"):
         LayerSkippingRunner(ModelRunner(model, CONTEXT), model, SkippedLayers.parse("1", 3))
@@ -106,7 +105,7 @@ def pair(tmp_path: Path) -> Pair:
     return specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path / "target"), device="cpu", dtype="float32")
 
 
-def test_a_search_is_kept_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_result_is_cached_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.preparation.SEARCH_SECONDS", 0.0)
     sampling = SamplingParams(max_new_tokens=12)
     pair.prepare([1, 5, 6], "selfsd", sampling)
@@ -121,7 +120,7 @@ def test_a_search_is_kept_for_this_machine(pair: Pair, monkeypatch: pytest.Monke
     assert pair.generate([1, 5, 6], "selfsd", sampling).token_ids == expected
 
 
-def test_the_search_takes_what_is_measured_to_be_faster() -> None:
+def test_the_search_finds_the_fastest_layers() -> None:
     """With a speed that is highest at a known set, the search finds that set, whatever its first guesses are."""
     wanted = SkippedLayers.parse("1a+2+3m", 4)
 

@@ -11,7 +11,7 @@ import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
 from training_helpers import TINY, Recorder, corpus_of, opened
 
-from specgen.engine.exit_layer import decoder_of
+from specgen.engine.decoder_layers import decoder_of
 from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import ExitTrainingTask, train_exit
 from specgen.training.generated_text import GeneratedText, GeneratedTextStore, generate_texts

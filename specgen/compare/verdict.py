@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-FLOAT32_TIE = 1e-3  # logits; forward passes of different widths round differently, in float32 by less than this
-NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # as a share of the largest logit
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -103,6 +100,8 @@ def judge(
     pair: Pair, prompt_index: int, repeat: int, prompt_ids: Sequence[int], reference: Sequence[int], other: Sequence[int]
 ) -> Difference | None:
     """Compare an answer with plain decoding's; at the first difference one uncached pass of the target scores both tokens."""
+    from specgen.engine.tolerances import FLOAT32_TIE, tie_threshold
+
     position = first_difference(reference, other)
     if position is None:
         return None
@@ -113,8 +112,3 @@ def judge(
     gap = float(logits[reference_id] - logits[token_id])
     threshold = tie_threshold(pair.target.dtype_name, float(logits.max()))
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)
-
-
-def tie_threshold(dtype: str, largest: float) -> float:
-    """The gap between two logits that rounding explains, where `largest` is the largest logit at that position."""
-    return NARROW_TIES[dtype] * abs(largest) if dtype in NARROW_TIES else FLOAT32_TIE

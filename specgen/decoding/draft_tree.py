@@ -42,12 +42,12 @@ class DraftTree:
         found = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
         rows = found.logits[:, : self._vocab_size]
         self._rows.append(rows)
-        self.hidden = found.hidden
+        self.hidden = found.hidden_states
         positions = [node - first for node in nodes]
         if positions == list(range(rows.shape[0])):
             return rows
         selected = torch.tensor(positions, device=rows.device)
-        self.hidden = None if found.hidden is None else found.hidden[selected]
+        self.hidden = None if found.hidden_states is None else found.hidden_states[selected]
         return rows[selected]
 
     def logits(self, nodes: Sequence[int]) -> torch.Tensor:

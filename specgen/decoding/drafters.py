@@ -33,14 +33,14 @@ class AcceptancePredictor(Protocol):
         """A draft behind this context begins."""
         ...
 
-    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
         """theta_M [] of the token at `place` (from 1) that came from the hidden row [width]."""
         ...
 
 
 def room(runner: DraftRunner, context: Context, limit: int) -> int:
     """How many tokens there may be behind the context: none where it holds one that the draft model does not know."""
-    return 0 if context.largest_id >= runner.known_ids else min(limit, runner.context_limit - len(context))
+    return 0 if context.largest_id >= runner.num_embeddings else min(limit, runner.context_limit - len(context))
 
 
 class ModelDrafterBase:
@@ -105,7 +105,9 @@ class ModelDrafter(ModelDrafterBase):
         reason = "length"
         while len(chain.tokens) < limit:
             rows = self._runner.logits(context, tokens, start=len(tokens))
-            score = None if asked is None or rows.hidden is None else asked.score(rows.hidden[0], len(chain.tokens) + 1)
+            score = (
+                None if asked is None or rows.hidden_states is None else asked.score(rows.hidden_states[0], len(chain.tokens) + 1)
+            )
             step = chain.append(rows.logits[0, : self._vocab_size], score)
             tokens.append(chain.tokens[-1])
             if chain.tokens[-1] in self._eos_ids:

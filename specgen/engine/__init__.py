@@ -1,1 +1,1 @@
-"""Models and their tokenizers: loading, sessions, caches, masks."""
+"""Models and their tokenizers: loading, running with a KV cache, early exit and layer skipping."""

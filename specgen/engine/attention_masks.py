@@ -1,4 +1,7 @@
-"""Masks and positions of a pass over committed tokens and a draft tree behind them."""
+"""Attention masks of forward passes over committed tokens and a draft tree after them.
+
+Masks are additive: eager attention adds a mask, a boolean one too, which would be silently wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from typing import Any
 
 import torch
 
-_FEW_ROWS = 64
+Mask = torch.Tensor | dict[str, torch.Tensor] | None
+
+_MAX_BUFFERED = 64  # tokens per forward pass
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Each node's distance from the context's end, 0 for the first level."""
+    """Each tree node's depth, 0 for the children of the context."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -22,49 +27,50 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 class ChainMasks:
-    """Additive masks for a few rows behind a long past: every row sees the past, and the rows up to its own.
+    """Causal masks for a few tokens after a long past, made at a cost that does not grow with the past.
 
-    Additive, because eager attention adds a mask, a boolean one too, and would be silently wrong. The past's zeros are made once,
-    and only the corner is written anew, so that a round costs nothing that grows with the context. A mask lasts until the next.
+    All masks are views of one buffer of zeros, in which only the corner of the new tokens is rewritten. A mask is valid until the
+    next call.
     """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, 0)
-        self._corner: torch.Tensor | None = None  # where the last mask was not zero
-        self._triangle = lru_cache(maxsize=128)(_triangle)  # not shared: two models may run on streams of their own
+        self._corner: torch.Tensor | None = None  # the part of the buffer that the last mask set
+        self._triangle = lru_cache(maxsize=128)(_triangle)  # one per instance: two models may run on different CUDA streams
 
-    def __call__(self, past: int, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The mask [1, 1, rows, past + rows]."""
-        if rows > _FEW_ROWS:
-            mask = torch.zeros(rows, past + rows, dtype=dtype, device=device)
-            mask[:, past:] = self._triangle(rows, dtype, device)
+    def __call__(self, past: int, new: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The mask [1, 1, new, past + new]: each of the `new` tokens sees the past, itself and the new ones before it."""
+        if new > _MAX_BUFFERED:
+            mask = torch.zeros(new, past + new, dtype=dtype, device=device)
+            mask[:, past:] = self._triangle(new, dtype, device)
             return mask[None, None]
-        if past + rows > self._buffer.shape[1]:
-            width = -(-2 * (past + rows) // 64) * 64  # even strides, which attention kernels ask for
-            self._buffer = torch.zeros(_FEW_ROWS, width, dtype=dtype, device=device)
+        if past + new > self._buffer.shape[1]:
+            width = -(-2 * (past + new) // 64) * 64  # attention kernels need aligned strides
+            self._buffer = torch.zeros(_MAX_BUFFERED, width, dtype=dtype, device=device)
         elif self._corner is not None:
             self._corner.zero_()
         self._corner = None
-        if rows > 1:
-            self._corner = self._buffer[:rows, past : past + rows]
-            self._corner.copy_(self._triangle(rows, dtype, device))
-        return self._buffer[None, None, :rows, : past + rows]
+        if new > 1:
+            self._corner = self._buffer[:new, past : past + new]
+            self._corner.copy_(self._triangle(new, dtype, device))
+        return self._buffer[None, None, :new, : past + new]
 
 
-def _triangle(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((rows, rows), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)
+def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((size, size), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)
 
 
 def tree_mask(
-    committed: int, parents: Sequence[int], past: int, rows: int, dtype: torch.dtype, device: torch.device
+    committed: int, parents: Sequence[int], past: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Additive mask [1, 1, rows, past + rows] for slots past, past + 1, ...: a node sees the committed tokens and its ancestors.
+    """The mask [1, 1, new, past + new] of the tokens with the cache indices `past`, `past + 1`, ...
 
-    `committed` tokens stand in the first slots, the tree's nodes behind them in order; a row may be either.
+    The first `committed` indices hold committed tokens, which see those before them. The others hold the tree's nodes, which see
+    the committed tokens and their ancestors.
     """
-    width = past + rows
-    visible = torch.zeros(rows, width, dtype=torch.bool)
-    for row in range(rows):
+    width = past + new
+    visible = torch.zeros(new, width, dtype=torch.bool)
+    for row in range(new):
         node = past + row - committed
         if node < 0:
             visible[row, : past + row + 1] = True
@@ -73,73 +79,69 @@ def tree_mask(
         while node >= 0:
             visible[row, committed + node] = True
             node = parents[node]
-    mask = torch.full((rows, width), torch.finfo(dtype).min, dtype=dtype)
+    mask = torch.full((new, width), torch.finfo(dtype).min, dtype=dtype)
     return mask.masked_fill_(visible, 0.0)[None, None].to(device)
 
 
 class Masks:
-    """Makes the attention masks of one model, in the form that its code takes.
+    """Makes one model's attention masks, in the form that its code takes.
 
-    Transformers' decoders take one mask, or, where layers differ (`config.layer_types`), a dictionary with one a kind of layer.
-    Models with ALiBi add their bias to a mask of their own making: they get None, and chains only.
+    Transformers' decoders take one mask, or, if their layers' attention types differ, a dictionary of one mask per type. Models
+    with ALiBi add their bias to a mask that they make themselves: they get None, and cannot run trees.
     """
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         self.alibi = bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        kinds = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(model) else set()
-        self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        self._window = None if kinds else window
+        types = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(model) else set()
+        self._windows = {name: window if name == "sliding_attention" else None for name in types}
+        self._window = None if types else window
         self._chain_mask = ChainMasks()
 
-    def __call__(
-        self,
-        past: int,
-        positions: torch.Tensor,
-        tree: tuple[int, Sequence[int]] | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """The mask of a pass over the slots behind `past`, the last of `positions` [past + rows].
+    def __call__(self, past: int, positions: torch.Tensor, tree: tuple[int, Sequence[int]] | None, dtype: torch.dtype) -> Mask:
+        """The mask of a forward pass over the tokens from cache index `past` on; `positions` [n] are those of all n tokens.
 
-        `tree` is the number of committed tokens and the parents of the nodes behind them, None where all is one chain.
+        `tree` is the number of committed tokens and the parents of the nodes after them; None for a chain.
         """
         if self.alibi:
             return None
-        slots, device = positions.shape[0], positions.device
+        length, device = positions.shape[0], positions.device
         if tree is None:
-            mask = self._chain_mask(past, slots - past, dtype, device)
+            mask = self._chain_mask(past, length - past, dtype, device)
         else:
-            mask = tree_mask(*tree, past, slots - past, dtype, device)
+            mask = tree_mask(*tree, past, length - past, dtype, device)
 
         def within(window: int | None) -> torch.Tensor:
-            if window is None or slots <= window:
+            if window is None or length <= window:
                 return mask
             too_far = positions[past:, None] - positions[None, :] >= window
             return mask.masked_fill(too_far, torch.finfo(dtype).min)
 
         if self._windows:
-            return {kind: within(window) for kind, window in self._windows.items()}
+            return {name: within(window) for name, window in self._windows.items()}
         return within(self._window)
 
     def batched(
-        self, visible: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+        self, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The mask of several sequences at once: `visible` [batch, rows, slots] says who may see whom, windows aside; `rows`
-        [batch, rows] and `slots` [batch, slots] are their positions."""
+        """The mask of several sequences at once, from `visible` [batch, queries, keys]: which keys a query sees but for windows.
+
+        `queries` [batch, queries] and `keys` [batch, keys] are their positions.
+        """
 
         def within(window: int | None) -> torch.Tensor:
-            seen = visible if window is None else visible & (rows[:, :, None] - slots[:, None, :] < window)
+            seen = visible if window is None else visible & (queries[:, :, None] - keys[:, None, :] < window)
             mask = torch.zeros(seen.shape, dtype=dtype, device=visible.device)
             return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
         if self._windows:
-            return {kind: within(window) for kind, window in self._windows.items()}
+            return {name: within(window) for name, window in self._windows.items()}
         return within(self._window)
 
 
 def _takes_mapping(model: Any) -> bool:
-    """Whether the decoder's code looks masks up by the kind of layer: a fact of its source that no attribute tells."""
+    """Whether the decoder takes one mask per attention type. No attribute says so, but its source code does."""
     module = sys.modules[type(model).__module__]
     try:
         return "causal_mask_mapping" in inspect.getsource(module)

@@ -1,4 +1,4 @@
-"""What stands in the slots of a cache, told by content: the rollback of every method happens here, and nowhere else."""
+"""Which tokens the entries of a KV cache belong to. Every method's rollback happens here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 from specgen.engine.kv_cache import KVCache
 from specgen.types import Context
 
-PREFILL_CHUNK = 1024  # a mask of chunk x context is all that a long prompt may cost on top of its cache
+PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the mask's and the activations' memory
 
 
 class TreeNodes(NamedTuple):
-    """A draft whose rows are cached; a chain's parents are a range."""
+    """The drafted tokens of a tree, and the index of each one's parent (-1: the context). A chain's parents are a range."""
 
     tokens: list[int]
     parents: Sequence[int]
 
     def child(self, parent: int, token: int) -> int:
-        """The node behind `parent` that holds `token`, -1 where there is none."""
+        """The index of `parent`'s child that holds `token`, -1 if there is none."""
         for node in range(parent + 1, len(self.tokens)):
             if self.parents[node] == parent and self.tokens[node] == token:
                 return node
         return -1
 
 
-def chain(length: int) -> range:
-    """The parents of a chain; as a range it costs nothing to make, slice or compare."""
+def chain_parents(length: int) -> range:
+    """The parents of a chain; a range costs nothing to make, slice or compare."""
     return range(-1, length - 1)
 
 
-NONE = TreeNodes([], chain(0))
+NO_NODES = TreeNodes([], chain_parents(0))
 
 
 class ForwardRange(NamedTuple):
-    """The slots `first` to `last` of a context with a draft tree behind it: what a pass runs over."""
+    """What one forward pass runs over: the tokens with the cache indices `first` to `last - 1`, of a context and then a draft."""
 
     context: Context
     draft: TreeNodes
@@ -44,91 +44,93 @@ class ForwardRange(NamedTuple):
     last: int
 
     @property
-    def ids(self) -> list[int]:
-        committed = len(self.context)
-        return (
-            self.context.ids[self.first : self.last]
-            + self.draft.tokens[max(self.first - committed, 0) : max(self.last - committed, 0)]
-        )
+    def token_ids(self) -> list[int]:
+        length = len(self.context)
+        first, last = max(self.first - length, 0), max(self.last - length, 0)
+        return self.context.ids[self.first : self.last] + self.draft.tokens[first:last]
 
 
 class CachedPrefix:
-    """The first slots of a cache hold `committed` tokens of a context, the next ones the nodes of a draft behind them.
+    """The cached tokens: the first `committed` tokens of a context, then the nodes of a draft.
 
-    An interruption may come between any two statements, and must find what counts as cached to be cached: so the draft's nodes,
-    which stand behind the committed tokens, are given up before the number of these changes.
+    An interruption may come between any two statements, and every token counted as cached has to be cached then. So the draft's
+    nodes are dropped before `committed`, which their cache indices depend on, changes.
     """
 
     def __init__(self, cache: KVCache, device: torch.device, rope_boundary: int | None) -> None:
         self.cache = cache
         self._device = device
         self._rope_boundary = rope_boundary
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
+        """Count nothing as cached."""
         self._context = Context(())
         self.committed = 0
-        self.draft: TreeNodes = NONE
+        self.draft: TreeNodes = NO_NODES
 
     @property
-    def filled(self) -> int:
+    def length(self) -> int:
         return self.committed + len(self.draft.tokens)
 
-    def keep(self, context: Context, draft: TreeNodes, start: int) -> None:
-        """Reduce what counts as cached to what a call for the rows from `start` on can use; the slots stay where they are."""
-        self.follow(context)
+    def truncate_for(self, context: Context, draft: TreeNodes, start: int) -> None:
+        """Keep the cached tokens that a call for the logits from index `start` on need not run again."""
+        self.switch_to(context)
         if start == 0 or self.committed < len(context):
-            self.draft = NONE
+            self.draft = NO_NODES
             self.committed = min(self.committed, len(context) - (start == 0))
         else:
             cached = self.draft
-            reusable = min(shared_length(cached.tokens, draft.tokens), shared_length(cached.parents, draft.parents), start - 1)
-            self.draft = TreeNodes(cached.tokens[:reusable], cached.parents[:reusable])
+            same_tokens = common_prefix_length(cached.tokens, draft.tokens)
+            kept = min(same_tokens, common_prefix_length(cached.parents, draft.parents), start - 1)
+            self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
-    def follow(self, context: Context) -> None:
-        """Count what is cached of this context, the nodes of the last draft that were committed since among it."""
+    def switch_to(self, context: Context) -> None:
+        """Keep the cached tokens that `context` begins with. Draft nodes that were committed since become committed tokens."""
         if context is not self._context:
-            shared = shared_length(self._context.ids, context.ids, self.committed)
-            if self.is_long(context) != self.is_long(self._context):
+            shared = common_prefix_length(self._context.ids, context.ids, self.committed)
+            if self.uses_long_rope(context) != self.uses_long_rope(self._context):
                 shared = 0
             if shared < self.committed:
-                self.draft = NONE
+                self.draft = NO_NODES
             self.committed = shared
             self._context = context
         cached = self.draft
-        path = self._path(context, len(context))
+        path = self._matching_path(context, len(context))
         if not path:
             return
         length = len(path)
-        self.draft = NONE
+        self.draft = NO_NODES
         if path[-1] != length - 1:
             self.cache.gather([self.committed + node for node in path], self.committed, self._device)
         self.committed += length
         if isinstance(cached.parents, range):
-            self.draft = TreeNodes(cached.tokens[length:], chain(len(cached.tokens) - length))
+            self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
 
-    def row_before_last(self, context: Context) -> int | None:
-        """Which row of the last pass over a draft the context's last token came after, if the context only went on since:
-        0 stands for the row behind the context of then, i + 1 for the one behind node i. None where it is not known."""
+    def last_logits_index(self, context: Context) -> int | None:
+        """Index of the logits in the last forward pass that predicted the context's last token; None if unknown.
+
+        Index 0 follows the context that was passed then, index i + 1 follows draft node i.
+        """
         if context is not self._context or self.committed >= len(context):
             return None
-        path = self._path(context, len(context) - 1)
+        path = self._matching_path(context, len(context) - 1)
         if self.committed + len(path) != len(context) - 1:
             return None
         return path[-1] + 1 if path else 0
 
-    def advance(self, committed: int, draft: TreeNodes = NONE) -> None:
-        """Count as cached what was run."""
+    def set_cached(self, committed: int, draft: TreeNodes = NO_NODES) -> None:
+        """Count as cached what a forward pass has written."""
         self.committed = committed
         self.draft = draft
 
-    def lend(self, committed: int) -> None:
-        """The slots behind the first `committed` are about to be written by somebody else."""
-        self.draft = NONE
+    def truncate(self, committed: int) -> None:
+        """Count at most the first `committed` tokens as cached."""
+        self.draft = NO_NODES
         self.committed = min(self.committed, committed)
 
-    def _path(self, context: Context, end: int) -> list[int]:
-        """The cached nodes that hold the context's tokens from the committed ones on, at most up to `end`."""
+    def _matching_path(self, context: Context, end: int) -> list[int]:
+        """The cached draft nodes that hold the context's tokens from index `committed` on, up to `end` at most."""
         path: list[int] = []
         node = -1
         while self.committed + len(path) < end:
@@ -138,23 +140,24 @@ class CachedPrefix:
             path.append(node)
         return path
 
-    def is_long(self, context: Context) -> bool:
-        """On which side of the rotary frequencies' change a run is; it stays there (`LoadedModel.limit_for`)."""
+    def uses_long_rope(self, context: Context) -> bool:
+        """Whether the run uses the rotary frequencies of long contexts; one run never changes them (`LoadedModel.limit_for`)."""
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
 
-    def chunk(self, context: Context) -> int:
-        """How many tokens of a long prompt to run at once. A pass that ends before the change of the rotary frequencies would
-        be computed with the wrong ones, so the first chunk of a prompt beyond it reaches beyond it too."""
-        if self._rope_boundary is not None and self.is_long(context):
+    def chunk_size(self, context: Context) -> int:
+        """How many tokens of a prompt to run in one forward pass.
+
+        The first pass of a prompt beyond the rope boundary has to reach beyond it, as the pass's last position decides which
+        rotary frequencies the model uses.
+        """
+        if self._rope_boundary is not None and self.uses_long_rope(context):
             return max(PREFILL_CHUNK, self._rope_boundary + 1 - self.committed)
         return PREFILL_CHUNK
 
 
-def shared_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
+def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
     """How many of the first `limit` tokens are the same in both."""
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
-    if left[:limit] == right[:limit]:  # the common case, at the speed of a list comparison
+    if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit
-    return next(
-        (position for position in range(limit) if left[position] != right[position]), limit
-    )  # a range never equals a list
+    return next((index for index in range(limit) if left[index] != right[index]), limit)

@@ -1,8 +1,7 @@
-"""Which device, which dtype: what the user asked for if it is there, else what suits this machine."""
+"""Chooses device, dtype and number of CPU threads: the user's choice, or what suits the machine."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -15,14 +14,14 @@ import torch
 from specgen.errors import SpecgenError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LONG = 2.0  # seconds: work that takes longer is not worth timing again and again
-WORTH_A_THREAD = 1.2  # more threads have to be this much faster
-_MOST_THREADS = torch.get_num_threads()  # before anything chose another number
-WORTH_NARROWING = 1.3  # a narrower dtype has to be this much faster on a CPU, so that noise never changes the choice
+_MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
+_MIN_THREAD_SPEEDUP = 1.2  # how much faster more threads have to be
+_MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
+_MIN_NARROW_SPEEDUP = 1.3  # how much faster a narrower dtype has to be on a CPU: above the noise of the measurement
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `name` stands for (auto, cpu, cuda, cuda:N, mps). Raises SpecgenError where it is not there."""
+    """The device named `name` (auto, cpu, cuda, cuda:N, mps). Raises SpecgenError if the machine does not have it."""
     if name == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         return pick_device(kind)
@@ -54,19 +53,22 @@ def _cuda(device: torch.device) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Which device it is, and for a GPU which card: what was measured on another one says nothing."""
+    """The device, for a GPU with its model: measurements hold for that one only."""
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """What waits for the device, None on a CPU."""
-    if device.type == "cuda":  # the stream alone: a draft may be at work on another
+    """A function that waits until the device has finished; None for a CPU."""
+    if device.type == "cuda":  # this stream only: a draft may run on another
         return lambda: torch.cuda.current_stream(device).synchronize()
     return torch.mps.synchronize if device.type == "mps" else None
 
 
 def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> torch.dtype:
-    """The dtype that `name` stands for; `auto` is the weights' own on an accelerator, what is measured to be faster on a CPU."""
+    """The dtype named `name`; for `auto` the weights' own on an accelerator, and the faster of it and float32 on a CPU.
+
+    Raises SpecgenError for an unknown name.
+    """
     if name != "auto":
         if name not in DTYPES:
             raise SpecgenError(f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)}")
@@ -75,77 +77,72 @@ def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> to
     if device.type != "cpu" or own not in (torch.bfloat16, torch.float16):
         return own
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if 2 * stored > 0.8 * _free_memory():
+    free = free_memory(device)
+    if free is not None and 2 * stored > 0.8 * free:  # float32 might not fit
         return own
     return own if _is_faster(own, config.hidden_size, getattr(config, "intermediate_size", None)) else torch.float32
 
 
 def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bool:
-    """Whether products of this model's shape are clearly faster in `narrow` than in float32, for 1 token and for 8."""
+    """Whether an MLP's matrix product [hidden, intermediate] is faster in `narrow` than in float32, for 1 token and for 8."""
 
     def seconds(dtype: torch.dtype) -> float:
         weight = torch.zeros(intermediate or 4 * hidden, hidden, dtype=dtype)
         total = 0.0
-        for rows in (1, 8):
-            x = torch.zeros(rows, hidden, dtype=dtype)
+        for tokens in (1, 8):
+            hidden_states = torch.zeros(tokens, hidden, dtype=dtype)
             samples = []
             for _ in range(7):
                 start = time.perf_counter()
-                torch.nn.functional.linear(x, weight)
+                torch.nn.functional.linear(hidden_states, weight)
                 samples.append(time.perf_counter() - start)
             total += median(samples[2:])
         return total
 
     with torch.inference_mode():
-        return seconds(torch.float32) > WORTH_NARROWING * seconds(narrow)
+        return seconds(torch.float32) > _MIN_NARROW_SPEEDUP * seconds(narrow)
 
 
 def pick_threads(work: Callable[[], object]) -> None:
-    """Set torch's threads on a CPU to the fewest that make `work` nearly as fast as it gets; leave a user's choice alone.
+    """Set torch's CPU threads to the fewest with which `work` is nearly as fast as with the best number; keep `OMP_NUM_THREADS`.
 
-    A small model gains little from a second thread, and on a busy machine the threads wait for one another at every product:
-    twenty times slower was measured. Work that takes long is a large model's, which wants them all.
+    A small model gains little from a second thread, and on a busy machine threads wait for each other at every matrix product,
+    which was measured to be twenty times slower. Work above `_MAX_SECONDS` is a large model's and keeps all threads.
     """
-    most = torch.get_num_threads()
-    if most == 1 or "OMP_NUM_THREADS" in os.environ:
+    all_threads = torch.get_num_threads()
+    if all_threads == 1 or "OMP_NUM_THREADS" in os.environ:
         return
     start = time.perf_counter()
     work()
-    if time.perf_counter() - start > _LONG:
+    if time.perf_counter() - start > _MAX_SECONDS:
         return
-    candidates = sorted({1, most // 2, most})
+    candidates = sorted({1, all_threads // 2, all_threads})
     best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(3):  # in turn, so that a drifting machine is fair to all
+    for _ in range(3):  # in turn, so that a machine that slows down affects all alike
         for threads in candidates:
             torch.set_num_threads(threads)
             start = time.perf_counter()
             work()
             taken = time.perf_counter() - start
             best[threads] = min(best[threads], taken)
-            if taken > _LONG:
-                torch.set_num_threads(most)
+            if taken > _MAX_SECONDS:
+                torch.set_num_threads(all_threads)
                 return
     fastest = min(best.values())
-    torch.set_num_threads(next(threads for threads in candidates if best[threads] <= WORTH_A_THREAD * fastest))
+    torch.set_num_threads(next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * fastest))
 
 
 def split_threads() -> tuple[int, int]:
-    """How many threads the target and the draft get where both run on the processor at the same time."""
-    draft = max(1, _MOST_THREADS // 4)
-    return max(1, _MOST_THREADS - draft), draft
-
-
-def _free_memory() -> float:
-    """Bytes of memory that are free, infinite where the system does not tell."""
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):
-        return float("inf")
+    """The numbers of threads of target and draft if both run on the CPU at the same time."""
+    draft = max(1, _MAX_THREADS // 4)
+    return max(1, _MAX_THREADS - draft), draft
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the device; None where the system does not tell."""
+    """Free memory of the device in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _free_memory()
-    return int(free) if device.type == "cpu" and math.isfinite(free) else None
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else None
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -1,46 +1,50 @@
-"""Which weights a folder holds, told without reading gigabytes, and the same on every machine."""
+"""A fingerprint of a model's weights that reads a few kilobytes of them."""
 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
 from specgen.errors import SpecgenError
 
-_SLICE = 256  # bytes, of which three are taken of each tensor: another training changes nearly every one
-_LONGEST_HEADER = 1 << 28
+_SAMPLE_BYTES = 256  # taken three times from each tensor: further training changes nearly every number
+_MAX_HEADER_BYTES = 1 << 28
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """16 hexadecimal digits that stand for the safetensors weights in `folder`: every tensor's name, dtype, shape, and samples.
+    """16 hexadecimal digits of the safetensors weights in `folder`: a hash of each tensor's name, dtype, shape and samples.
 
-    How the tensors are spread over files makes no difference. Raises SpecgenError for a file that cannot be read.
+    It is the same on every machine, and however the tensors are spread over files. Raises SpecgenError for an unreadable file.
     """
-    entries: list[bytes] = []
+    digests: list[bytes] = []
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            entries += _entries(path)
+            status = path.stat()
+            digests += _tensor_digests(path, status.st_size, status.st_mtime_ns)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpecgenError(f"cannot read the weights {path}", "Download or save them anew") from error
-    return sha256(b"".join(sorted(entries))).hexdigest()[:16]
+            raise SpecgenError(f"cannot read the weights {path}", "Download or save them again") from error
+    return sha256(b"".join(sorted(digests))).hexdigest()[:16]
 
 
-def _entries(path: Path) -> list[bytes]:
+@lru_cache(maxsize=64)
+def _tensor_digests(path: Path, size_in_bytes: int, modified_ns: int) -> list[bytes]:
+    """A hash of each tensor in a safetensors file, computed once as long as the file's size and time stay the same."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > _LONGEST_HEADER:
+        if size > _MAX_HEADER_BYTES:
             raise ValueError("no safetensors file")
         header = json.loads(file.read(size))
-        entries = []
+        digests = []
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue
             start, end = tensor["data_offsets"]
             digest = sha256(f"{name} {tensor['dtype']} {tensor['shape']}".encode())
-            for position in (start, (start + end - _SLICE) // 2, end - _SLICE):
-                position = max(start, position)
-                file.seek(8 + size + position)
-                digest.update(file.read(min(_SLICE, end - position)))
-            entries.append(digest.digest())
-        return entries
+            for offset in (start, (start + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+                offset = max(start, offset)
+                file.seek(8 + size + offset)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - offset)))
+            digests.append(digest.digest())
+        return digests

@@ -1,4 +1,4 @@
-"""Finding a model's files: a folder here, or a repository of the Hugging Face hub, downloaded where it is not cached."""
+"""Finds a model's files: a local folder, or a repository of the Hugging Face hub, downloaded unless it is cached."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from huggingface_hub import errors as hub_errors
 
 from specgen.errors import RunError, SpecgenError
 
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
+ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
 
 
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
-    """The local folder with the files of the model `name`. Raises SpecgenError where there is none."""
+    """The local folder with the files of the model `name`, a folder or a hub id. Raises SpecgenError if there is none."""
     if not name.strip():
         raise SpecgenError("a model's name is empty", "Name a model id or a folder")
     try:
         local = Path(name).expanduser()
         is_folder, is_file = local.is_dir(), local.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is nobody's, a null byte
-        raise SpecgenError(f"there can be no model {name[:60]!r}", "Check the spelling") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user's home, a null byte
+        raise SpecgenError(f"{name[:60]!r} is no valid model name", "Check the spelling") from error
     if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
         return local
     if is_file:
-        raise SpecgenError(f"{name} is a file", "Name the folder that it lies in")
+        raise SpecgenError(f"{name} is a file", "Name the folder that contains it")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
     return _download(name, revision, offline, remote_code, announce)
@@ -37,23 +37,25 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
 
 def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
     offline = offline or huggingface_hub.constants.HF_HUB_OFFLINE
-    wanted = [*WANTED, *(["*.py"] if remote_code else [])]
+    allowed = [*ALLOWED, *(["*.py"] if remote_code else [])]
 
     def snapshot(local_files_only: bool) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=wanted,
-                ignore_patterns=UNWANTED,
+                allow_patterns=allowed,
+                ignore_patterns=IGNORED,
                 local_files_only=local_files_only,
             )
         )
 
     try:
-        cached = None if offline else _cached(snapshot)
-        if cached is None and not offline:
-            announce(f"downloading {name}")
+        if not offline:
+            try:
+                snapshot(local_files_only=True)
+            except Exception:  # noqa: BLE001  not cached; the download reports other errors
+                announce(f"downloading {name}")
         return snapshot(local_files_only=offline)
     except hub_errors.GatedRepoError as error:
         raise SpecgenError(f"{name} is gated", "Accept its terms on the hub, then log in: hf auth login") from error
@@ -61,7 +63,7 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
         raise SpecgenError(f"{name} has no revision {revision!r}", "See its page on the hub for branches and tags") from error
     except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError) as error:
         raise SpecgenError(
-            f"there is no model {name}: no folder of that name here, and no such repository on the hub",
+            f"there is no model {name}: no local folder of that name, and no such repository on the hub",
             "Check the spelling; for a private one log in first: hf auth login",
         ) from error
     except (
@@ -71,15 +73,9 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
         TimeoutError,
     ) as error:
         raise SpecgenError(
-            f"there is no folder {name} here, and the hub " + ("was not asked (offline)" if offline else "cannot be reached"),
+            f"there is no local folder {name}, and the hub "
+            + ("was not contacted (offline)" if offline else "cannot be reached"),
             "Check the spelling and the connection, or name the folder of a model that you have",
         ) from error
-    except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub, half-way
+    except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub fails during the download
         raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error
-
-
-def _cached(snapshot: Callable[[bool], Path]) -> Path | None:
-    try:
-        return snapshot(True)
-    except Exception:  # noqa: BLE001  whatever it is, the real attempt comes next and says so
-        return None

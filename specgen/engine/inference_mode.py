@@ -1,4 +1,4 @@
-"""No gradients, and no bookkeeping for them."""
+"""A decorator that runs a function in torch's inference mode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ T = TypeVar("T")
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` in inference mode. Unlike torch's own decorator it costs nothing where that mode is on already, as it is
-    for a draft model's passes; and unlike a `with` around a generator's body, it never leaks the mode into the caller."""
+    """Run `function` in inference mode: no gradients, no autograd bookkeeping.
+
+    Unlike torch's own decorator it costs nothing where the mode is on already, as in a draft model's forward passes.
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

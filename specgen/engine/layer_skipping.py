@@ -1,7 +1,7 @@
-"""Layer skipping (Self-SD, Zhang et al. 2023): the target drafts for itself with attentions and MLPs left out.
+"""Layer skipping (Self-SD, Zhang et al. 2023): the target drafts for itself with some attention blocks and MLPs left out.
 
-The draft reads the target's cache of committed tokens. Its own rows stand behind them for as long as a draft grows, and count
-for nothing as soon as the target runs.
+The draft reads the target's KV cache of the committed tokens, and writes its own entries after them. They are reused while a
+draft grows, and dropped as soon as the target runs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from specgen.engine.cached_prefix import ForwardRange, TreeNodes, chain, shared_length
-from specgen.engine.exit_layer import ExitLayer, check_split, decoder_of, layer_kinds
+from specgen.engine.cached_prefix import ForwardRange, TreeNodes, chain_parents, common_prefix_length
+from specgen.engine.decoder_layers import DecoderLayers, check_llama_structure, decoder_of
 from specgen.engine.forward_inputs import ForwardInputs
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import LogitsProcessor, ModelOutput, ModelRunner
@@ -28,13 +28,13 @@ _PART = re.compile(r"(\d+)([am]?)")
 
 @dataclass(frozen=True, slots=True)
 class SkippedLayers:
-    """The layers, counted from 0, whose attention and whose MLP are left out: Self-SD's z."""
+    """The indices, from 0, of the layers whose attention and whose MLP are skipped: Self-SD's z."""
 
     attention: frozenset[int]
     mlp: frozenset[int]
 
     @classmethod
-    def parse(cls, text: str, layers: int) -> SkippedLayers:
+    def parse(cls, text: str, layers: int) -> Self:
         """`3+5a+7m`: layer 3, the attention of 5, the MLP of 7. Raises SpecgenError for anything else."""
         attention: set[int] = set()
         mlp: set[int] = set()
@@ -44,44 +44,43 @@ class SkippedLayers:
                 raise SpecgenError(
                     f"skip is {text!r}", "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto"
                 )
-            number = int(found[1])
-            if number >= layers:
-                raise SpecgenError(f"skip names layer {number}", f"The target's layers go from 0 to {layers - 1}")
+            index = int(found[1])
+            if index >= layers:
+                raise SpecgenError(f"skip names layer {index}", f"The target has the layers 0 to {layers - 1}")
             if found[2] != "m":
-                attention.add(number)
+                attention.add(index)
             if found[2] != "a":
-                mlp.add(number)
+                mlp.add(index)
         return cls(frozenset(attention), frozenset(mlp))
 
     def __str__(self) -> str:
         kinds = ((self.attention & self.mlp, ""), (self.attention - self.mlp, "a"), (self.mlp - self.attention, "m"))
-        return "+".join(f"{number}{mark}" for numbers, mark in kinds for number in sorted(numbers))
+        return "+".join(f"{index}{mark}" for indices, mark in kinds for index in sorted(indices))
 
 
 class LayerSkippingRunner:
-    """The target with `skips` left out, as a draft behind a session's interface; chains only.
+    """A `DraftRunner` that runs the target with `skips` left out, on the cache of the `target` runner; chains only.
 
-    A pass keeps what an earlier one wrote behind the target's rows, as long as the target has not run since.
+    Raises SpecgenError for a model without Llama's structure.
     """
 
-    def __init__(self, target: ModelRunner, model: Any, skips: SkippedLayers, reshaping: LogitsProcessor | None = None) -> None:
-        check_split(model, "layer skipping")
-        self.context_limit, self.known_ids = target.context_limit, target.known_ids
+    def __init__(
+        self, target: ModelRunner, model: Any, skips: SkippedLayers, logits_processor: LogitsProcessor | None = None
+    ) -> None:
+        check_llama_structure(model, "layer skipping")
+        self.context_limit, self.num_embeddings = target.context_limit, target.num_embeddings
         self.vocab_size, self.device = target.vocab_size, target.device
-        decoder, kinds = decoder_of(model), layer_kinds(model)
-        kept = [
-            (_without(layer, number in skips.attention, number in skips.mlp), kind)
-            for number, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True))
-            if number not in skips.attention & skips.mlp
-        ]
-        head = decoder.norm, model.lm_head, model.config.get_text_config()
-        self._layers = ExitLayer([layer for layer, _ in kept], [kind for _, kind in kept], *head)
-        self._target, self._reshaping = target, reshaping
-        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
-        self._geometry = ForwardInputs(model)
+        whole = DecoderLayers.upper(model, 0)
+        run = [index for index in range(len(whole.layers)) if index not in skips.attention & skips.mlp]
+        layers = [_without(whole.layers[index], index in skips.attention, index in skips.mlp) for index in run]
+        types = [whole.layer_types[index] for index in run]
+        self._layers = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
+        self._target, self._logits_processor = target, logits_processor
+        self._embed, self._rotary = decoder_of(model).embed_tokens, decoder_of(model).rotary_emb
+        self._inputs = ForwardInputs(model)
         self._context = Context(())
-        self._lent = -1  # which of the target's loans the rows below were written under
-        self._own: list[int] = []  # the tokens whose rows stand behind the committed ones
+        self._forward_count = -1  # the target's, when the entries of `_cached_ids` were written
+        self._cached_ids: list[int] = []  # the tokens whose entries follow the shared prefix
 
     @inference
     def logits(
@@ -89,26 +88,24 @@ class LayerSkippingRunner:
     ) -> ModelOutput:
         """As `ModelRunner.logits`, for chains."""
         tokens = list(draft)
-        if parents is not None and list(parents) != list(chain(len(tokens))):
+        chain = chain_parents(len(tokens))
+        if parents is not None and list(parents) != list(chain):
             raise SpecgenError("layer skipping drafts no trees", "Take width=1")
-        loan = self._target.lend(context)
-        if context is not self._context or loan.number != self._lent:
-            self._context, self._lent, self._own = context, loan.number, []
-        wanted = context.ids[loan.committed :] + tokens
-        needed = len(wanted) - (len(tokens) + 1 - start)  # rows up to there may be kept
-        self._own = self._own[: shared_length(self._own, wanted, max(needed, 0))]
-        span = ForwardRange(
-            context, TreeNodes(tokens, chain(len(tokens))), loan.committed + len(self._own), len(context) + len(tokens)
-        )
-        positions, mask = self._geometry(span, loan.cache.capacity)
-        loan.cache.length = span.first
-        embedded = self._embed(torch.tensor([span.ids], device=self.device))
-        keep = len(tokens) + 1 - start
-        rows = self._layers(embedded, self._rotary(embedded, positions[None]), mask, loan.cache, keep=keep)
-        self._own = wanted
-        logits = rows.logits[0]
-        if self._reshaping is not None:
-            logits = self._reshaping(logits, context, tokens, chain(len(tokens)), start)
+        shared = self._target.share_prefix(context)
+        if context is not self._context or shared.forward_count != self._forward_count:
+            self._context, self._forward_count, self._cached_ids = context, shared.forward_count, []
+        ids = context.ids[shared.committed :] + tokens
+        logits_to_keep = len(tokens) + 1 - start
+        reused = common_prefix_length(self._cached_ids, ids, max(len(ids) - logits_to_keep, 0))
+        self._cached_ids = self._cached_ids[:reused]
+        forward_range = ForwardRange(context, TreeNodes(tokens, chain), shared.committed + reused, len(context) + len(tokens))
+        positions, mask = self._inputs.prepare(forward_range, shared.cache)
+        embeddings = self._embed(torch.tensor([forward_range.token_ids], device=self.device))
+        rotary = self._rotary(embeddings, positions[None])
+        logits = self._layers(embeddings, rotary, mask, shared.cache, logits_to_keep=logits_to_keep).logits[0]
+        self._cached_ids = ids
+        if self._logits_processor is not None:
+            logits = self._logits_processor(logits, context, tokens, chain, start)
         return ModelOutput(logits)
 
 
@@ -123,7 +120,7 @@ class _NoMLP(nn.Module):
 
 
 def _without(layer: nn.Module, attention: bool, mlp: bool) -> nn.Module:
-    """The layer with its attention or its MLP giving nothing: the residual goes on, and norms of nothing are nothing."""
+    """The layer with its attention or its MLP replaced by zeros, which leave the residual stream as it is."""
     if not attention and not mlp:
         return layer
     part = copy.copy(layer)

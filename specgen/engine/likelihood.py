@@ -1,4 +1,4 @@
-"""How likely a model finds a text."""
+"""The likelihood of a text under a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.types import Context
 
-_CHUNK = 512  # tokens whose logits are held at once
+_CHUNK = 512  # tokens whose logits are in memory at once
 
 
 @inference
 def log_likelihood(runner: ModelRunner, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-    """The log-likelihood (nats) of `token_ids` behind the prompt at temperature 1: the text is run through the model once.
+    """The log-likelihood (nats) of `token_ids` after the prompt at temperature 1, computed in float32 in one pass over the text.
 
-    The model is taken as it is, in float32 from its logits on: nothing is warped or penalised, so `session` has no reshaping.
+    For the model's own distribution the runner must have no logits processor.
     """
     context = Context(prompt_ids)
     total = torch.zeros((), device=runner.device)

@@ -1,4 +1,4 @@
-"""A generation config's penalties, applied to each row as transformers applies them to its only one."""
+"""The penalties of a model's generation config, applied to the logits of every drafted position as transformers does to one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import generation as rules
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
-# What changes the logits and cannot be had here, with the values that mean "off".
-_REFUSED: dict[str, tuple[Any, ...]] = {
+# Settings that change the logits and are not supported, with the values that mean "off".
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "guidance_scale": (None, 1, 1.0),
     "encoder_repetition_penalty": (None, 1, 1.0),
@@ -27,10 +27,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class PenaltyProcessor:
-    """Reshapes a session's logits, so that drafters and verifiers see the model as its makers configured it.
-
-    Row i is reshaped by the tokens that lead to it: the context and the draft's path.
-    """
+    """The `LogitsProcessor` of a generation config. Penalties depend on all tokens before a position: context and path."""
 
     def __init__(self, config: Any, eos_ids: Sequence[int], width: int, device: torch.device) -> None:
         self._config, self._eos, self._width, self._device = config, list(eos_ids), width, device
@@ -39,52 +36,52 @@ class PenaltyProcessor:
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:
-        """Float32 rows [rows, width] for rows `start`, `start + 1`, ... of the context and the draft behind it.
+        """The processed logits [n, width] in float32.
 
-        `width` is the target's vocabulary: a draft's rows are cut to it, or padded with what is never chosen.
+        `width` is the size of the target's vocabulary: a draft model's logits are cut to it, or padded with -inf.
         """
         missing = self._width - logits.shape[-1]
         logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        self._follow(context)
+        self._update_ids(context)
         committed = self._ids[: len(context)]
-        rows = []
-        for row in range(start, len(tokens) + 1):
+        processed = []
+        for index in range(start, len(tokens) + 1):
             path: list[int] = []
-            node = row - 1
+            node = index - 1
             while node >= 0:
                 path.append(tokens[node])
                 node = parents[node]
             ids = torch.cat((committed, torch.tensor(path[::-1], dtype=torch.long, device=self._device)))
-            rows.append(self._processors(ids[None], logits[row - start][None])[0])
-        return torch.stack(rows)
+            processed.append(self._processors(ids[None], logits[index - start][None])[0])
+        return torch.stack(processed)
 
-    def _follow(self, context: Context) -> None:
-        """Keep the context's ids on the device, in a buffer that doubles, so that a row costs no transfer of all of them."""
+    def _update_ids(self, context: Context) -> None:
+        """Append the context's new ids to their buffer on the device, so that a call transfers only these."""
         if context is not self._context:
-            self._context, self._known = context, 0
+            self._context, self._length = context, 0
             self._ids = torch.empty(max(256, 2 * len(context)), dtype=torch.long, device=self._device)
             self._processors = _processors(self._config, self._eos, context.prompt_length, self._device)
         if len(context) > self._ids.shape[0]:
             self._ids = torch.cat((self._ids, torch.empty_like(self._ids)))
-        new = context.ids[self._known :]
-        self._ids[self._known : len(context)] = torch.tensor(new, dtype=torch.long, device=self._device)
-        self._known = len(context)
+        new = context.ids[self._length :]
+        self._ids[self._length : len(context)] = torch.tensor(new, dtype=torch.long, device=self._device)
+        self._length = len(context)
 
 
-def asks_for_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
-    """Whether a model's generation config asks for penalties. Raises SpecgenError for those that cannot be had here."""
-    for field, off in _REFUSED.items():
+def has_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
+    """Whether a model's generation config sets penalties. Raises SpecgenError for a setting that is not supported."""
+    for field, off in _UNSUPPORTED.items():
         value = getattr(config, field, None)
         if value not in off:
             raise SpecgenError(
-                f"{name}'s generation_config.json sets {field}={value!r}, which speculative decoding here cannot honour",
-                f"Take {field} out of that file",
+                f"{name}'s generation_config.json sets {field}={value!r}, which specgen does not support",
+                f"Remove {field} from that file",
             )
     return len(_processors(config, list(eos_ids), 0, torch.device("cpu"))) > 0
 
 
 def _processors(config: Any, eos: list[int], prompt_length: int, device: torch.device) -> Any:
-    """Transformers' own processors, in its order (`GenerationMixin._get_logits_processor`)."""
+    """Transformers' own processors, in the order of its `GenerationMixin._get_logits_processor`."""
     made = rules.LogitsProcessorList()
     if config.sequence_bias is not None:
         made.append(rules.SequenceBiasLogitsProcessor(config.sequence_bias))

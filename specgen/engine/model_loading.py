@@ -1,35 +1,35 @@
-"""Loading a causal language model from a folder or the Hugging Face hub, with every refusal in one clear line."""
+"""Loads a causal language model from a folder or the Hugging Face hub. Every error is one clear line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specgen.engine.hub import model_folder
-from specgen.engine.logits_processors import PenaltyProcessor, asks_for_penalties
+from specgen.engine.inference_mode import inference
+from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.selfcheck import check_rollback
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import RunError, SpecgenError
+from specgen.types import Context
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ROLLED_BACK = frozenset({"full_attention", "sliding_attention", "attention"})  # kinds of layer that a cache position undoes
-NO_LIMIT = 1 << 30
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers whose state is a KV cache
+NO_LIMIT = 1 << 30  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a hub id or a folder. `label` is what to call it, where that is not its name."""
+    """Where a model comes from: a hub id or a folder. `label` replaces it as the model's name in messages."""
 
     location: str
     label: str | None = None
@@ -44,7 +44,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model's files, looked at as far as that takes no time: what can be refused is refused before weights are read."""
+    """A model's folder, config and tokenizer, read and checked before its weights are loaded."""
 
     source: ModelSource
     folder: Path
@@ -58,7 +58,7 @@ class PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to decode with. `name` is what the user called it; `context_limit` counts tokens."""
+    """A model ready to decode with. `context_limit` and `rope_boundary` are in tokens, as `ModelRunner` takes them."""
 
     name: str
     model: Any
@@ -73,8 +73,19 @@ class LoadedModel:
         return new_runner(self.model, penalties)
 
     def penalties_on(self, device: torch.device, width: int) -> PenaltyProcessor | None:
-        """What this model's generation config does to logits, for a session on `device`; None where it does nothing."""
+        """The processor for this model's penalties, for a runner on `device` and a vocabulary of `width`; None if it has none."""
         return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), width, device) if self.has_penalties else None
+
+    @inference
+    def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        """The float32 logits [vocabulary] after the prompt and `token_ids`, with the model's penalties; uses no cache."""
+        context = Context(prompt_ids)
+        context.extend(token_ids)
+        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        output = self.model(input_ids=torch.tensor([context.ids], device=self.device), use_cache=False, **options)
+        logits: torch.Tensor = output.logits[0, -1:]
+        penalties = self.penalties_on(self.device, logits.shape[-1])
+        return (logits if penalties is None else penalties(logits, context, [], [], 0))[0].float()
 
     @property
     def device(self) -> torch.device:
@@ -86,18 +97,20 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
     def limit_for(self, prompt_length: int) -> int:
-        """How long prompt and answer may be together. Where the rotary frequencies change with the length, one run stays on
-        one side of the change: a pass across it would mix the two, and no longer be the model's own. The last token is never
-        run, so it may lie beyond."""
+        """The most tokens of prompt and answer together.
+
+        A run whose prompt is below the rope boundary ends there: a KV cache of both rotary frequencies would give wrong logits.
+        The last token is never run, so it may be beyond the boundary.
+        """
         if self.rope_boundary is not None and prompt_length <= self.rope_boundary:
             return min(self.rope_boundary + 1, self.context_limit)
         return self.context_limit
 
 
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
-    """Find a model's files, downloading them where needed, and read what is small. `announce` is told what is going on.
+    """Find or download a model's files, read its config and tokenizer. `announce` gets one line per step.
 
-    Raises SpecgenError for what is not there, is no decoder or cannot be rolled back.
+    Raises SpecgenError for a model that does not exist, is no decoder or has a state that cannot be rolled back.
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
@@ -108,32 +121,32 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
 
 
 def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
-    """Load the weights onto `device`. SpecgenError for damaged weights or other formats, RunError out of memory."""
+    """Load the weights onto `device`. Raises SpecgenError for damaged weights or other formats, RunError if memory is short."""
     name, config = prepared.name, prepared.config
     announce(f"loading {name}")
     model = load_weights(prepared.folder, prepared.source, dtype, device)
     if getattr(type(model), "_is_stateful", False):
         raise _recurrent(name, config.model_type)
     eos_ids = _eos_ids(model, prepared.tokenizer)
-    limit, boundary = _context_limits(config.get_text_config())
-    has_penalties = asks_for_penalties(model.generation_config, sorted(eos_ids), name)
-    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, has_penalties, prepared.folder)
+    limit, boundary = context_limits(config)
+    penalties = has_penalties(model.generation_config, sorted(eos_ids), name)
+    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, penalties, prepared.folder)
     check_rollback(loaded.runner(), model, name)
     return loaded
 
 
 def skeleton(prepared: PreparedModel) -> Any | None:
-    """The model without its weights, to see how it is built; None where its code cannot make one."""
+    """The model on the meta device, to inspect its structure without its weights; None if its code cannot build one."""
     try:
         with quiet_transformers(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=prepared.source.trust_remote_code)
-    except Exception:  # noqa: BLE001  whatever it is, loading the model tells it better
+    except Exception:  # noqa: BLE001  loading the model reports the error
         return None
 
 
 def new_runner(model: Any, penalties: PenaltyProcessor | None = None) -> ModelRunner:
-    """A session of a loaded model."""
-    return ModelRunner(model, *_context_limits(model.config.get_text_config()), penalties)
+    """A runner of a loaded model."""
+    return ModelRunner(model, *context_limits(model.config), penalties)
 
 
 def _load_config(folder: Path, source: ModelSource) -> Any:
@@ -151,9 +164,9 @@ def _load_config(folder: Path, source: ModelSource) -> Any:
 def _check_decoder(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if kinds - ROLLED_BACK:
-        raise _recurrent(name, ", ".join(sorted(kinds - ROLLED_BACK)))
+    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_TYPES
+    if others:
+        raise _recurrent(name, ", ".join(sorted(others)))
 
 
 def _recurrent(name: str, what: str) -> SpecgenError:
@@ -164,7 +177,7 @@ def _recurrent(name: str, what: str) -> SpecgenError:
 
 
 def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model from its folder, nothing checked but that its weights are all there. Errors as `load_model`'s."""
+    """A model from its folder. Checks only that no tensor is missing; raises as `load_model`."""
     if not any(folder.glob("*.safetensors")):
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
         found = f" (only {others[0]})" if others else ""
@@ -191,7 +204,7 @@ def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: 
     missing = sorted(report["missing_keys"])
     if missing:
         raise SpecgenError(
-            f"{source.name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it anew"
+            f"{source.name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it again"
         )
     return model
 
@@ -204,17 +217,17 @@ def _load_tokenizer(folder: Path, source: ModelSource) -> Tokenizer:
 
 
 def _refusal(error: Exception, name: str, part: str) -> SpecgenError:
-    """Transformers' many exceptions as one line of ours."""
+    """One line for whatever transformers raises while it reads a `part` of a model."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return SpecgenError(
-            f"{name} brings Python code of its own",
+            f"{name} contains Python code",
             "If you trust its authors with your machine, add --trust-remote-code",
         )
     if "Unrecognized configuration class" in text:
         return SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model")
     reason = shorten(text, 160, placeholder=" …") or type(error).__name__
-    return SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it anew")
+    return SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it again")
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
@@ -224,27 +237,23 @@ def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset()
 
 
-def _context_limits(config: Any) -> tuple[int, int | None]:
-    """The longest context, and the length at which the rotary frequencies change, where they do."""
+def context_limits(config: Any) -> tuple[int, int | None]:
+    """A model's longest context (`NO_LIMIT` if its config does not say) and its rope boundary (None: none), in tokens."""
+    config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     rope = getattr(config, "rope_parameters", None) or {}
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    kinds = {entry.get("rope_type") for entry in parameters}
+    rope_types = {entry.get("rope_type") for entry in parameters}
     originals = [entry["original_max_position_embeddings"] for entry in parameters if "original_max_position_embeddings" in entry]
     original = originals[0] if originals else getattr(config, "original_max_position_embeddings", None)
-    if "dynamic" in kinds:  # the frequencies move with every token beyond it
+    if "dynamic" in rope_types:  # beyond it the frequencies change with every token
         return original or limit, None
-    return limit, original if "longrope" in kinds else None
-
-
-def context_limit(config: Any) -> int:
-    """The longest context of a model with this config, in tokens; `NO_LIMIT` where it tells none."""
-    return _context_limits(config.get_text_config())[0]
+    return limit, original if "longrope" in rope_types else None
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Neither bars nor warnings of the library's own while it loads or saves: what matters is raised, or announced by us."""
+    """Switch off transformers' warnings and progress bars while it loads or saves a model."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

@@ -1,86 +1,81 @@
-"""One model and one sequence: say which tokens you want logits for, and the session keeps what it can of its cache."""
+"""Runs one model on one sequence with a KV cache that is addressed by content: callers name a sequence and get its logits."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from specgen.engine.cached_prefix import NONE, CachedPrefix, ForwardRange, TreeNodes, chain
-from specgen.engine.forward_inputs import ForwardInputs, Mask
+from specgen.engine.attention_masks import Mask
+from specgen.engine.cached_prefix import NO_NODES, CachedPrefix, ForwardRange, TreeNodes, chain_parents
+from specgen.engine.forward_inputs import ForwardInputs
 from specgen.engine.inference_mode import inference
 from specgen.engine.kv_cache import KVCache
 from specgen.types import Context
 
 
 class ModelOutput(NamedTuple):
-    """`logits` [rows, vocabulary] in the model's dtype; valid until the session's next call.
+    """`logits` [n, vocabulary] in the model's dtype, valid until the runner's next call.
 
-    `hidden` [rows, width] is what the head made them from, where the session is one of early exit's.
+    `hidden_states` [n, width] are the LM head's inputs; None unless the runner is one of early exit's.
     """
 
     logits: torch.Tensor
-    hidden: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
 
-class ForwardFunction(Protocol):
-    """The layers of a session and what stands before and behind them."""
-
-    def __call__(self, span: ForwardRange, positions: torch.Tensor, mask: Mask, cache: KVCache, keep: int) -> ModelOutput:
-        """Run the span behind what the cache holds; `positions` [n] are its slots'. The last `keep` rows."""
-        ...
+# A model or a part of it: runs a range's tokens at positions [n] with a mask, writes to the cache, returns the last `int` logits.
+ForwardFunction = Callable[[ForwardRange, torch.Tensor, Mask, KVCache, int], ModelOutput]
 
 
 class LogitsProcessor(Protocol):
-    """What a model's generation config does to its logits (penalties), seen per row."""
+    """Changes logits as the model's generation config asks for (repetition penalty, forbidden tokens, ...)."""
 
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Process logits [n, vocabulary] with the indices `start`, `start + 1`, ... as `ModelRunner.logits` numbers them."""
+        ...
 
 
 class FullModelForward:
-    """A causal language model as it was loaded, fed with token ids."""
+    """The forward function of a causal language model as transformers loads it."""
 
     def __init__(self, model: Any) -> None:
-        known = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in known
-        self._takes_keep = "logits_to_keep" in known
+        accepted = inspect.signature(model.forward).parameters
+        self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
         self._model = model
         self._device = model.device
 
-    def __call__(self, span: ForwardRange, positions: torch.Tensor, mask: Mask, cache: KVCache, keep: int) -> ModelOutput:
-        options: dict[str, Any] = {}
-        if self._takes_positions:
-            options["position_ids"] = positions[None]
-        if self._takes_keep:
-            options["logits_to_keep"] = keep
+    def __call__(
+        self, forward_range: ForwardRange, positions: torch.Tensor, mask: Mask, cache: KVCache, logits_to_keep: int
+    ) -> ModelOutput:
+        options = {"position_ids": positions[None], "logits_to_keep": logits_to_keep}
         output = self._model(
-            input_ids=torch.tensor([span.ids], device=self._device),
+            input_ids=torch.tensor([forward_range.token_ids], device=self._device),
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **options,
+            **{name: options[name] for name in self._options},
         )
-        return ModelOutput(output.logits[0][-keep:])
+        return ModelOutput(output.logits[0][-logits_to_keep:])
 
 
 class SharedCachePrefix(NamedTuple):
-    """A session's cache, to be written behind its first `committed` slots until the session's next pass, which ends the loan
-    of that `number`."""
+    """A runner's cache, to be written after its first `committed` tokens until the runner's `forward_count` changes."""
 
     cache: KVCache
     committed: int
-    number: int
+    forward_count: int
 
 
 class DraftRunner(Protocol):
-    """What a drafter asks: a session, or a part of one that answers as a session does."""
+    """What a drafter needs of a model runner. `num_embeddings` is how many token ids the model has embeddings for."""
 
     context_limit: int
-    known_ids: int
+    num_embeddings: int
     vocab_size: int
     device: torch.device
 
@@ -92,10 +87,10 @@ class DraftRunner(Protocol):
 
 
 class ModelRunner:
-    """The only code that touches a cache. Callers never roll back: the cache is addressed by its content.
+    """Runs a model on any context and draft, reusing what its KV cache holds of them; callers never roll back.
 
-    A session may be called with any context at any time. An interrupted call leaves it usable. `body` is what runs, where that
-    is not the whole `model`.
+    Calls may change the context at any time, and an interrupted call leaves the runner usable. `context_limit` is in tokens;
+    at `rope_boundary` tokens the model's rotary frequencies change (None: never); `forward` replaces the model's own.
     """
 
     def __init__(
@@ -103,30 +98,30 @@ class ModelRunner:
         model: Any,
         context_limit: int,
         rope_boundary: int | None = None,
-        reshaping: LogitsProcessor | None = None,
-        body: ForwardFunction | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        forward: ForwardFunction | None = None,
     ) -> None:
         self.context_limit = context_limit
-        self.known_ids: int = model.get_input_embeddings().weight.shape[0]
+        self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
         head = model.get_output_embeddings()
-        self.vocab_size: int = self.known_ids if head is None else head.weight.shape[0]
+        self.vocab_size: int = self.num_embeddings if head is None else head.weight.shape[0]
         self.device: torch.device = model.device
-        self._body = FullModelForward(model) if body is None else body
-        self._reshaping = reshaping
-        self._geometry = ForwardInputs(model)
+        self._forward = FullModelForward(model) if forward is None else forward
+        self._logits_processor = logits_processor
+        self._inputs = ForwardInputs(model)
         self._cache = KVCache(model.config.get_text_config().num_hidden_layers)
-        self._slots = CachedPrefix(self._cache, self.device, rope_boundary)
-        self._hidden: tuple[int, torch.Tensor] | None = None
-        self._passes = 0
+        self._cached = CachedPrefix(self._cache, self.device, rope_boundary)
+        self._hidden: tuple[int, torch.Tensor] | None = None  # the last call's `start` and hidden states
+        self._forward_count = 0
 
     def forget(self) -> None:
-        """Drop all that is cached, so that the next call pays for its whole context: for measurements."""
-        self._slots.forget()
+        """Drop everything cached, so that the next call runs its whole context: for measurements."""
+        self._cached.clear()
         self._hidden = None
-        self._passes += 1  # what was lent is forgotten too
+        self._forward_count += 1  # ends a shared prefix, too
 
     def reserve(self, capacity: int) -> None:
-        """Announce how many tokens will be cached, so that the buffers are made once."""
+        """Allocate buffers for at least `capacity` tokens at the next allocation, so that they need not grow."""
         self._cache.capacity = max(self._cache.capacity, capacity)
 
     @inference
@@ -138,50 +133,50 @@ class ModelRunner:
         *,
         start: int = 0,
     ) -> ModelOutput:
-        """The rows after the last context token (row 0) and after each draft token (rows 1, 2, ...), from row `start` on.
+        """The logits after the last context token (index 0) and after each draft token (index 1, 2, ...), from index `start` on.
 
-        Keeps the longest cached prefix of `context` (along the matching path of the last draft tree) and, of the draft, what
-        stands before row `start` and is unchanged; runs the model once on what is missing. `parents` are those of a tree
-        (each node behind its parent, -1 the context), None or a range for a chain.
+        `parents` are the indices of a tree's parent nodes, each lower than its child's (-1: the context); None or a range for a
+        chain. Reuses the longest cached prefix of `context`, along the matching path of the last draft, and of the draft the
+        unchanged tokens before index `start`. Runs the model once on the rest.
         """
         tokens = list(draft)
-        line = chain(len(tokens))
-        is_chain = parents is None or isinstance(parents, range) or list(parents) == list(line)
-        nodes = TreeNodes(tokens, line if is_chain or parents is None else list(parents))
-        slots = self._slots
-        slots.keep(context, nodes, start)
-        while len(context) - slots.committed > (size := slots.chunk(context)):
-            self._run(ForwardRange(context, NONE, slots.committed, slots.committed + size), keep=1)
-            slots.advance(slots.committed + size)
-        span = ForwardRange(context, nodes, slots.filled, len(context) + len(tokens))
-        rows = self._run(span, keep=len(tokens) + 1 - start)
-        slots.advance(len(context), nodes)
-        self._hidden = None if rows.hidden is None else (start, rows.hidden)
-        if self._reshaping is not None:
-            rows = rows._replace(logits=self._reshaping(rows.logits, context, tokens, nodes.parents, start))
-        return rows
+        chain = chain_parents(len(tokens))
+        is_chain = parents is None or isinstance(parents, range) or list(parents) == list(chain)
+        nodes = TreeNodes(tokens, chain if is_chain or parents is None else list(parents))
+        cached = self._cached
+        cached.truncate_for(context, nodes, start)
+        while len(context) - cached.committed > (size := cached.chunk_size(context)):
+            self._run(ForwardRange(context, NO_NODES, cached.committed, cached.committed + size), logits_to_keep=1)
+            cached.set_cached(cached.committed + size)
+        forward_range = ForwardRange(context, nodes, cached.length, len(context) + len(tokens))
+        output = self._run(forward_range, logits_to_keep=len(tokens) + 1 - start)
+        cached.set_cached(len(context), nodes)
+        self._hidden = None if output.hidden_states is None else (start, output.hidden_states)
+        if self._logits_processor is not None:
+            processed = self._logits_processor(output.logits, context, tokens, nodes.parents, start)
+            output = output._replace(logits=processed)
+        return output
 
-    def lend(self, context: Context) -> SharedCachePrefix:
-        """The cache with all of `context` but its last token in it, for rows of somebody else's behind them."""
-        slots = self._slots
-        slots.follow(context)
-        if slots.committed < len(context) - 1:
+    def share_prefix(self, context: Context) -> SharedCachePrefix:
+        """Cache all of `context` but its last token, and lend the cache to be written after that."""
+        cached = self._cached
+        cached.switch_to(context)
+        if cached.committed < len(context) - 1:
             self.logits(context)
-        slots.lend(len(context) - 1)
+        cached.truncate(len(context) - 1)
         self._hidden = None
-        return SharedCachePrefix(self._cache, slots.committed, self._passes)
+        return SharedCachePrefix(self._cache, cached.committed, self._forward_count)
 
-    def producing_row(self, context: Context) -> torch.Tensor | None:
-        """The hidden row [width] of the last call that the context's last token was chosen by; None where it was not."""
-        row = self._slots.row_before_last(context)
-        if row is None or self._hidden is None or row < self._hidden[0]:
+    def last_hidden_state(self, context: Context) -> torch.Tensor | None:
+        """The hidden state [width] of the last call that predicted the context's last token; None if that call did not."""
+        index = self._cached.last_logits_index(context)
+        if index is None or self._hidden is None or index < self._hidden[0]:
             return None
-        start, hidden = self._hidden
-        return hidden[row - start]
+        start, hidden_states = self._hidden
+        return hidden_states[index - start]
 
-    def _run(self, span: ForwardRange, keep: int) -> ModelOutput:
-        """One pass over the span, written behind what is cached. Its last `keep` rows."""
-        positions, mask = self._geometry(span, self._cache.capacity)
-        self._passes += 1
-        self._cache.length = span.first
-        return self._body(span, positions, mask, self._cache, keep)
+    def _run(self, forward_range: ForwardRange, logits_to_keep: int) -> ModelOutput:
+        """One forward pass, written to the cache from index `forward_range.first` on."""
+        positions, mask = self._inputs.prepare(forward_range, self._cache)
+        self._forward_count += 1
+        return self._forward(forward_range, positions, mask, self._cache, logits_to_keep)

@@ -1,4 +1,4 @@
-"""Text to ids and back: chat templates, incremental detokenizing, and whether two tokenizers are the same."""
+"""Text to ids and back: chat templates, incremental detokenizing, and comparing two tokenizers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from specgen.errors import SpecgenError
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for the bytes of an unfinished character
-_LONGEST_CHARACTER = 4  # bytes, so tokens at most, of a character in UTF-8
-_PREFIX = 6  # tokens of the prompt that the first new one is decoded behind, for its leading space
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
+_MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
+_PREFIX = 6  # how many of the prompt's last tokens the first new one is decoded with, for its leading space
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, and what this project asks of it."""
+    """A Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,18 +32,20 @@ class Tokenizer:
         return vocabulary
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's ids, with what the tokenizer puts in front of a text."""
+        """The prompt's ids, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
     def encode_long(self, text: str) -> list[int]:
-        """As `encode`, for text that need not fit into the model's context: without the warning that it does not."""
+        """As `encode`, without the warning about text longer than the model's context."""
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         return ids
 
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """The ids of a conversation in the model's chat template, up to where the answer begins. `before` are earlier turns, each
-        with its answer."""
+        """The ids of a conversation in the model's chat template, up to the start of the answer.
+
+        `before` are earlier turns, each with its answer. Raises SpecgenError if there is no template or it refuses the turns.
+        """
         if not self._tokenizer.chat_template:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         turns = [{"role": "system", "content": system}] if system is not None else []
@@ -52,13 +54,13 @@ class Tokenizer:
         turns.append({"role": "user", "content": prompt})
         try:
             text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's own, and may raise what it likes
+        except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of tokens for display, special ones by name, leading spaces kept; not for joining into an answer."""
+        """The tokens' text for display, with leading spaces and special tokens' names. Joined texts need not be the answer."""
         if len(ids) == 1 and ids[0] in self._texts:
             return self._texts[ids[0]]
         text = self._decode([*self._anchor, *ids], skip_special_tokens=False)[len(self._anchor_text) :]
@@ -72,66 +74,65 @@ class Tokenizer:
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
-            text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)  # a tenth of the time
+            text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)  # ten times faster
         else:
             text = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 
 class Detokenizer:
-    """Turns ids into text as they come: whole characters only, spaces between words kept.
+    """Turns ids into text one by one: complete characters only, spaces between words kept.
 
-    New ids are decoded behind the last ones that gave text, so that a tokenizer which strips a text's first space strips none
-    of theirs. A decoder writes one replacement character for a character whose bytes are not all there yet: it is held back,
-    until so many tokens have brought nothing new that it can only be a broken one.
+    New ids are decoded together with the ids before them, as tokenizers may strip the first space of a text. An incomplete
+    character decodes to a replacement character, which is held back until `_MAX_CHARACTER_TOKENS` tokens show that it is invalid.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._before = list(prompt_ids[-_PREFIX:])  # ids whose text has been given,
-        self._new: list[int] = []  # and those behind them whose text has not, or not all
-        self._given = 0  # characters of the new ids' text
-        self._waited = 0  # tokens since the last text
+        self._before = list(prompt_ids[-_PREFIX:])  # ids whose text has been returned
+        self._new: list[int] = []  # the ids after them, whose text has not been returned completely
+        self._returned = 0  # characters of the new ids' text that have been returned
+        self._waited = 0  # tokens since text was returned
 
     def push(self, token: int) -> str:
-        """The text that this token completes: empty while a character is still unfinished."""
+        """The text that this token completes; empty while a character is incomplete."""
         self._new.append(token)
         text = self._text()
-        whole = text.rstrip(_REPLACEMENT)
-        self._waited = 0 if len(whole) > self._given else self._waited + 1
-        if self._waited >= _LONGEST_CHARACTER:
-            whole = text[:-1]  # broken bytes, but for the last, which may begin a character
+        complete = text.rstrip(_REPLACEMENT)
+        self._waited = 0 if len(complete) > self._returned else self._waited + 1
+        if self._waited >= _MAX_CHARACTER_TOKENS:
+            complete = text[:-1]  # all but the last character are invalid; the last may be incomplete
             self._waited = 0
-        return self._give(whole, is_all=whole == text)
+        return self._take(complete, is_all=complete == text)
 
     def flush(self) -> str:
-        """The text held back, as the decoder renders what is unfinished."""
-        return self._give(self._text(), is_all=True)
+        """The text held back, with replacement characters for incomplete characters."""
+        return self._take(self._text(), is_all=True)
 
     def _text(self) -> str:
         return self._decode(self._before + self._new)[len(self._decode(self._before)) :]
 
-    def _give(self, text: str, is_all: bool) -> str:
-        piece = text[self._given :]
-        self._given = max(self._given, len(text))
-        if is_all and text:  # else (a special token has no text) the next id is decoded behind these too
-            self._before, self._new, self._given = self._new, [], 0
+    def _take(self, text: str, is_all: bool) -> str:
+        piece = text[self._returned :]
+        self._returned = max(self._returned, len(text))
+        if is_all and text:  # a special token has no text: the next id is decoded with these too
+            self._before, self._new, self._returned = self._new, [], 0
         return piece
 
 
 def check_same(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
-    """Refuse a pair whose common tokens have different ids, or whose vocabularies differ by more than some added tokens.
+    """Raise SpecgenError unless the vocabularies are the same but for at most 1 % of added tokens.
 
-    Vocabularies are compared, not the models' tables: families pad these to different sizes.
+    The sizes of the models' embeddings are not compared: families pad them differently.
     """
-    ours, theirs = target.vocabulary(), draft.vocabulary()
-    if ours == theirs:
+    of_target, of_draft = target.vocabulary(), draft.vocabulary()
+    if of_target == of_draft:
         return
-    smaller, larger = sorted((ours, theirs), key=len)
+    smaller, larger = sorted((of_target, of_draft), key=len)
     if len(smaller) >= 0.99 * len(larger) and all(larger.get(token) == id_ for token, id_ in smaller.items()):
         return
     raise SpecgenError(
-        f"the tokenizers differ: {target_name} has {len(ours):,} tokens, {draft_name} has {len(theirs):,}"
-        + (", some of them with other ids" if len(ours) == len(theirs) else ""),
-        "Take a draft of the target's family, or do without one: -m lookup",
+        f"the tokenizers differ: {target_name} has {len(of_target):,} tokens, {draft_name} has {len(of_draft):,}"
+        + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),
+        "Take a draft of the target's family, or a method without one: -m lookup",
     )

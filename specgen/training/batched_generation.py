@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specgen.engine.attention_masks import Masks
-from specgen.engine.exit_layer import decoder_of
+from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
 from specgen.engine.kv_cache import KVCache
 from specgen.errors import RunError

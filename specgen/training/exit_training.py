@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
+from specgen.engine.decoder_layers import check_exit_depth, check_llama_structure, default_exit_depth
 from specgen.engine.exit_files import Description, save_exit
-from specgen.engine.exit_layer import ExitLayer, check_split, decoder_of
-from specgen.engine.first_layers import FirstLayers, check_depth, usual_depth
+from specgen.engine.exit_layer import ExitLayer
+from specgen.engine.first_layers import FirstLayers
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import Fit, train_predictor
 from specgen.training.text_generation import TextGeneration
@@ -74,18 +75,18 @@ class ExitTraining(Training):
     @property
     def parameters_held(self) -> int:
         """The number of parameters of target and exit in memory."""
-        return self.first.parameters_held + sum(weight.numel() for weight in self.layer.parameters())
+        return self.first.num_parameters + sum(weight.numel() for weight in self.layer.parameters())
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         mask = self.first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, self.first.dtype)
         hidden, positions = self.first(batch.ids, batch.positions, mask)
         with bfloat16_autocast(self.first.device, self.first.dtype):
-            hidden = self.layer.run(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
+            hidden = self.layer.run_layers(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
             return hidden.reshape(-1, hidden.shape[-1])
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         with bfloat16_autocast(self.first.device, self.first.dtype):
-            logits = self.layer.read(outputs).logits
+            logits = self.layer.norm_and_head(outputs).logits
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
@@ -99,15 +100,15 @@ def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tup
     mask = first.masks.batched(causal, positions, positions, first.dtype)
     with bfloat16_autocast(first.device, first.dtype):
         output = layer(*first(ids, positions, mask), mask)
-    return output.logits[0].float(), output.hidden[0].float()
+    return output.logits[0].float(), output.hidden_states[0].float()
 
 
 def exit_depth(target: LoadedModel, after: int | None) -> int:
     """The number of target layers before the exit, `after` or the default. Raises SpecgenError if the target has too few layers
     or its layers cannot be run one by one."""
-    check_split(target.model)
-    after = usual_depth(len(decoder_of(target.model).layers)) if after is None else after
-    check_depth(target.model, after)
+    check_llama_structure(target.model)
+    after = default_exit_depth(target.model) if after is None else after
+    check_exit_depth(target.model, after)
     return after
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from specgen.engine.exit_layer import decoder_of
+from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
 from specgen.files import whole_file

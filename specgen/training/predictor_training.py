@@ -94,8 +94,8 @@ def _sample(
     """Logits and labels of at most `count` drafted tokens, at uniformly random positions of drafts that start anywhere."""
     device = examples.agreed.device
     begin = torch.randint(len(examples), (count,), generator=generator, device=device)
-    # Two more than PLACES: positions beyond it share its weights.
-    positions = torch.randint(1, Predictor.PLACES + 3, (count,), generator=generator, device=device)
+    # Two more than POSITIONS: positions beyond it share its weights.
+    positions = torch.randint(1, Predictor.POSITIONS + 3, (count,), generator=generator, device=device)
     inside = begin + positions <= examples.ends[begin]
     begin, positions = begin[inside], positions[inside]
     # Between the target's hidden state and the exit's lies the committed token that the former produced.

@@ -30,7 +30,7 @@ class MemoisedRunner:
 
     def __init__(self, runner: DraftRunner) -> None:
         self._runner = runner
-        self.context_limit, self.known_ids = runner.context_limit, runner.known_ids
+        self.context_limit, self.num_embeddings = runner.context_limit, runner.num_embeddings
         self.vocab_size, self.device = runner.vocab_size, runner.device
         self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], _Row] = {}
         self.calls = self.passes = self._bytes = 0
@@ -56,6 +56,6 @@ class MemoisedRunner:
         for position, key in enumerate(keys):
             if self._bytes < MOST_BYTES and key not in self._rows:
                 row = found.logits[position].clone()
-                self._rows[key] = _Row(row, None if found.hidden is None else found.hidden[position].clone())
+                self._rows[key] = _Row(row, None if found.hidden_states is None else found.hidden_states[position].clone())
                 self._bytes += row.numel() * row.element_size()
         return found

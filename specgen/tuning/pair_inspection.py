@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from specgen import methods
 from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
+from specgen.engine.decoder_layers import missing_part
 from specgen.engine.devices import free_memory, pick_dtype
 from specgen.engine.exit_files import find_exit
-from specgen.engine.exit_layer import missing_part
 from specgen.engine.kv_cache import bytes_per_token
-from specgen.engine.model_loading import NO_LIMIT, ModelSource, PreparedModel, context_limit, prepare, skeleton
+from specgen.engine.model_loading import NO_LIMIT, ModelSource, PreparedModel, context_limits, prepare, skeleton
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer, check_same
 from specgen.errors import SpecgenError
@@ -107,7 +107,7 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
     parameters = _parameters(prepared.folder)
     if not parameters:
         raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
-    limit = context_limit(prepared.config)
+    limit = context_limits(prepared.config)[0]
     return ModelFacts(
         prepared.name,
         config.model_type,

@@ -106,16 +106,16 @@ class Recorder:
         if len(answer.token_ids) < 2:
             return RecordedDrafts(answer, [()] * len(answer.token_ids), [], 0.0)
         room = self._draft.context_limit - len(answer.prompt_ids) - len(answer.token_ids) - AFTER
-        if room < 0 or max(*answer.prompt_ids, *answer.token_ids) >= self._draft.known_ids:
+        if room < 0 or max(*answer.prompt_ids, *answer.token_ids) >= self._draft.num_embeddings:
             raise SpecgenError("the draft model cannot follow this prompt", "Take shorter prompts: --prompts FILE")
         prefill = self.prefill(answer)
         context = Context(answer.prompt_ids)
         along = answer.token_ids[:-1]
         target = self._target.logits(context, along)
-        judged, judged_hidden = target.logits.clone(), target.hidden  # a session's rows last until its next call
+        judged, judged_hidden = target.logits.clone(), target.hidden_states  # a session's rows last until its next call
         rows = self._draft.logits(context, along)
         guesses = rows.logits[:, : self._target.vocab_size].clone()
-        scores = None if self._predictor is None else _Scores(self._predictor, judged_hidden, rows.hidden)
+        scores = None if self._predictor is None else _Scores(self._predictor, judged_hidden, rows.hidden_states)
         first, chances = self._first_guesses(answer.token_ids, guesses, judged)
         wrong = [place for place in range(1, len(first)) if first[place].token != answer.token_ids[place]]
         after = self._after(context, along, wrong, first, scores)
@@ -177,7 +177,7 @@ class Recorder:
             parents += [parent for _, parent, _ in growing]
             rows = self._draft.logits(context, tokens, parents, start=begun + 1)
             if scores is not None:
-                scores.add([place for place, _, _ in growing], rows.hidden)
+                scores.add([place for place, _, _ in growing], rows.hidden_states)
             chosen = self._chosen(rows.logits[:, : self._target.vocab_size])
             for (place, _, _), drafted in zip(growing, chosen, strict=True):
                 after[place].append(drafted)
@@ -250,7 +250,7 @@ class _Scores:
     def of(self, begin: int, place: int, level: int, position: int) -> float:
         """The score of a draft's token at `position` (from 1), when the draft began at `begin`."""
         part = self._along[place] if level == 0 else self._after[place][level - 1]
-        offset = self._offsets[begin - 1][min(position, self._predictor.PLACES) - 1]
+        offset = self._offsets[begin - 1][min(position, self._predictor.POSITIONS) - 1]
         return 1 / (1 + math.exp(-(part + offset)))
 
     def _part(self, rows: torch.Tensor) -> list[float]:

@@ -213,7 +213,7 @@ class SimulatedRuns:
         layer = self._pair.exit_layer
         if layer is None or layer.predictor is None:
             return None
-        rows = target.logits(Context(answer.prompt_ids), answer.token_ids).hidden
+        rows = target.logits(Context(answer.prompt_ids), answer.token_ids).hidden_states
         assert rows is not None
         return RecordedAcceptance(layer.predictor, rows)
 

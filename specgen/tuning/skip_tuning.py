@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specgen.engine.exit_layer import check_split
+from specgen.engine.decoder_layers import check_llama_structure
 from specgen.errors import SpecgenError
 from specgen.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tuning.outcome import Candidate
@@ -20,7 +20,7 @@ def tuned_skips(pair: Pair, outputs: Sequence[ReferenceOutput], seconds: float) 
 
     Raises SpecgenError where the target's layers cannot be run one by one, or where the time is too short for the first guess.
     """
-    check_split(pair.target.model, "layer skipping")
+    check_llama_structure(pair.target.model, "layer skipping")
     prompts = [output.prompt_ids[:PROMPT_TOKENS] for output in outputs[:PROMPTS]]
     seconds_per_token = sum(output.seconds for output in outputs) / sum(len(output.token_ids) for output in outputs)
     if len(prompts) * NEW_TOKENS * seconds_per_token > seconds:

@@ -62,7 +62,7 @@ class ThreadDrafter:
         self._work: Future[Draft] | None = None
 
     def prefill(self, context: Context) -> None:
-        fits = context.largest_id < self._runner.known_ids and len(context) <= self._runner.context_limit
+        fits = context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit
         if self._stream is not None:  # buffers may still be in use where other methods drafted
             self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
         if fits:

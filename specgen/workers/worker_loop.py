@@ -106,7 +106,7 @@ class Worker:
         if wanted["window"]:
             count = 2 * (record + (not sampling.greedy))
             slots = shared_slots(self._memory, wanted["offset"], count, wanted["window"], vocab_size)
-        if context.largest_id < self._runner.known_ids and len(context) <= self._runner.context_limit:
+        if context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit:
             self._runner.logits(context)
         return _Run(context, drafter, policy, slots, sampling, record=record)
 

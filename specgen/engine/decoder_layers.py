@@ -1,0 +1,147 @@
+"""A model's decoder layers run one by one, and what a model needs for that: Llama's structure.
+
+Early exit and layer skipping call the decoder layers themselves. They require what `LlamaForCausalLM` has: a decoder with
+`embed_tokens`, `layers`, `norm` and `rotary_emb`, an `lm_head`, and nothing else between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from specgen.engine.attention_masks import Mask
+from specgen.engine.inference_mode import inference
+from specgen.engine.tolerances import logits_agree
+from specgen.errors import SpecgenError, is_out_of_memory
+
+
+class LayersOutput(NamedTuple):
+    """`logits` [batch, n, vocabulary] and `hidden_states` [batch, n, width], the LM head's input: after the norm."""
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+
+
+class DecoderLayers(nn.Module):
+    """Some decoder layers of a model, then a norm and an LM head. Layers read and write the KV cache at their `layer_idx`."""
+
+    def __init__(
+        self, layers: Iterable[nn.Module], layer_types: Iterable[str | None], norm: nn.Module, head: nn.Module, config: Any = None
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.layer_types = list(layer_types)
+        self.norm, self.head = norm, head
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    @classmethod
+    def upper(cls, model: Any, start: int) -> Self:
+        """The model's own layers from index `start` on, with its own norm and LM head."""
+        decoder = decoder_of(model)
+        layers, types = decoder.layers[start:], layer_types(model)[start:]
+        return cls(layers, types, decoder.norm, model.lm_head, model.config.get_text_config())
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        mask: Mask,
+        cache: Any = None,
+        *,
+        logits_to_keep: int | None = None,
+    ) -> LayersOutput:
+        """Run the layers on hidden states [batch, n, width], the norm and head on the last `logits_to_keep` (None: all).
+
+        `rotary` are the rotary embeddings (cos, sin) of the n positions. `mask` is additive [1 or batch, 1, n, past + n],
+        or maps each attention type to such a mask.
+        """
+        hidden_states = self.run_layers(hidden_states, rotary, mask, cache)
+        return self.norm_and_head(hidden_states if logits_to_keep is None else hidden_states[:, -logits_to_keep:])
+
+    def run_layers(
+        self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], mask: Mask, cache: Any = None
+    ) -> torch.Tensor:
+        """The layers alone, without norm and head; arguments as `forward`'s."""
+        for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask[str(layer_type)] if isinstance(mask, dict) else mask,
+                position_embeddings=rotary,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        return hidden_states
+
+    def norm_and_head(self, hidden_states: torch.Tensor) -> LayersOutput:
+        """Norm, LM head and the model's cap on logits (Gemma 2), on the layers' output [..., width]."""
+        hidden_states = self.norm(hidden_states)
+        logits = self.head(hidden_states)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return LayersOutput(logits, hidden_states)
+
+
+def decoder_of(model: Any) -> Any:
+    """The decoder inside a causal language model; None if it has none under its family's name."""
+    return getattr(model, model.base_model_prefix, None)
+
+
+def layer_types(model: Any) -> list[str | None]:
+    """The attention type of each layer ("full_attention", "sliding_attention", ...), None where all layers have the same."""
+    count = len(decoder_of(model).layers)
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * count)
+
+
+def missing_part(model: Any) -> str | None:
+    """The first module of Llama's structure that the model lacks; None if it has all."""
+    decoder = decoder_of(model)
+    missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
+    return next(iter(missing), None if hasattr(model, "lm_head") else "lm_head")
+
+
+@inference
+def check_llama_structure(model: Any, feature: str = "early exit") -> None:
+    """Raise SpecgenError if the model's layers, run one by one by `DecoderLayers`, do not give the model's own logits.
+
+    Compares both on four tokens: modules of the right names do not prove that a family uses them as Llama does.
+    """
+    if missing := missing_part(model):
+        raise _refusal(model, feature, f"its decoder has no {missing}")
+    decoder = decoder_of(model)
+    ids = torch.tensor([[token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]], device=model.device)
+    try:
+        embeddings = decoder.embed_tokens(ids)
+        n = ids.shape[1]
+        rotary = decoder.rotary_emb(embeddings, torch.arange(n, device=model.device)[None])
+        mask = torch.full((1, 1, n, n), torch.finfo(embeddings.dtype).min, dtype=embeddings.dtype, device=model.device).triu(1)
+        masks: Mask = {str(layer_type): mask for layer_type in layer_types(model)}
+        logits = DecoderLayers.upper(model, 0)(embeddings, rotary, masks).logits.float()
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _refusal(model, feature, f"running its layers one by one ends in {type(error).__name__}") from error
+    if not logits_agree(logits, expected, model.dtype):
+        raise _refusal(model, feature, "its layers, run one by one, do not give its own logits")
+
+
+def check_exit_depth(model: Any, depth: int, name: str = "the exit") -> None:
+    """Raise SpecgenError unless the model has layers both before and after an exit at `depth` layers."""
+    count = len(decoder_of(model).layers)
+    if not 1 <= depth < count:
+        raise SpecgenError(f"{name} is after layer {depth} of {count}", f"It can be after layer 1 to {count - 1}")
+
+
+def default_exit_depth(model: Any) -> int:
+    """N of EESD: 7 % of the layers, as the paper's 5 of 80 and 3 of 40, and at least 1."""
+    return max(1, round(0.07 * len(decoder_of(model).layers)))
+
+
+def _refusal(model: Any, feature: str, why: str) -> SpecgenError:
+    return SpecgenError(
+        f"{feature} needs a model built as Llama is, and {model.config.model_type} is not: {why}",
+        "Take a Llama-like target (Llama, Mistral, Qwen, Phi-3, Gemma, OLMo), or a draft model: -m svip",
+    )
