@@ -26,7 +26,7 @@ class ModelOutput(NamedTuple):
     hidden_states: torch.Tensor | None = None
 
 
-# A model or a part of it: runs a range's tokens at positions [n] with a mask, writes to the cache, returns the last `int` logits.
+# A model or a part of it, called with the range, its positions [n], mask, KV cache (which it writes to) and `logits_to_keep`.
 ForwardFunction = Callable[[ForwardRange, torch.Tensor, Mask, KVCache, int], ModelOutput]
 
 
