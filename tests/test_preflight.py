@@ -241,7 +241,7 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     runner = demo_pair.target.runner()
     seen = []
     run = runner._run
-    runner._run = lambda span, keep: (seen.append((len(span.ids), span.first)), run(span, keep))[1]  # type: ignore[method-assign]
+    runner._run = lambda span, logits_to_keep: (seen.append((len(span.token_ids), span.first)), run(span, logits_to_keep))[1]  # type: ignore[method-assign]
     seconds = time_passes(runner, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)
