@@ -53,7 +53,8 @@ def skipped(model: Any, skips: SkippedLayers) -> Any:
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 @pytest.mark.parametrize("skip", ["0", "2a", "1m", "1+3a+2m"])
 def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> None:
-    """Behind rows of the whole model: so the expected row comes from one pass of the quiet model over the target's own cache."""
+    """The cache holds the full model's keys and values, so the expected logits come from a pass of the model without these layers
+    over the target's own cache."""
     model = make_model(family, num_hidden_layers=4, **four_kinds(family))
     skips = SkippedLayers.parse(skip, 4)
     quiet = skipped(model, skips)
@@ -73,9 +74,9 @@ def test_the_first_draft_pass_reads_the_targets_rows(family: str, skip: str) -> 
         context.extend(tokens[: rng.randrange(4)])
 
 
-@torch.inference_mode()  # as the sessions' caches may be made
+@torch.inference_mode()  # the runners' caches may be inference tensors
 def over_the_targets_rows(model: Any, quiet: Any, context: Context, tokens: list[int]) -> torch.Tensor:
-    """The quiet model's rows behind keys and values that the whole model made of all tokens but the context's last."""
+    """Logits of the model without these layers, after keys and values of the full model for all but the context's last token."""
     whole, part = ModelRunner(model, CONTEXT), ModelRunner(quiet, CONTEXT)
     past = Context(context.ids[:-1])
     whole.logits(past)
