@@ -99,7 +99,7 @@ def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
     assert both.summary.drafted == first.summary.drafted + second.summary.drafted
     assert len(both.tokens) == len(first.tokens) + len(second.tokens)
     assert both.speeds == pytest.approx([first.summary.tokens_per_second, second.summary.tokens_per_second])
-    assert both.mean_draft_length == pytest.approx(both.summary.drafted / 98)
+    assert both.summary.mean_draft_length == pytest.approx(both.summary.drafted / 98)
 
 
 def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None:

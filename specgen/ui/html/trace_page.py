@@ -168,7 +168,7 @@ def _row(entry: Shown, scale: Scale, *, is_best: bool) -> str:
     low, high = min(anatomy.speeds, default=0.0), max(anatomy.speeds, default=0.0)
     speed = summary.tokens_per_second or 0.0
     dot = scale.dot(speed, low, high, f"{speed:.1f} tokens a second, from {low:.1f} to {high:.1f}")
-    length = anatomy.mean_draft_length
+    length = anatomy.summary.mean_draft_length
     cells = (
         (f"{anatomy.runs}", "runs"),
         ("" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}", "accepted"),
