@@ -163,14 +163,32 @@ class SpeedupModel:
         rate = (k * self.draft_seconds + self.target_seconds[k + 1] - single) / (k * single)
         return max(0.0, rate) if rate < 1 else None
 
+    @property
+    def relative_draft_cost(self) -> float:
+        """Time of a draft pass / time of a target pass over one token: 1 / c."""
+        return self.draft_seconds / self.target_seconds[1]
+
+    def break_even_draft_cost(self, acceptance: float) -> float | None:
+        """The relative draft cost below which some draft length is faster than plain decoding at this acceptance probability.
+
+        None where no draft model is cheap enough.
+        """
+        single = self.target_seconds[1]
+        seconds = [(_tokens(k, acceptance) * single - self.target_seconds[k + 1]) / k for k in self.draft_lengths]
+        return max(seconds) / single if max(seconds, default=0.0) > 0 else None
+
     def speedup(self, k: int, acceptance: float) -> float:
         """Speedup where each token is accepted with probability `acceptance`, independently of the others."""
-        tokens = sum(acceptance**position for position in range(k + 1))
-        return tokens * self.target_seconds[1] / (k * self.draft_seconds + self.target_seconds[k + 1])
+        return _tokens(k, acceptance) * self.target_seconds[1] / (k * self.draft_seconds + self.target_seconds[k + 1])
 
     def best(self, acceptance: float) -> tuple[int, float]:
         """The draft length with the largest speedup at this acceptance probability, and that speedup."""
         return max(((k, self.speedup(k, acceptance)) for k in self.draft_lengths), key=lambda found: found[1])
+
+
+def _tokens(k: int, acceptance: float) -> float:
+    """Expected tokens of a round with k drafted tokens: 1 + a + ... + a^k (Leviathan et al. 2023, Eq. 1)."""
+    return sum(acceptance**position for position in range(k + 1))
 
 
 def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) -> float | None:

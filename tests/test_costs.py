@@ -1,4 +1,4 @@
-"""PEARL's window from measured times, and what is kept of them."""
+"""The cost model, PEARL's window from measured pass times, the measurement cache, and planning without any of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specgen.types import Context, Draft, SamplingParams
 
 
 class SlowTarget:
-    """A pass takes a base and a bit a token."""
+    """A pass takes a base time plus a time per token."""
 
     def __init__(self, base: float, token: float) -> None:
         self.base, self.token = base, token
@@ -37,7 +37,7 @@ class SlowTarget:
 
 
 class SlowDrafter:
-    """Takes a while a token, by its own clock; waits for nobody."""
+    """Reports a fixed time per token without waiting."""
 
     policy = Always()
 
@@ -58,8 +58,10 @@ class SlowDrafter:
 
 
 @pytest.mark.parametrize(("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (2, 0, 6, 1, 1)])
-def test_the_window_is_where_both_end_together(base: float, token: float, draft: float, size: int, first: int) -> None:
-    """Times in ms. Each token of a pass may cost: the window is the g at which a pass over g tokens takes g draft passes."""
+def test_with_the_window_both_models_finish_at_the_same_time(
+    base: float, token: float, draft: float, size: int, first: int
+) -> None:
+    """Times in ms. The window is the g for which a target pass over g tokens takes as long as g draft passes."""
     target, drafter = SlowTarget(base / 1e3, token / 1e3), SlowDrafter(draft / 1e3)
     costs = time_parallel_passes(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
     assert abs(costs.window.size - size) <= 1
@@ -123,7 +125,7 @@ def test_cached_pass_times_have_to_be_positive_numbers(field: str, value: object
     assert preparation._valid_costs(None) is None
 
 
-def test_the_cache_is_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("SPECGEN_CACHE")

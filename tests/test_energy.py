@@ -56,7 +56,7 @@ class TestRapl:
             zone(tmp_path, "0", "psys")
         elif what == "no number":
             (zone(tmp_path, "0", "package-0") / "energy_uj").write_text("\n")
-        elif what == "forbidden":  # as since 2020 on most machines; the tests may run as root, whom nothing is forbidden
+        elif what == "forbidden":  # the default on most machines; root, who may run the tests, can read everything
             zone(tmp_path, "0", "package-0")
             monkeypatch.setattr(RaplZone, "__init__", lambda *_: (_ for _ in ()).throw(PermissionError))
         meter = energy_meter_for([CPU], root=tmp_path)
@@ -111,7 +111,7 @@ class TestMeter:
         assert clock.now - begun < 1, "idle power is measured once"
 
     def test_a_coarse_counter_is_read_where_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A run of a third of a tick more than two: as it stands, the counter would be wrong by a fifth."""
+        """A run of two and a third ticks: without waiting for a change the counter would be wrong by a fifth."""
         clock = Clockwork(monkeypatch, tick=0.1)
         meter = EnergyMeter([clock], clock.synchronize)
         meter.start()
@@ -122,7 +122,7 @@ class TestMeter:
         assert clock.now - begun < 0.31
         assert found.joules == pytest.approx(0, abs=0.5), "it idled all the while"
 
-    def test_a_counter_that_stands_still_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_counter_that_does_not_count_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clockwork(monkeypatch)
         clock.watts = 0
         meter = EnergyMeter([clock], clock.synchronize)

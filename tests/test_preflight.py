@@ -1,4 +1,4 @@
-"""The pre-flight of a pair: what its files say, where tokenizers differ, what passes cost, from where on a draft pays."""
+"""`specgen inspect` of a pair: facts from its files, differences of tokenizers, pass times, expected speedup."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inspect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     return call
 
 
-def told(inspect: Inspect, *arguments: str) -> dict[str, Any]:
+def json_report(inspect: Inspect, *arguments: str) -> dict[str, Any]:
     out, _ = inspect(*arguments, "--json")
     (line,) = out.splitlines()
     parsed: dict[str, Any] = json.loads(line, parse_constant=pytest.fail)
@@ -54,7 +54,7 @@ def told(inspect: Inspect, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_pair: specgen.Pair) -> None:
-    line = told(inspect, "--pair", "--dtype", "float32")
+    line = json_report(inspect, "--pair", "--dtype", "float32")
     assert line["type"] == "pair"
     assert demo_pair.draft is not None
     caches = 0
@@ -136,7 +136,7 @@ def test_a_pair_that_is_refused_still_gets_a_report(inspect: Inspect, strangers:
     assert "✗ sd, " in out
     assert "the tokenizers differ: take a draft of the target's family" in " ".join(out.split())
     assert "next" not in out
-    line = told(inspect, "-t", strangers[0], "-d", strangers[1])
+    line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])
     assert [entry["token_id"] for entry in line["tokenizers"]["differences"]] == [3, 4, 5, 6, 7]
 
 
@@ -194,7 +194,7 @@ def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkey
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:
-    line = told(inspect, "--measure", "--dtype", "float32")
+    line = json_report(inspect, "--measure", "--dtype", "float32")
     found = line["measured"]
     seconds = {int(width): taken for width, taken in found["target_seconds"].items()}
     draft = found["draft_seconds"]
@@ -215,7 +215,7 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:
 def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a later method lacks is told by planning a run with it: nothing here knows of it."""
+    """What a method lacks is found by planning a run with it."""
     picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
     planned = factory.make_run
@@ -226,7 +226,7 @@ def test_methods_that_cannot_be_planned_say_why(
         return planned(method, *rest)
 
     monkeypatch.setattr(factory, "make_run", refusing)
-    line = told(inspect, "-t", strangers[0], "--measure")
+    line = json_report(inspect, "-t", strangers[0], "--measure")
     assert line["methods"]["picky"] == {
         "ready": False,
         "why": "no exit layer for this pair",
@@ -263,4 +263,7 @@ def test_the_speedup_model_by_hand() -> None:
     assert dear.break_even_acceptance(3) is None
     free = speedup_model(draft=0.0, a_token_more=0.05)
     assert free.break_even_acceptance(10) == pytest.approx(0.05)
+    assert cheap.relative_draft_cost == pytest.approx(0.2)
+    assert cheap.break_even_draft_cost(0.5) == pytest.approx(0.5)  # with one drafted token: 1.5 tokens for 1 + 0.5 target passes
+    assert speedup_model(draft=0.2, a_token_more=1.0).break_even_draft_cost(0.5) is None
     assert free.best(0.9)[0] > free.best(0.3)[0]

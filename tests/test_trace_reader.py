@@ -80,7 +80,7 @@ def test_what_a_later_version_adds_is_let_through(tmp_path: Path) -> None:
     assert run.rounds[0].round.policy_state == {"k": 3.0}
 
 
-def test_figures_of_tokens_that_were_never_judged_may_be_null(tmp_path: Path) -> None:
+def test_figures_of_unverified_tokens_may_be_null(tmp_path: Path) -> None:
     start, first, second, *_ = traces.a_run()
     run = next(read_trace(traces.write(tmp_path / "t.jsonl", start, first, second | {"overlap": [0.5, 1, None]})))
     assert run.rounds[1].overlap[:2] == (0.5, 1.0)

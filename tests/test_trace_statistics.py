@@ -30,18 +30,18 @@ def folded(run: TracedRun) -> TraceStatistics:
     return found
 
 
-def test_acceptance_by_entropy_counts_the_judged_tokens_only(recorded: TracedRun) -> None:
-    judged = []
+def test_acceptance_by_entropy_counts_verified_tokens_only(recorded: TracedRun) -> None:
+    verified = []
     for traced in recorded.rounds:
         accepted = len(traced.round.verdict.path)
         refused = traced.round.verdict.source == "correction"
-        judged += [
+        verified += [
             (entropy, position < accepted) for position, entropy in enumerate(traced.round.draft.entropies[: accepted + refused])
         ]
     bins = folded(recorded).acceptance_by_entropy()
-    assert sum(found.verified for found in bins) == len(judged)
+    assert sum(found.verified for found in bins) == len(verified)
     for found in bins:
-        inside = [stood for entropy, stood in judged if found.low <= entropy < found.high]
+        inside = [accepted for entropy, accepted in verified if found.low <= entropy < found.high]
         assert (found.verified, found.accepted) == (len(inside), sum(inside))
         expected = stats.binomtest(found.accepted, found.verified).proportion_ci(0.95, method="wilson")
         assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
@@ -99,7 +99,7 @@ def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
     assert both.summary.drafted == first.summary.drafted + second.summary.drafted
     assert len(both.tokens) == len(first.tokens) + len(second.tokens)
     assert both.speeds == pytest.approx([first.summary.tokens_per_second, second.summary.tokens_per_second])
-    assert both.mean_draft_length == pytest.approx(both.summary.drafted / 98)
+    assert both.summary.mean_draft_length == pytest.approx(both.summary.drafted / 98)
 
 
 def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None:

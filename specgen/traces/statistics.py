@@ -156,7 +156,6 @@ class TraceStatistics:
         self.summary = Summary(method)
         self.tokens = DraftedTokens()
         self.runs = 0
-        self.drafts = 0  # rounds with a draft
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round after the prefill, run after run
         self.branches = False  # drafts are trees, or several chains at once
         self.prompt_tokens = 0
@@ -181,28 +180,22 @@ class TraceStatistics:
             self.summary.rounds += known_number(run.summary, "target_passes")
             self.summary.drafted += known_number(run.summary, "drafted")
             self.summary.accepted += known_number(run.summary, "accepted")
-            self.drafts += known_number(run.summary, "drafts")
+            self.summary.drafts += known_number(run.summary, "drafts")
             self.summary.phase_seconds["other"] += known_number(run.summary, "seconds")
         if self.summary.seconds > seconds:
             self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
 
     def _add_lengths(self, round_: Round) -> None:
         draft = round_.draft
-        self.drafts += bool(draft.tokens)
         self.branches |= any(parent != node - 1 for node, parent in enumerate(draft.parents))
         if round_.index:
             self.lengths.append(len(draft.tokens))
             self.accepted_lengths.append(len(round_.verdict.path))
 
     @property
-    def mean_draft_length(self) -> float | None:
-        """Drafted tokens per round with a draft."""
-        return self.summary.drafted / self.drafts if self.drafts else None
-
-    @property
     def mean_accepted_length(self) -> float | None:
         """Accepted tokens per round with a draft."""
-        return self.summary.accepted / self.drafts if self.drafts else None
+        return self.summary.accepted / self.summary.drafts if self.summary.drafts else None
 
     def acceptance_by_entropy(self) -> list[Bin]:
         """Acceptance rate by the entropy of the draft distribution (SVIP, Figure 2), without bins that have no verified token."""
@@ -263,7 +256,7 @@ class TraceStatistics:
         bounds = self.bounds()
         return {
             **figures,
-            "mean_draft_length": self.mean_draft_length,
+            "mean_draft_length": self.summary.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
             "bounds": None if bounds is None else asdict(bounds, dict_factory=_without_infinity),

@@ -88,17 +88,12 @@ class TuningOutcome:
         """How long a draft pass may take, in target passes, to pay at the acceptance found here; None where nothing helps."""
         if self.speedup_model is None or self.acceptance is None:
             return None
-        single = self.speedup_model.target_seconds[1]
-        room = [
-            (sum(self.acceptance**position for position in range(k + 1)) * single - self.speedup_model.target_seconds[k + 1]) / k
-            for k in self.speedup_model.draft_lengths
-        ]
-        return max(room) / single if max(room, default=0.0) > 0 else None
+        return self.speedup_model.break_even_draft_cost(self.acceptance)
 
     @property
     def relative_draft_cost(self) -> float | None:
         """What a draft pass takes, in target passes."""
-        return None if self.speedup_model is None else self.speedup_model.draft_seconds / self.speedup_model.target_seconds[1]
+        return None if self.speedup_model is None else self.speedup_model.relative_draft_cost
 
 
 def judged(best: Candidate, plain: Candidate) -> Verdict:

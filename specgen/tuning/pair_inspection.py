@@ -89,11 +89,11 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
 def refusals(pair: Pair) -> dict[str, SpecgenError]:
     """The methods for which planning a run fails on this pair, with their errors."""
     found = {}
-    unprepared = {"skip": "skip", "parallel": "window"}  # settings that are `auto` by default, which takes measuring
     for name, method in methods.METHODS.items():
         try:
-            kinds = [kind for kind in (method.drafter, method.schedule) if kind in unprepared]
-            given: dict[str, Any] = {unprepared[kind]: "1" for kind in kinds}
+            # What is `auto` by default would have to be measured.
+            given: dict[str, Any] = {"skip": "0"} if method.drafter == "skip" else {}
+            given |= {"window": 1} if method.schedule == "parallel" else {}
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
         except SpecgenError as error:
             found[name] = error

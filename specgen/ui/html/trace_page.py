@@ -131,7 +131,10 @@ _COLUMNS = (
     Column("acceptance_rate", "accept-\nance", "accepted", lambda runs: number(runs.summary.acceptance_rate, ".0%")),
     Column("block_efficiency", "tokens\na pass", "a pass", lambda runs: number(runs.summary.block_efficiency or 0.0, ".2f")),
     Column(
-        "mean_draft_length", "draft\nlength", "drafted", lambda runs: draft_length(runs.mean_draft_length, branches=runs.branches)
+        "mean_draft_length",
+        "draft\nlength",
+        "drafted",
+        lambda runs: draft_length(runs.summary.mean_draft_length, branches=runs.branches),
     ),
 )
 

@@ -139,7 +139,7 @@ def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
 
 def _lengths(anatomy: TraceStatistics, width: int) -> Iterator[Text]:
     """Draft lengths and accepted lengths over the rounds of all runs. The length of a tree is its number of nodes."""
-    means = f"mean {anatomy.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
+    means = f"mean {anatomy.summary.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
     longest = max(anatomy.lengths, default=0)
     if longest:
         means += f", {'most' if anatomy.branches else 'longest'} {longest}"
@@ -212,7 +212,7 @@ def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
     kept = max(1, min(len(heads), (width - names) // 10))
     yield Text(" " * names + "".join(f"{head:>10}" for head in heads[:kept]), "quiet")
     for entry in shown:
-        summary, length = entry.statistics.summary, entry.statistics.mean_draft_length
+        summary, length = entry.statistics.summary, entry.statistics.summary.mean_draft_length
         cells = (
             f"{summary.tokens_per_second:.1f}" if summary.tokens_per_second else "",
             "" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}",
