@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.decoding.parallel import Window
 from specgen.types import Context
 
 if TYPE_CHECKING:
@@ -23,6 +22,24 @@ FEWEST = 3  # steps that are taken however long they last
 LONGEST_WINDOW = 64
 _PATIENCE = 2.0  # seconds for all steps together
 _ROUGHLY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How many tokens PEARL drafts during a target pass.
+
+    `size` is PEARL's gamma. `first` is the same for the pass over one token that pre-verify makes: smaller where the time of a
+    pass grows with its tokens, as on a CPU.
+    """
+
+    size: int
+    first: int
+
+    def beside(self, width: int) -> int:
+        """The tokens to draft during a pass over `width` tokens, so that both models finish together."""
+        if width >= self.size:
+            return self.size
+        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import torch
 
 from specgen import cost_model as timing
 from specgen import factory, measurement_cache, methods
+from specgen.decoding.components import Components
+from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_name, pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
@@ -26,11 +28,11 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.reference_logits import reference_logits
 from specgen.errors import SpecgenError
-from specgen.methods import Method, Settings
+from specgen.methods import Method
+from specgen.settings import Settings
 from specgen.traces.summary import Summary
 from specgen.traces.trace_writer import versions
 from specgen.types import Context, Round, SamplingParams
-from specgen.workers import DraftWorker
 from specgen.workers.process_worker import ProcessWorker
 from specgen.workers.thread_worker import ThreadWorker
 
@@ -179,7 +181,7 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Plan:
-        """Check everything and put the method's parts together. Nothing is decoded yet; the first plan for PEARL starts what
+        """Check everything and assemble the run. Nothing is decoded yet; the first plan for PEARL starts what
         drafts beside the target, and where its window is `auto` measures how long passes take."""
         chosen = methods.find(self.default_method if method is None else method)
         exit_layer = self.exit_layer if chosen.needs_exit_layer else None
@@ -197,30 +199,30 @@ class Pair:
                 runner.reserve(capacity)
         worker = self._worker(chosen)
         width = self._target_runner.vocab_size
-        parts = factory.Components(
+        components = Components(
             self._target_runner, self._draft_runner, sampling, eos_ids, width, seed, capacity, worker, None, record
         )
         if chosen.needs_exit_layer:
-            parts = self._with_early_exit(chosen, parts)
-        elif chosen.drafter == "skip":
+            components = self._with_early_exit(chosen, components)
+        elif chosen.skips_layers:
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", str(self.skips()))
-            parts = replace(parts, draft=self.skipping_runner(str(settings.values["skip"])))
+            components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
         costs = None
         if settings.values.get("window") == "auto" and worker is not None:
-            costs = self._costs(worker, parts, len(prompt_ids) + min(limit, RESERVED) // 2, context_limit)
-            parts = replace(parts, window=costs.window)
+            costs = self._costs(worker, components, len(prompt_ids) + min(limit, RESERVED) // 2, context_limit)
+            components = replace(components, window=costs.window)
             settings = settings.with_value("window", costs.window.size)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
-        run = factory.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
+        run = factory.make_run(chosen, settings, components, Context(prompt_ids), limit, stops, clock)
         return Plan(run, chosen, settings, sampling, seed, prompt_ids, limit < sampling.max_new_tokens, costs, record=record)
 
-    def _with_early_exit(self, method: Method, parts: factory.Components) -> factory.Components:
+    def _with_early_exit(self, method: Method, components: Components) -> Components:
         """The target split at the exit layer in place of both models."""
         both = self.early_exit(method)
-        both.reserve(parts.capacity)
-        return replace(parts, target=both.target, draft=both.draft, agreement=both.agreement)
+        both.reserve(components.capacity)
+        return replace(components, target=both.target, draft=both.draft, acceptance_predictor=both.acceptance_predictor)
 
     def early_exit(self, method: Method) -> EarlyExit:
         """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
@@ -274,7 +276,7 @@ class Pair:
 
     def _worker(self, method: Method) -> DraftWorker | None:
         """What drafts beside the target, ready to; None for a method that has no need of it."""
-        if method.schedule != "parallel" or self._draft_runner is None:
+        if not method.is_parallel or self._draft_runner is None:
             return None
         worker: DraftWorker | None = self._process_worker or self._thread_worker
         if worker is None:
@@ -282,10 +284,10 @@ class Pair:
         worker.ready()
         return worker
 
-    def _costs(self, worker: DraftWorker, parts: factory.Components, length: int, context_limit: int) -> timing.ParallelCosts:
+    def _costs(self, worker: DraftWorker, components: Components, length: int, context_limit: int) -> timing.ParallelCosts:
         """How long passes take behind a context of about that length: as kept from an earlier run here, else measured now."""
         assert self.draft is not None
-        sampling = parts.sampling
+        sampling = components.sampling
         key = {
             "models": [measurement_cache.fingerprint(model.folder) for model in (self.target, self.draft)],
             "devices": [device_name(model.device) for model in (self.target, self.draft)],
@@ -299,7 +301,7 @@ class Pair:
         kept = measurement_cache.CostStore(measurement_cache.cache_folder())
         found = kept.find(key)
         if found is None:
-            endless = replace(parts, eos_ids=frozenset())
+            endless = replace(components, eos_ids=frozenset())
             drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), endless, timing.LONGEST_WINDOW)
             shortest = min(context_limit, self.draft.context_limit)
             length = max(1, min(length, max(shortest - timing.LONGEST_WINDOW, shortest // 2)))

@@ -117,9 +117,9 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    parts = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
+    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, acceptance_predictor=Guesses())  # type: ignore[arg-type]
     run = factory.make_run(
-        method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
+        method, methods.resolve(method, settings), components, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
     return tuple(token for round_ in run.rounds() for token in round_.token_ids)
 
@@ -234,9 +234,11 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     worker = ThreadWorker(runners[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = factory.Components(*runners, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
+        components = factory.Components(
+            *runners, sampling, frozenset(), size, seed, worker=worker, acceptance_predictor=Guesses()
+        )
         made = factory.make_run(
-            method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
+            method, methods.resolve(method, SETTINGS[name]), components, Context(PROMPT), TOKENS, None, Clock(None)
         )
         return tuple(token for round_ in made.rounds() for token in round_.token_ids)
 
@@ -289,6 +291,6 @@ def test_a_draw_from_nothing_is_flagged(weights: list[float]) -> None:
 
 def test_entropy_and_top_probability() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [10.0, -torch.inf, -torch.inf, -torch.inf]])
-    negative, top = logits_ops.figures(logits)
-    assert torch.allclose(negative, torch.tensor([-torch.log(torch.tensor(4.0)), 0.0]))
-    assert torch.allclose(top.exp(), torch.tensor([0.25, 1.0]))
+    entropy, top_prob = logits_ops.entropy_and_top_prob(logits)
+    assert torch.allclose(entropy, torch.tensor([torch.log(torch.tensor(4.0)), 0.0]))
+    assert torch.allclose(top_prob, torch.tensor([0.25, 1.0]))

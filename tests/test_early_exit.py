@@ -234,11 +234,11 @@ def test_the_predictors_score_is_the_papers_formula() -> None:
     assert rows.hidden is not None
     produced = rows.hidden[0].clone()
     context.extend([9])
-    assert both.agreement is not None
-    both.agreement.begin(context)
+    assert both.acceptance_predictor is not None
+    both.acceptance_predictor.begin(context)
     drafted = both.draft.logits(context, [8]).hidden
     assert drafted is not None
     for position in (1, 2, 10, 13):
         weights = predictor.target_weights[min(position, 10) - 1], predictor.bias[min(position, 10) - 1]
         expected = torch.sigmoid(weights[0] @ produced + predictor.draft_weights @ drafted[1] + weights[1])
-        assert torch.allclose(both.agreement.score(drafted[1], position), expected, atol=1e-5)
+        assert torch.allclose(both.acceptance_predictor.score(drafted[1], position), expected, atol=1e-5)

@@ -17,6 +17,7 @@ from test_early_exit import CountedLayers
 import specgen
 from specgen import factory, methods
 from specgen.decoding import logits_ops
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import DraftedToken, Signals
 from specgen.decoding.run import Clock
@@ -27,6 +28,7 @@ from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
 
 DEPTH = 4
+PREDICTED = "predicted_acceptance"
 
 
 class TracedSession(TableRunner):
@@ -46,7 +48,7 @@ def spelled(path: Sequence[int]) -> list[float]:
     return [float(token) for token in [*path, *[-1] * (DEPTH - len(path))]]
 
 
-class RecordingAgreement:
+class RecordingPredictor:
     def __init__(self) -> None:
         self.contexts: list[list[int]] = []
         self.asked: list[tuple[list[float], int]] = []
@@ -87,29 +89,29 @@ def log_prob(runner: TableRunner, path: Sequence[int]) -> float:
 
 
 def told(steps: Sequence[DraftedToken]) -> list[tuple[int, float, float, float]]:
-    return [(step.position, step.entropy, step.prob, step.agreement) for step in steps]
+    return [(step.position, step["entropy"], step["prob"], step["predicted_acceptance"]) for step in steps]
 
 
-@pytest.mark.parametrize("signals", [{"agreement"}, {"agreement", "entropy"}, {"agreement", "entropy", "prob"}])
+@pytest.mark.parametrize("signals", [{PREDICTED}, {PREDICTED, "entropy"}, {PREDICTED, "entropy", "prob"}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_chain_asks_about_each_token_by_the_row_it_came_from(signals: set[str], temperature: float) -> None:
-    runner, agreement, policy = TracedSession(3), RecordingAgreement(), RecordingPolicy(frozenset(signals))
+    runner, predictor, policy = TracedSession(3), RecordingPredictor(), RecordingPolicy(frozenset(signals))
     sampling = SamplingParams(temperature=temperature)
-    drafter = ModelDrafter(runner, sampling, frozenset(), VOCAB, 5, agreement=agreement)
+    drafter = ModelDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB, 5, acceptance_predictor=predictor))
     draft = drafter.propose(Context(PROMPT), policy, 9)
     tokens = draft.tokens
     assert len(tokens) == DEPTH
-    assert agreement.contexts == [PROMPT]
-    assert agreement.asked == [(spelled(tokens[:position]), position + 1) for position in range(DEPTH)]
+    assert predictor.contexts == [PROMPT]
+    assert predictor.asked == [(spelled(tokens[:position]), position + 1) for position in range(DEPTH)]
     entropies = [entropy(runner.row([*PROMPT, *tokens[:position]])) for position in range(DEPTH)]
     assert draft.entropies == pytest.approx(entropies, abs=1e-5)
     assert [step.position for step in policy.steps] == [1, 2, 3, 4]
-    assert [step.agreement for step in policy.steps] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert [step[PREDICTED] for step in policy.steps] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     if "entropy" in signals:
-        assert [step.entropy for step in policy.steps] == pytest.approx(entropies, abs=1e-5)
+        assert [step["entropy"] for step in policy.steps] == pytest.approx(entropies, abs=1e-5)
     if "prob" in signals:
         probs = [math.exp(log_prob(runner, tokens[: position + 1])) for position in range(DEPTH)]
-        assert [step.prob for step in policy.steps] == pytest.approx(probs, abs=1e-5)
+        assert [step["prob"] for step in policy.steps] == pytest.approx(probs, abs=1e-5)
 
 
 def likeliest_tree(runner: TableRunner, width: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -136,14 +138,14 @@ def paths_of(draft: Draft) -> list[list[int]]:
 def test_a_tree_asks_about_each_levels_likeliest_node_by_the_row_it_came_from() -> None:
     from_the_second = 0
     for seed in range(12):
-        runner, agreement = TracedSession(seed, scale=1.0), RecordingAgreement()
-        policy = RecordingPolicy(frozenset({"agreement", "entropy"}))
-        drafter = TopKTreeDrafter(runner, frozenset(), VOCAB, width=2, agreement=agreement)
+        runner, predictor = TracedSession(seed, scale=1.0), RecordingPredictor()
+        policy = RecordingPolicy(frozenset({PREDICTED, "entropy", "prob"}))
+        drafter = TopKTreeDrafter(DraftSetup(runner, vocab_size=VOCAB, acceptance_predictor=predictor), width=2)
         draft = drafter.propose(Context(PROMPT), policy, 9)
         nodes, best = likeliest_tree(runner, 2)
         assert paths_of(draft) == nodes
-        assert agreement.contexts == [PROMPT]
-        assert agreement.asked == [(spelled(path[:-1]), position) for position, path in enumerate(best, 1)]
+        assert predictor.contexts == [PROMPT]
+        assert predictor.asked == [(spelled(path[:-1]), position) for position, path in enumerate(best, 1)]
         expected = [
             (position, entropy(runner.row([*PROMPT, *path[:-1]])), math.exp(log_prob(runner, path)), 0.1 * position)
             for position, path in enumerate(best, 1)
@@ -192,9 +194,11 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = factory.Components(both.target, both.draft, sampling, frozenset(), VOCAB, seed, agreement=both.agreement)
+        components = factory.Components(
+            both.target, both.draft, sampling, frozenset(), VOCAB, seed, acceptance_predictor=both.acceptance_predictor
+        )
         chosen = methods.resolve(method, settings, has_predictor=True)
-        decoding = factory.make_run(method, chosen, parts, Context(PROMPT), TOKENS, None, Clock(None))
+        decoding = factory.make_run(method, chosen, components, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
 
     found: dict[tuple[int, ...], float] = {(): 1.0}

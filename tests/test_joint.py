@@ -15,6 +15,7 @@ from test_distributions import VOCAB, TableRunner
 from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.mtad_drafter import BeamSearchDrafter
 from specgen.decoding.mtad_verifier import JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
@@ -96,7 +97,7 @@ class TestJointAcceptance:
 def beam_search(
     runner: object, sampling: SamplingParams, *, width: int, stochastic: bool = False, eos: tuple[int, ...] = ()
 ) -> BeamSearchDrafter:
-    return BeamSearchDrafter(runner, sampling, eos, VOCAB, 3, width=width, stochastic=stochastic)  # type: ignore[arg-type]
+    return BeamSearchDrafter(DraftSetup(runner, sampling, eos, VOCAB, 3), width=width, stochastic=stochastic)  # type: ignore[arg-type]
 
 
 def joint_argmax(
@@ -191,7 +192,7 @@ class TestBeams:
         model = make_model("llama")
         passes: list[int] = []
         model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-        search = BeamSearchDrafter(ModelRunner(model, 128), SAMPLING, (), 96, 0, width=6, stochastic=False)
+        search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=6, stochastic=False)
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]
@@ -202,7 +203,7 @@ class TestBeams:
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
     def test_beams_in_a_session_are_those_of_the_model_without_a_cache(self, family: str) -> None:
         model = make_model(family)
-        search = BeamSearchDrafter(ModelRunner(model, 128), SAMPLING, (), 96, 0, width=4, stochastic=False)
+        search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
         for _ in range(3):
             found = search.propose(context, Fixed(4), 10)
@@ -235,9 +236,9 @@ def run(
     eos: frozenset[int] = frozenset(),
 ) -> list[Round]:
     method = methods.find(name)
-    parts = factory.Components(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
+    components = factory.Components(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
     limit = sampling.max_new_tokens
-    made = factory.make_run(method, methods.resolve(method, settings), parts, Context(PROMPT), limit, None, Clock(None))
+    made = factory.make_run(method, methods.resolve(method, settings), components, Context(PROMPT), limit, None, Clock(None))
     return list(made.rounds())
 
 
@@ -352,12 +353,12 @@ class TestBild:
         runner = TableRunner(1)
         runner.table.fill_(math.nan)
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
-            BildDrafter(runner, SAMPLING, (), VOCAB, 0, fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
+            BildDrafter(DraftSetup(runner, SAMPLING, frozenset(), VOCAB), fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.5, top_k=2)])
     def test_the_draft_hands_over_before_a_token_that_it_is_unsure_of(self, sampling: SamplingParams) -> None:
         runner = TableRunner(5, scale=3)
-        drafter = BildDrafter(runner, sampling, (), VOCAB, 0, fallback=0.8)  # type: ignore[arg-type]
+        drafter = BildDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB), fallback=0.8)  # type: ignore[arg-type]
         lengths = set()
         for last in range(VOCAB):
             context = Context([*PROMPT, last])

@@ -252,7 +252,7 @@ while True:
     elif kind == Kind.LOAD:
         channel.send(Kind.READY, serial)
     elif kind == Kind.DRAFT:
-        channel.send(Kind.DRAFTED, serial, pack_draft(Draft([5], [-1], entropies=[0.0], top_probs=[1.0]), 0.0))
+        channel.send(Kind.DRAFTED, serial, pack_draft(Draft.chain([5], entropies=[0.0], top_probs=[1.0]), 0.0))
 """
 
 

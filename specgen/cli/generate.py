@@ -90,7 +90,7 @@ def generate(
     if trace is not None:
         check_writable(trace)
     err = theme.console(stderr=True, no_color=no_color)
-    parallel = chosen.schedule == "parallel" if method or settings else profile_lookup.likely_parallel(models, profile)
+    parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
         kept = None if settings else profile_lookup.find(pair, sampling, profile, err, quiet=quiet)
         choice = profile_lookup.choose(kept, pair, method, request.settings)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.energy import energy_meter_for
-from specgen.factory import branches
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
 from specgen.traces.trace_writer import check_writable
@@ -56,15 +55,14 @@ class OutputWriter:
         self._rounds: RoundsView | None = None
         if output.rounds:
             eos_ids = pair.target.eos_ids
-            parallel = plan.method.schedule == "parallel"
             self._rounds = RoundsView(
                 self._err,
                 pair.tokenizer.text_of,
                 eos_ids,
                 len(plan.prompt_ids),
-                parallel=parallel,
+                parallel=plan.method.is_parallel,
                 window=_window(plan),
-                branches=plan.method.drafter == "chains" or branches(plan.settings),
+                branches=plan.method.drafts_trees(plan.settings),
             )
 
     def start(self) -> None:

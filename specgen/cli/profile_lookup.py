@@ -134,7 +134,7 @@ def likely_parallel(models: ModelOptions, named: Path | None) -> bool:
 
     for folder in folders:
         try:
-            if methods.find(profiles.load(folder).chosen.method).schedule == "parallel":
+            if methods.find(profiles.load(folder).chosen.method).is_parallel:
                 return True
         except SpecgenError:
             continue

@@ -29,7 +29,7 @@ class MethodSpec:
     @property
     def is_parallel(self) -> bool:
         """Whether the draft works beside the target, in a process that takes a while to start."""
-        return not self.is_rival and methods.find(self.name).schedule == "parallel"
+        return not self.is_rival and methods.find(self.name).is_parallel
 
 
 def parse_spec(written: str) -> MethodSpec:

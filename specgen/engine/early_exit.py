@@ -104,7 +104,7 @@ class EarlyExit:
             ModelRunner(model, limit, boundary, own, UpperLayersForward(self._first, layers))
             for own, layers in zip(reshaping, (last, layer), strict=True)
         )
-        self.agreement = None if predictor is None else ExitAcceptancePredictor(self.target, predictor)
+        self.acceptance_predictor = None if predictor is None else ExitAcceptancePredictor(self.target, predictor)
 
     def reserve(self, capacity: int) -> None:
         """Announce how many tokens will be cached, so that the buffers are made once."""

@@ -23,7 +23,7 @@ def start_line(pair: Pair, plan: Plan) -> dict[str, Any]:
     return {
         "type": "start",
         "method": plan.method.name,
-        "settings": plan.settings.as_dict(plan.method),
+        "settings": plan.settings.as_dict(with_policy=plan.method.any_policy),
         "lossless": plan.method.lossless,
         "target": pair.target.name,
         "draft": pair.draft.name if pair.draft is not None and plan.method.needs_draft_model else None,

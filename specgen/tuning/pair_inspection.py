@@ -86,8 +86,8 @@ def refusals(pair: Pair) -> dict[str, SpecgenError]:
     for name in methods.METHODS:
         try:
             method = methods.METHODS[name]
-            known: dict[str, Any] = {"skip": "0"} if method.drafter == "skip" else {}  # a search takes its time, and so does
-            like = "sd" if method.schedule == "parallel" else name  # a start of what drafts apart: it asks for a draft, too
+            known: dict[str, Any] = {"skip": "0"} if method.skips_layers else {}  # a search takes its time, and so does
+            like = "sd" if method.is_parallel else name  # a start of what drafts apart: it asks for a draft, too
             pair.plan([1], like, SamplingParams(max_new_tokens=1), **known)
         except SpecgenError as error:
             found[name] = error

@@ -79,7 +79,7 @@ def _round_spans(traced: TracedRound, texts: Iterator[str], *, is_last: bool) ->
     """The accepted tokens, then what was thrown away, then the target's own. Of a tree the other branches are left out."""
     round_ = traced.round
     path, statuses, count = round_.verdict.path, round_.statuses, len(round_.draft.tokens)
-    is_chain = isinstance(round_.draft.parents, range)
+    is_chain = round_.draft.is_chain
     for position, node in enumerate(path):
         is_end = is_last and position == len(path) - 1 and round_.verdict.token is None
         yield _span(
