@@ -15,6 +15,7 @@ from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer,
 import specgen
 from specgen import demo, factory, methods
 from specgen.cli.app import main
+from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.exit_layer import check_split
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.timing import target_pass_seconds
@@ -214,7 +215,7 @@ def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a later method lacks is told by planning a run with it: nothing here knows of it."""
-    picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": Setting(3, "")})
+    picky = methods.Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
     planned = factory.make_run
 

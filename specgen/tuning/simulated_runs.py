@@ -171,7 +171,7 @@ class SimulatedRuns:
         target: Any
         verifier: Verifier
         # In sampling an answer is a draw: it says what becomes of fixed candidates, not of drawn ones.
-        if method.lossless and (self._sampling.greedy or method.drafts_trees(settings)):
+        if method.lossless and (self._sampling.greedy or settings.drafts_tree):
             target, verifier = SimulatedTarget(costs, meter, answer.prefill), cast("Verifier", SimulatedVerifier(answer))
         else:
             target = PricedTarget(components.target, costs, meter, answer.prefill)
