@@ -77,12 +77,6 @@ def make_verifier(method: Method, settings: Settings, components: Components) ->
     return verifiers.RejectionSampling(*common)
 
 
-def recording(verifier: Verifier) -> Verifier:
-    from specgen.decoding.verifiers import RecordingVerifier
-
-    return RecordingVerifier(verifier)
-
-
 def make_parallel(settings: Settings, components: Components) -> Parallel:
     """PEARL's schedule with its drafter. `components` need the worker and, if the setting `window` is `auto`, the window."""
     from specgen.decoding.parallel import Parallel
@@ -109,6 +103,7 @@ def make_run(
     """A run of the method on a context that ends after at most `limit` new tokens."""
     from specgen.decoding.run import Run
     from specgen.decoding.sequential import sequential
+    from specgen.decoding.verifiers import RecordingVerifier
 
     schedule: Schedule
     drafter: Drafter
@@ -124,7 +119,7 @@ def make_run(
         target=components.target,
         drafter=drafter,
         policy=policy,
-        verifier=recording(verifier) if components.record else verifier,
+        verifier=RecordingVerifier(verifier) if components.record else verifier,
         schedule=schedule,
         limit=limit,
         eos_ids=components.eos_ids,

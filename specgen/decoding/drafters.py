@@ -117,7 +117,7 @@ class DraftChain:
 
     def __init__(self, setup: DraftSetup, generator: torch.Generator, read: Signals, own: Signals = frozenset()) -> None:
         self.tokens: list[int] = []
-        self.values: dict[str, float] = {}  # the signals of the last token
+        self.values: dict[str, float] = {}  # the computed signals of the last token
         self._setup, self._generator = setup, generator
         self._read, self._computed = read, read | own
         self._rows: list[torch.Tensor] = []

@@ -18,6 +18,9 @@ from typing import ClassVar
 from specgen.errors import SpecgenError
 from specgen.settings import Setting, Settings, Value
 
+_TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_SVIP_THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)
+
 Signals = frozenset[str]  # names from `decoding.signals.SIGNALS`
 
 
@@ -128,13 +131,7 @@ class Confidence(LengthPolicy):
     source = "transformers' dynamic length"
     signals = frozenset({"prob"})
     settings: ClassVar = {
-        "threshold": Setting(
-            0.4,
-            "stop after a token with a lower probability than this",
-            0,
-            1,
-            tuned=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        ),
+        "threshold": Setting(0.4, "stop after a token with a lower probability than this", 0, 1, tuned=_TENTHS),
         "max_draft": _max_draft(20, 4, 6, 8, 12, 20),
     }
 
@@ -159,13 +156,7 @@ class SVIP(LengthPolicy):
     source = "SVIP, section 3.2"
     signals = frozenset({"entropy"})
     settings: ClassVar = {
-        "threshold": Setting(
-            0.4,
-            "stop where sqrt(c * entropy) is above this",
-            0,
-            100,
-            tuned=(0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85),
-        ),
+        "threshold": Setting(0.4, "stop where sqrt(c * entropy) is above this", 0, 100, tuned=_SVIP_THRESHOLDS),
         "c": Setting(0.15, "the authors' constant for the cross-entropy's share", 0, 100, tuned=(0.15,)),
         "max_draft": _max_draft(40, 4, 6, 8, 12, 20, 40),
     }
