@@ -226,7 +226,7 @@ def test_a_draft_tells_its_entropies_whoever_asked_for_them() -> None:
 class Undeclared(Fixed):
     """Reads a signal that it does not declare."""
 
-    signals = frozenset({"margin"})
+    signals = frozenset({"top_prob"})
 
     def keep_drafting(self, token: DraftedToken) -> bool:
         return token["entropy"] < 1 and super().keep_drafting(token)
