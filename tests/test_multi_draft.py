@@ -1,4 +1,4 @@
-"""SpecTr and SpecInfer by enumeration: over all random paths of a round, what comes out is the target's own distribution."""
+"""SpecTr and SpecInfer by enumeration: over all random paths of a round, the output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Distribution = dict[tuple[int, ...], float]
 
 
 class Small(TableRunner):
-    """A table of three tokens; `zero` cuts one of them out of each row, as top-k would."""
+    """A table for three tokens; `zero` sets the probability of one of them to 0 in each row, as top-k would."""
 
     vocab_size = known_ids = SIZE
 
@@ -42,12 +42,12 @@ class Small(TableRunner):
 
 
 class Paths:
-    """Stands in for randomness: every draw and flip takes each of its outcomes in turn; `weight` is the path's probability."""
+    """Replaces randomness: enumerates all outcomes of every draw and Bernoulli trial; `weight` is the path's probability."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ahead: list[
             list[tuple[Any, float]]
-        ] = []  # per choice on the present path: the outcomes not tried yet, this one last
+        ] = []  # for each choice on the current path the outcomes not tried yet, the current one last
         self._place = 0
         self.weight = 1.0
         monkeypatch.setattr(logits_ops, "draw", self._draw)
@@ -100,7 +100,7 @@ class Paths:
 
 
 def exact(runner: TableRunner, sampling: SamplingParams, length: int, eos: frozenset[int], begun: Distribution) -> Distribution:
-    """What `begun` becomes when the target goes on to `length` tokens by itself."""
+    """The distribution of `begun` when the target alone continues it to `length` tokens."""
     found: Distribution = defaultdict(float)
     for tokens, mass in begun.items():
         if len(tokens) >= length or (tokens and tokens[-1] in eos):
@@ -123,7 +123,7 @@ def distance(
     zero: bool = False,
     eos: int = -1,
 ) -> float:
-    """How far (total variation) a round of `rule` on all its random paths, gone on with by the target, is from the target."""
+    """Total variation between the target and a round of `rule`, over all its random paths, continued by the target alone."""
     target, draft = Small(seed, zero=zero), Small(seed + 100)
     sampling = SamplingParams(temperature=1.0, top_p=0.9 if seed % 2 else 1.0)
     ends = frozenset({eos})
@@ -169,19 +169,19 @@ def unscaled(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any
 
 
 def for_all(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecTr with the rho of all chains where fewer survive."""
+    """SpecTr that uses the rho of all chains where fewer survive."""
     return k_sequential(p, tokens, [max(*counts, 2)] * len(counts), drawn_from)
 
 
 def unweighted(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecTr whose residual takes off all that p and q share, as if it had been accepted once and for certain."""
+    """SpecTr whose residual subtracts the whole overlap of p and q, without the weight A / b."""
     chances, q = k_sequential(p, tokens, counts, drawn_from).probs, drawn_from(0, len(counts))
     rho = (p.gather(1, tokens) / (q.gather(1, tokens) * chances))[:, :1]
     return Acceptance(chances, p - torch.minimum(q, p / rho))
 
 
 def never_lowered(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecInfer whose later candidates are judged by the target's whole distribution."""
+    """SpecInfer that verifies later candidates with the target's whole distribution instead of the residual."""
     q = drawn_from(0, len(counts))
     return Acceptance(p.gather(1, tokens) / q.gather(1, tokens), multi_round(p, tokens, counts, drawn_from).residual)
 
@@ -204,7 +204,7 @@ def test_the_enumeration_notices_duplicates_that_are_left_out(name: str, monkeyp
 
 
 def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k candidates, each with a distribution of its own: a refused one is cut out of the target's."""
+    """Top-k candidates, each with a one-hot distribution: a rejected one is removed from the target's."""
     target, sampling = Small(1), SamplingParams(temperature=1.0)
     verifier = TreeSampling(multi_round, sampling, torch.device("cpu"), 0)
     draft = Draft((2, 0, 1, 2), (-1, -1, 0, 0))
@@ -220,7 +220,7 @@ def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch
 
 @pytest.mark.parametrize("rule", JUDGES.values())
 def test_more_drafts_are_accepted_more_often(rule: multi_draft.AcceptanceRule) -> None:
-    """What several drafts are for; and that as many as one are accepted is the mass that p and q share."""
+    """More drafts raise the acceptance probability; with one draft it is the overlap of p and q."""
     p, q = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[0.2, 0.3, 0.5]])
     found = []
     for drafts in (1, 2, 3):
@@ -284,7 +284,7 @@ def test_nan_logits_are_an_error(rule: multi_draft.AcceptanceRule) -> None:
 
 
 def test_one_draft_is_speculative_sampling() -> None:
-    """With one chain both accept with min(1, p / q), place by place: as often as `sd` does."""
+    """With one chain both accept each position with min(1, p / q), as `sd` does."""
     sampling = SamplingParams(max_new_tokens=40, temperature=1.0)
     rates = {}
     for name in ("sd", *JUDGES):

@@ -20,7 +20,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def drafted(policy: LengthPolicy, steps: Sequence[DraftedToken]) -> int:
-    """How many tokens are kept before the policy says stop."""
+    """The number of tokens drafted when the policy ends the draft."""
     return next((step.position for step in steps if not policy.keep_drafting(step)), len(steps))
 
 
@@ -45,7 +45,7 @@ def test_heuristic_follows_transformers_schedule() -> None:
         policy.observe(3, 0)
     assert policy.state() == {"k": 1}
     assert drafted(Heuristic(k=20, max_draft=3), steps()) == 3
-    policy.observe(0, 0)  # a round without a draft tells nothing
+    policy.observe(0, 0)  # a round without a draft changes nothing
     assert policy.state() == {"k": 1}
 
 
@@ -71,7 +71,7 @@ def test_svip_compares_the_root_of_c_times_entropy() -> None:
 def test_beta_ts_learns_the_acceptance_rate() -> None:
     policy = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
     for _ in range(200):
-        policy.observe(drafted=4, accepted=3)  # three right, one wrong
+        policy.observe(drafted=4, accepted=3)  # three accepted, one rejected
     assert policy.state() == {"alpha": 601, "beta": 201}
     lengths = [drafted(policy, steps()) for _ in range(3000)]
     assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1), "geometric with mean 1 / (1 - 3/4)"
@@ -80,7 +80,7 @@ def test_beta_ts_learns_the_acceptance_rate() -> None:
 
 def test_beta_ts_counts_only_what_the_target_judged() -> None:
     policy = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
-    policy.observe(drafted=10, accepted=2)  # the third was refused, the other seven never judged
+    policy.observe(drafted=10, accepted=2)  # the third was rejected, the other seven were never verified
     policy.observe(drafted=3, accepted=3)
     policy.observe(drafted=0, accepted=0)
     assert policy.state() == {"alpha": 6, "beta": 2}
@@ -100,11 +100,11 @@ def cali(**changes: object) -> CaliTS:
 def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
     policy = cali()
     assert policy.posterior(0.9) == pytest.approx((0.9, 0.04)), "before any round, the predictor alone"
-    policy.observe(drafted=10, accepted=2)  # three were judged
+    policy.observe(drafted=10, accepted=2)  # three were verified
     policy.observe(drafted=3, accepted=3)
-    policy.observe(drafted=0, accepted=0)  # tells nothing
+    policy.observe(drafted=0, accepted=0)  # changes nothing
     theta_hat = (0.7 + 5) / (1 + 6)
-    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}  # no draft yet: the predictor said nothing
+    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}  # no draft yet, so no predictor score
     weight = 0.16 + 2 * 0.04
     mean, variance = policy.posterior(0.9)
     assert mean == pytest.approx((0.16 * 0.9 + 2 * 0.04 * theta_hat) / weight)
@@ -116,7 +116,7 @@ def test_cali_ts_tells_its_posterior_at_the_last_drafts_mean_score() -> None:
     assert drafted(policy, [DraftedToken(1, {"predicted_acceptance": 1.0}), DraftedToken(2, {"predicted_acceptance": 0.5})]) == 2
     policy.observe(drafted=2, accepted=2)
     assert (policy.state()["mean"], policy.state()["deviation"]) == pytest.approx((0.75, 1e-3))
-    policy.observe(drafted=0, accepted=0)  # nothing was drafted: nothing new is believed
+    policy.observe(drafted=0, accepted=0)  # nothing was drafted, so the posterior stays
     assert policy.state()["mean"] == pytest.approx(0.75)
     both = cali(max_draft=1)
     assert drafted(both, [DraftedToken(1, {"predicted_acceptance": 0.9})]) == 1
@@ -180,7 +180,7 @@ def test_a_policy_raises_where_its_signal_was_not_computed(policy: LengthPolicy)
 
 
 class ScriptedSession:
-    """Says token n + 1 after token n, with the logits that it is given for certainty."""
+    """A runner whose likeliest token after n is n + 1, with the logit `certainty`; all other logits are 0."""
 
     device = torch.device("cpu")
 
@@ -270,7 +270,7 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_stays_inside_the_targets_vocabulary(temperature: float) -> None:
-    """A draft whose table is padded further than the target's: what lies beyond is cut before the softmax."""
+    """The draft has a larger padded vocabulary than the target: the extra logits are cut before the softmax."""
     sampling = SamplingParams(temperature=temperature)
     draft = model_draft(ScriptedSession(vocab_size=10), Fixed(5), [5], 5, vocab_size=7, sampling=sampling)
     assert max(draft.tokens) < 7

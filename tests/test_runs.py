@@ -84,7 +84,7 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
 
 @pytest.fixture(scope="module")
 def several_ends(models_folder: Path) -> Pair:
-    """A target with two ends of sequence that its greedy text runs into."""
+    """A target with two end-of-sequence ids that its greedy output reaches."""
     target = make_model("qwen2", seed=3)
     ahead = plain(target, [1, 5, 6, 7], 12)
     ends = sorted({ahead[7], ahead[9]})
@@ -131,7 +131,7 @@ QUESTION = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How
 
 @pytest.fixture(scope="module")
 def free(demo_pair: Pair) -> Result:
-    """An answer that nothing stops."""
+    """An output without an end-of-sequence."""
     return demo_pair.generate(QUESTION, "ar", SamplingParams(max_new_tokens=40))
 
 
@@ -242,7 +242,7 @@ def test_the_python_interface(demo_pair: Pair) -> None:
     ]
     for arguments, message in bad:
         with pytest.raises(specgen.SpecgenError, match=message):
-            demo_pair.rounds(**arguments)  # at once, not at the first round
+            demo_pair.rounds(**arguments)  # raised by the call, not by the first round
     with pytest.raises(specgen.SpecgenError, match="no target"):
         specgen.load(draft="somewhere")
 
