@@ -1,4 +1,4 @@
-"""The one table where a method is put together: drafter x length policy x verifier x schedule. Imports no torch.
+"""The table of methods: each is a drafter, a length policy, a verifier and a schedule. Imports no torch.
 
 To add a method is to add a row, and at most one class in one file.
 """
@@ -6,44 +6,41 @@ To add a method is to add a row, and at most one class in one file.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from specgen.decoding import policies
-from specgen.decoding.policies import LengthPolicy
+from specgen.decoding.drafter_kinds import (
+    BEAMS,
+    BILD,
+    EXIT,
+    EXIT_TREE,
+    LOOKUP,
+    MODEL,
+    MULTI_DRAFT,
+    NONE,
+    SKIP,
+    DrafterKind,
+    DraftSource,
+)
+from specgen.decoding.policies import POLICIES, Signals, signals_of
 from specgen.errors import SpecgenError, nearest
-from specgen.settings import Setting, Value
+from specgen.settings import Setting, Settings, Value
 
 ALL_METHODS = "specgen inspect --methods"
-WITHOUT_A_DRAFT = ", or do without: -m lookup"  # no advice where lookup is there anyway
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A length policy's row. A `random` one is made with a seed on top of its settings."""
-
-    maker: Callable[..., LengthPolicy]
-    settings: Mapping[str, Setting]
-    paper: str
-    signals: policies.Signals = frozenset()
-    random: bool = False
-    needs_where: Mapping[str, policies.Signals] = field(default_factory=dict)  # settings that are true ask for these too
-
-    def needs_with(self, values: Mapping[str, Value]) -> policies.Signals:
-        return self.signals.union(*(feeds for name, feeds in self.needs_where.items() if values.get(name)))
+WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table. `drafter`, `verifier` and `schedule` name factories below; `policy` None means that none ends a draft.
+    """A row of the table. `factory` interprets `verifier` and `schedule`; `policy` None means that no policy ends a draft.
 
-    `any_policy` methods take `policy=` and then that policy's settings too; `defaults` are theirs where they differ.
-    `unpredicted` is the policy where the exit layer comes without the predictor that `policy` asks.
+    `any_policy` methods accept `policy=` and then the settings of that policy; `defaults` replace those of the method's own
+    policy. `policy_without_predictor` is used instead of `policy` if the exit layer has no predictor.
     """
 
     name: str
-    drafter: str
+    drafter: DrafterKind
     policy: str | None
     paper: str
     lossless: bool = True
@@ -52,118 +49,69 @@ class Method:
     any_policy: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
     defaults: Mapping[str, Value] = field(default_factory=dict)
-    unpredicted: str | None = None
+    policy_without_predictor: str | None = None
 
     @property
     def needs_draft_model(self) -> bool:
-        return self.drafter not in ("none", "lookup", "exit", "skip")
-
-    @property
-    def may_measure(self) -> bool:
-        """Whether a run may have to wait for something to be measured before it starts."""
-        return self.schedule == "parallel" or self.drafter == "skip"
+        return self.drafter.source is DraftSource.DRAFT_MODEL
 
     @property
     def needs_exit_layer(self) -> bool:
-        return self.drafter == "exit"
+        return self.drafter.source is DraftSource.EXIT_LAYER
+
+    @property
+    def skips_layers(self) -> bool:
+        return self.drafter.source is DraftSource.SKIPPED_LAYERS
 
     @property
     def splits_target(self) -> bool:
-        """Whether the target's layers are run one by one, for which they have to be built as Llama's are."""
-        return self.drafter in ("exit", "skip")
+        """Whether the target's layers are run one by one, which requires Llama's structure."""
+        return self.needs_exit_layer or self.skips_layers
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether draft and target run at the same time."""
+        return self.schedule == "parallel"
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether something may have to be measured before a run starts."""
+        return self.is_parallel or self.skips_layers
+
+    @property
+    def cost_kind(self) -> str:
+        """Methods with the same `cost_kind` have rounds of the same duration, given the number of tokens."""
+        return "parallel" if self.is_parallel else self.drafter.cost_kind
+
+    def drafts_trees(self, settings: Settings) -> bool:
+        return self.drafter.drafts_trees or settings.drafts_tree
 
 
-FEEDS: Mapping[str, policies.Signals] = {
-    "none": frozenset(),
-    "model": frozenset({"entropy", "prob"}),
-    "lookup": frozenset(),
-    "beams": frozenset(),
-    "fallback": frozenset({"entropy"}),
-    "chains": frozenset(),
-    "exit": frozenset({"entropy", "prob", "agreement"}),
-    "skip": frozenset({"entropy", "prob"}),
-}
-
-_K = Setting(5, "tokens in a draft", 1, 1000)
-_MAX_DRAFT = Setting(40, "longest draft", 1, 1000)
-
-POLICIES: Mapping[str, Policy] = {
-    "fixed": Policy(policies.Fixed, {"k": _K}, "Leviathan et al. 2023"),
-    "heuristic": Policy(
-        policies.Heuristic,
-        {"k": Setting(5, "tokens in the first draft", 1, 1000), "max_draft": _MAX_DRAFT},
-        "transformers' schedule",
-    ),
-    "confidence": Policy(
-        policies.Confidence,
-        {
-            "threshold": Setting(0.4, "stop after a token with a lower probability than this", 0, 1),
-            "max_draft": Setting(20, "longest draft", 1, 1000),
-        },
-        "transformers' dynamic length",
-        signals=policies.Confidence.signals,
-    ),
-    "svip": Policy(
-        policies.SVIP,
-        {
-            "threshold": Setting(0.4, "stop where sqrt(c * entropy) is above this", 0, 100),
-            "c": Setting(0.15, "the authors' constant for the cross-entropy's share", 0, 100),
-            "max_draft": _MAX_DRAFT,
-        },
-        "SVIP, section 3.2",
-        signals=policies.SVIP.signals,
-    ),
-    "beta-ts": Policy(
-        policies.BetaTS,
-        {
-            "alpha": Setting(1.0, "prior successes", 1e-3, 1e6),
-            "beta": Setting(1.0, "prior failures", 1e-3, 1e6),
-            "max_draft": _MAX_DRAFT,
-        },
-        "EESD, Algorithm 2 (mended)",
-        random=True,
-    ),
-    "cali-ts": Policy(
-        policies.CaliTS,
-        {
-            "sigma_model": Setting(0.2, "how far the predictor is off, as a standard deviation", 1e-3, 10),
-            "sigma_sample": Setting(0.4, "that of a round's acceptance rate", 1e-3, 10),
-            "theta0": Setting(0.7, "acceptance rate to begin with", 0, 1),
-            "model_prediction": Setting(True, "ask the predictor about each token"),
-            "sampling_prediction": Setting(True, "learn from what was accepted"),
-            "max_draft": _MAX_DRAFT,
-        },
-        "EESD, Algorithm 3 (mended)",
-        random=True,
-        needs_where={"model_prediction": frozenset({"agreement"})},
-    ),
-    "selfsd": Policy(
-        policies.SelfSD, {"k": Setting(12, "longest draft", 1, 1000)}, "Self-SD, section 3.4", signals=policies.SelfSD.signals
-    ),
-}
-
-
-_DRAFTS = {"drafts": Setting(4, "drafts at once", 1, 64)}
-_BRANCHES = "candidates a place; a draft tree where above 1"
+_DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
+_WIDTH = "candidates at each position; above 1, drafts are trees"
 
 
 def _draft_model(name: str, paper: str) -> Method:
-    return Method(name, "model", name, paper)
+    return Method(name, MODEL, name, paper)
+
+
+def _multi_draft(name: str, paper: str, verifier: str = "exact") -> Method:
+    return Method(name, MULTI_DRAFT, "fixed", paper, verifier=verifier, settings=_DRAFTS, defaults={"k": 4})
 
 
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method("ar", "none", None, "plain decoding"),
+        Method("ar", NONE, None, "plain decoding"),
         Method(
             "sd",
-            "model",
+            MODEL,
             "fixed",
             "Leviathan et al. 2023",
             any_policy=True,
             settings={
-                "width": Setting(1, _BRANCHES, 1, 64),
-                "depth": Setting("auto", "levels of the tree; auto: as many as the policy says", 1, 64, "auto"),
+                "width": Setting(1, _WIDTH, 1, 64),
+                "depth": Setting("auto", "levels of the tree; auto: the policy decides", 1, 64, "auto"),
             },
         ),
         _draft_model("heuristic", "transformers' assisted generation"),
@@ -172,7 +120,7 @@ METHODS: Mapping[str, Method] = {
         _draft_model("beta-ts", "EESD, Table 5"),
         Method(
             "lookup",
-            "lookup",
+            LOOKUP,
             "fixed",
             "prompt lookup, Saxena 2023",
             any_policy=True,
@@ -181,7 +129,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "pearl",
-            "model",
+            MODEL,
             None,
             "PEARL",
             schedule="parallel",
@@ -190,13 +138,13 @@ METHODS: Mapping[str, Method] = {
                 "window": Setting(
                     "auto", "tokens drafted during a target pass; auto: the measured ratio of times", 1, 1000, "auto"
                 ),
-                "pre_verify": Setting(True, "judge a draft's first token while the rest is drafted"),
-                "post_verify": Setting(True, "draft on while tokens are judged"),
+                "pre_verify": Setting(True, "verify a draft's first token while the rest is drafted"),
+                "post_verify": Setting(True, "continue drafting while tokens are verified"),
             },
         ),
         Method(
             "mtad",
-            "beams",
+            BEAMS,
             "fixed",
             "MTAD, section 3.2",
             lossless=False,
@@ -210,55 +158,51 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "bild",
-            "fallback",
+            BILD,
             "fixed",
             "BiLD, Kim et al. 2023",
             lossless=False,
             verifier="rollback",
             settings={
-                "fallback": Setting(0.9, "the draft hands over where its top probability is below this", 0, 1),
-                "rollback": Setting(2.0, "the target refuses tokens with a -log probability above this", 0, 1000),
+                "fallback": Setting(0.9, "end the draft where its top probability is below this", 0, 1),
+                "rollback": Setting(2.0, "reject tokens whose -log probability under the target is above this", 0, 1000),
             },
             defaults={"k": 10},
         ),
+        _multi_draft("spectr", "SpecTr, Sun et al. 2023", "k-sequential"),
+        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023"),
         Method(
-            "spectr", "chains", "fixed", "SpecTr, Sun et al. 2023", verifier="k-sequential", settings=_DRAFTS, defaults={"k": 4}
+            "eesd",
+            EXIT,
+            "cali-ts",
+            "EESD, with Cali-TS if there is a predictor, else Beta-TS",
+            policy_without_predictor="beta-ts",
         ),
-        Method(
-            "specinfer",
-            "chains",
-            "fixed",
-            "SpecInfer, Miao et al. 2023",
-            verifier="multi-round",
-            settings=_DRAFTS,
-            defaults={"k": 4},
-        ),
-        Method("eesd", "exit", "cali-ts", "EESD, with Cali-TS where there is a predictor, else Beta-TS", unpredicted="beta-ts"),
-        Method("eesd-fixed", "exit", "fixed", "EESD, without its control", any_policy=True),
-        Method("eesd-beta", "exit", "beta-ts", "EESD, with Beta-TS"),
-        Method("eesd-cali", "exit", "cali-ts", "EESD, with Cali-TS"),
+        Method("eesd-fixed", EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True),
+        Method("eesd-beta", EXIT, "beta-ts", "EESD, with Beta-TS"),
+        Method("eesd-cali", EXIT, "cali-ts", "EESD, with Cali-TS"),
         Method(
             "eesd-tree",
-            "exit",
+            EXIT_TREE,
             "cali-ts",
             "EESD, section 5.7",
-            settings={"width": Setting(3, _BRANCHES, 1, 64), "depth": Setting(5, "levels of the tree", 1, 64)},
-            unpredicted="beta-ts",
+            settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "levels of the tree", 1, 64)},
+            policy_without_predictor="beta-ts",
         ),
         Method(
             "selfsd",
-            "skip",
+            SKIP,
             "selfsd",
             "Self-SD, Zhang et al. 2023",
             any_policy=True,
-            settings={"skip": Setting("auto", "layers to leave out, as 3+5a+7m (a: attention, m: MLP); auto: searched for")},
+            settings={"skip": Setting("auto", "layers to skip, as 3+5a+7m (a: attention only, m: MLP only); auto: searched for")},
         ),
     )
 }
 
 
 def default_name(*, has_draft_model: bool) -> str:
-    """The method that a pair is decoded with where nobody says how."""
+    """The method used if neither the user nor a profile names one."""
     return "svip" if has_draft_model else "lookup"
 
 
@@ -267,7 +211,7 @@ def no_draft_model(method: Method) -> SpecgenError:
 
 
 def training_command(target: str | None) -> str:
-    """What trains an exit layer for the target, None being the bundled one, whose texts are at hand."""
+    """The command that trains an exit layer for `target`; None is the bundled target, whose training text is included."""
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods eesd{of}"
 
@@ -281,50 +225,35 @@ def no_exit_layer(method: Method, target: str | None) -> SpecgenError:
 
 def no_predictor(method: Method) -> SpecgenError:
     return SpecgenError(
-        f"{method.name} asks a predictor, and the exit layer has none",
-        "Train another with specgen tune --train, take model_prediction=false, or eesd-beta",
+        f"{method.name} needs a predictor, and the exit layer has none",
+        "Train another with specgen tune --train, set model_prediction=false, or use eesd-beta",
     )
 
 
 def find(name: str) -> Method:
-    """The method of that name. Raises SpecgenError, with the nearest name, where there is none."""
+    """The method of that name. Raises SpecgenError, with the nearest name, if there is none."""
     if name not in METHODS:
         raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
     return METHODS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A method's settings, checked: the policy that was chosen, and every value by name."""
-
-    policy: str | None
-    values: Mapping[str, Value]
-
-    def with_value(self, name: str, value: Value) -> Settings:
-        return Settings(self.policy, {**self.values, name: value})
-
-    def as_dict(self, method: Method) -> dict[str, Value]:
-        """For traces: the values, and the policy where the method leaves a choice."""
-        return {**({"policy": self.policy} if method.any_policy and self.policy else {}), **self.values}
-
-
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
-    """All that `method` with `policy` can be set to, `policy` itself aside, with the defaults that hold here."""
+    """The settings of `method` with `policy`, except `policy` itself, with the defaults of that combination."""
     known = dict(method.settings)
     if policy is not None:
         known.update(POLICIES[policy].settings)
     if policy == method.policy:
         for name, default in method.defaults.items():
-            known[name] = Setting(default, known[name].help, known[name].low, known[name].high)
+            known[name] = replace(known[name], default=default)
     return known
 
 
 def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
-    """Check what the user set and fill in the defaults. Raises SpecgenError naming the setting, its value and the way out.
+    """Check the user's settings and add the defaults. Raises SpecgenError for an unknown setting or an invalid value.
 
-    `has_predictor` None is not known yet: what either policy of such a method takes is let through.
+    `has_predictor` None means unknown: the settings of either policy are then accepted.
     """
-    if method.unpredicted is not None and has_predictor is None:
+    if method.policy_without_predictor is not None and has_predictor is None:
         try:
             return resolve(method, given, has_predictor=True)
         except SpecgenError as error:
@@ -332,7 +261,7 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
                 return resolve(method, given, has_predictor=False)
             raise error
     wanted = dict(given)
-    policy = method.policy if has_predictor is not False or method.unpredicted is None else method.unpredicted
+    policy = method.policy if has_predictor is not False else method.policy_without_predictor or method.policy
     if method.any_policy and "policy" in wanted:
         policy = str(wanted.pop("policy"))
         if policy not in POLICIES:
@@ -342,27 +271,33 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
     known = known_settings(method, policy)
     for name in wanted:
         if name not in known:
-            whose = method.name if policy == method.policy else f"{method.name} with policy={policy}"
+            combination = method.name if policy == method.policy else f"{method.name} with policy={policy}"
             settable = [*(["policy"] if method.any_policy else []), *known]
             raise SpecgenError(
-                f"{whose} has no setting {name!r}{nearest(name, settable)}",
+                f"{combination} has no setting {name!r}{nearest(name, settable)}",
                 f"It has {', '.join(settable)}" if settable else "It has none",
             )
     values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
-    _check_fed(method, policy, values)
-    if values.get("width") == 1 and values.get("depth", "auto") != "auto" and "depth" in given and method.drafter == "model":
+    _check_signals(method, policy, values)
+    if values.get("width") == 1 and "depth" in given and isinstance(values["depth"], int) and not method.drafter.drafts_trees:
         raise SpecgenError(f"depth is {values['depth']}, but width is 1", "Give width=2 or more: a chain's length is k")
     return Settings(policy, values)
 
 
-def _check_fed(method: Method, policy: str | None, values: Mapping[str, Value]) -> None:
-    """Refuse a policy that asks for what the drafter cannot tell (entropy, of prompt lookup)."""
-    feeds = FEEDS[method.drafter]
-    if policy is None or not (missing := POLICIES[policy].needs_with(values) - feeds):
+def available_policies(method: Method) -> list[str]:
+    """The length policies whose signals the method's drafter computes."""
+    return [name for name, policy in POLICIES.items() if policy.signals <= method.drafter.signals]
+
+
+def _check_signals(method: Method, policy: str | None, values: Mapping[str, Value]) -> None:
+    """Refuse a policy with a signal that the drafter does not compute, such as entropy with prompt lookup."""
+    missing = signals_of(Settings(policy, values)) - method.drafter.signals
+    if policy is None or not missing:
         return
-    switches = [f"{name}=false" for name, needed in POLICIES[policy].needs_where.items() if needed & missing]
-    fitting = [*switches, *(name for name, row in POLICIES.items() if row.signals <= feeds and name != policy)]
+    optional: Mapping[str, Signals] = POLICIES[policy].optional_signals
+    switches = [f"{name}=false" for name, signals in optional.items() if signals & missing]
+    others = [name for name in available_policies(method) if name != policy]
     raise SpecgenError(
-        f"{method.name} cannot take the policy {policy!r}: its drafter has no {min(missing)} to feed it",
-        f"Take one of {', '.join(fitting)}",
+        f"{method.name} cannot use the policy {policy!r}: its drafter does not compute {min(missing)}",
+        f"Use one of {', '.join([*switches, *others])}",
     )

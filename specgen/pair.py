@@ -30,7 +30,6 @@ from specgen.skip_search import NEW_TOKENS
 from specgen.traces.summary import Summary
 from specgen.traces.trace_writer import RunInfo
 from specgen.types import Context, Round, SamplingParams
-from specgen.workers import DraftWorker
 from specgen.workers.process_worker import ProcessWorker
 from specgen.workers.thread_worker import ThreadWorker
 

@@ -1,21 +1,22 @@
-"""What can be set of a method: kinds, bounds, and values read from what users write. Imports no torch."""
+"""Settings of methods and length policies: their kinds and bounds, and how users' values are parsed. Imports no torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.errors import SpecgenError
 
 Value = bool | int | float | str
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A method's parameter: its default says its kind, the bounds what is sensible (both included).
+    """One parameter. The type of `default` is its type; `low` and `high` are its bounds, both included.
 
-    `word` may stand in place of a whole number.
+    `word` is accepted instead of an integer. `tuned` are the values that `specgen tune` tries, empty if it leaves the default.
     """
 
     default: Value
@@ -24,11 +25,12 @@ class Setting:
     high: float = math.inf
     word: str | None = None
     choices: tuple[str, ...] = ()
+    tuned: Sequence[Value] = ()
 
     def parse(self, name: str, value: object) -> Value:
-        """The value as a number or text of the default's kind, from a string or a Python value."""
+        """`value`, a string or a Python value, converted to the type of the default. Raises SpecgenError where it is invalid."""
         if isinstance(self.default, bool):
-            return _truth(name, value)
+            return _boolean(name, value)
         if self.word is not None and value == self.word:
             return self.word
         if self.word is None and isinstance(self.default, str):
@@ -49,15 +51,35 @@ class Setting:
         return number
 
 
-def _truth(name: str, value: object) -> bool:
-    found = _TRUTH.get(str(value).strip().lower())
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The checked settings of a method: the name of its length policy, None without one, and every value by name."""
+
+    policy: str | None
+    values: Mapping[str, Value]
+
+    @property
+    def drafts_tree(self) -> bool:
+        """Whether these values ask for a draft tree. A tree of width 1 is a tree too, if its depth is given."""
+        return int(self.values.get("width", 1)) > 1 or isinstance(self.values.get("depth"), int)
+
+    def with_value(self, name: str, value: Value) -> Settings:
+        return Settings(self.policy, {**self.values, name: value})
+
+    def as_dict(self, *, with_policy: bool) -> dict[str, Value]:
+        """All values for a trace, the policy's name first if asked for and present."""
+        return {**({"policy": self.policy} if with_policy and self.policy else {}), **self.values}
+
+
+def _boolean(name: str, value: object) -> bool:
+    found = _BOOLEANS.get(str(value).strip().lower())
     if found is None:
         raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
     return found
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:
-    """`["k=8", "policy=svip"]` as a dictionary. Raises SpecgenError for what has no `=`."""
+    """`["k=8", "policy=svip"]` as a dictionary. Raises SpecgenError for a string without `=`."""
     settings: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

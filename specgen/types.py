@@ -1,4 +1,4 @@
-"""What travels between the rooms. Nothing here imports torch: a tensor is held as it comes."""
+"""Data types shared by all packages. Imports no torch: fields that hold tensors are typed `Any`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from specgen.errors import SpecgenError
 
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
-PHASES = ("prefill", "draft", "verify", "sample", "other")  # what a round's seconds are spent on
+PHASES = ("prefill", "draft", "verify", "sample", "other")  # of a round; its seconds are reported by phase
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a run ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
 
-    Raises SpecgenError where a value makes no sense.
+    Raises SpecgenError for a value out of range.
     """
 
     max_new_tokens: int = 128
@@ -39,7 +39,7 @@ class SamplingParams:
             {"seed": int} if self.seed else {}
         )
         for name, kind in numbers.items():
-            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are no JSON
+            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers cannot be written as JSON
 
     def _check(self) -> None:
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -74,7 +74,7 @@ def _is_number(value: object) -> bool:
 
 
 class Context:
-    """The committed tokens of one run, prompt first. It only ever grows, so whoever cached its first n tokens may trust them."""
+    """The committed tokens of one run, prompt first. Append-only, so a cache of its first n tokens stays valid."""
 
     __slots__ = ("ids", "largest_id", "prompt_length")
 
@@ -92,7 +92,7 @@ class Context:
 
 
 class TokenStatus(Enum):
-    """What became of a drafted token: REJECTED was judged and refused, DISCARDED stood behind it or was never judged."""
+    """What verification did with a drafted token. DISCARDED tokens came after a rejected one, or were never verified."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -101,13 +101,13 @@ class TokenStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed tokens, as a tree: node i follows node `parents[i]`, -1 being the context. A chain's parents are -1, 0, 1, ...
+    """Proposed tokens, as a tree: node i follows node `parents[i]`, -1 for the context. A chain's parents are -1, 0, 1, ...
 
-    `probs[i]` is the distribution that node i was drawn from: a tensor [nodes, vocabulary], None for a deterministic draft.
-    `draws` lists nodes in the order in which they were drawn, one that was drawn twice twice; None is each node once, in order.
-    `log_likelihoods[i]` (nats) is the draft's own for the whole path to node i, empty where no verifier asks for it.
-    `entropies` (nats) and `top_probs` are those of the draft's unwarped distributions, empty where the drafter has none.
-    `logits` are kept for the record alone: a tensor [nodes, vocabulary], None where nobody asked or the drafter has none.
+    `probs` [nodes, vocabulary] are the distributions that the nodes were drawn from, None for a deterministic draft.
+    `draws` lists the nodes in the order of their draws, a node drawn twice twice; None if each node was drawn once, in order.
+    `log_likelihoods[i]` (nats) is the draft's for the whole path to node i, empty unless the verifier needs it.
+    `entropies` (nats) and `top_probs` are those of the draft's unwarped distributions, empty if the drafter has none.
+    `logits` [nodes, vocabulary] are kept only for recording, otherwise None.
     """
 
     tokens: Sequence[int] = ()
@@ -120,10 +120,21 @@ class Draft:
     log_likelihoods: Sequence[float] = ()
     logits: Any = None
 
+    @classmethod
+    def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
+        """A draft in which each token follows the one before; `fields` are the others by name."""
+        return cls(tokens, range(-1, len(tokens) - 1), **fields)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has siblings: a tree with one node at each level is a chain too."""
+        line = range(-1, len(self.tokens) - 1)
+        return self.parents == line if isinstance(self.parents, range) else list(self.parents) == list(line)
+
     @property
     def levels(self) -> int:
-        """How many tokens the longest path has."""
-        if isinstance(self.parents, range):
+        """The number of tokens on the longest path."""
+        if self.is_chain:
             return len(self.tokens)
         depths: list[int] = []
         for parent in self.parents:
@@ -131,18 +142,23 @@ class Draft:
         return max(depths, default=0)
 
     def part(self, start: int, stop: int | None = None) -> Draft:
-        """The tokens `start` to `stop` of a chain, as a chain of its own."""
-        tokens = self.tokens[start:stop]
-        probs = None if self.probs is None else self.probs[start:stop]
-        logits = None if self.logits is None else self.logits[start:stop]
-        figures = self.entropies[start:stop], self.top_probs[start:stop]
-        return Draft(tokens, range(-1, len(tokens) - 1), probs, *figures, self.stop_reason, logits=logits)
+        """The tokens `start` to `stop` of a chain, as a chain."""
+        return Draft.chain(
+            self.tokens[start:stop],
+            probs=None if self.probs is None else self.probs[start:stop],
+            entropies=self.entropies[start:stop],
+            top_probs=self.top_probs[start:stop],
+            stop_reason=self.stop_reason,
+            logits=None if self.logits is None else self.logits[start:stop],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DistributionOverlap:
-    """How far draft and target agree at each drafted node, both unwarped: `overlap` is the sum of min(p, q), the chance of
-    acceptance at temperature 1, and `kl` is KL(q||p) in nats."""
+    """How close the unwarped distributions of target (p) and draft (q) are at each drafted node.
+
+    `overlap` is the sum of min(p, q), the acceptance probability at temperature 1; `kl` is KL(q||p) in nats.
+    """
 
     overlap: Sequence[float]
     kl: Sequence[float]
@@ -150,10 +166,10 @@ class DistributionOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The accepted nodes, from the root on, and the target's own token after them.
+    """The accepted nodes, from the root on, and the correction or bonus token after them.
 
-    `source` is None where no draft was judged (plain decoding, the prefill) or the output ended inside the draft (`token` None).
-    `agreement` is there where it was to be recorded and the drafter has distributions.
+    `source` is None if there was no draft (plain decoding, the prefill) or the output ended inside the draft (`token` None).
+    `agreement` is None unless it is recorded and the drafter has distributions.
     """
 
     path: tuple[int, ...] = ()
@@ -164,7 +180,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One pass of the target and what led to it: the only thing that leaves the core. `seconds` are per phase."""
+    """One target pass, with the draft that it verified. All output is computed from rounds. `seconds` are by phase."""
 
     index: int
     mode: Mode
@@ -179,20 +195,20 @@ class Round:
 
     @property
     def token_ids(self) -> list[int]:
-        """All the tokens that this round committed, in order."""
+        """The tokens that this round committed, in order."""
         return self.accepted_ids if self.verdict.token is None else [*self.accepted_ids, self.verdict.token]
 
     @property
     def statuses(self) -> tuple[TokenStatus, ...]:
-        """One fate a drafted node. The children of the last accepted node were refused, unless the output ended there."""
+        """The status of each drafted node. A correction rejects all children of the last accepted node."""
         accepted = set(self.verdict.path)
         last = self.verdict.path[-1] if self.verdict.path else -1
-        refused = self.verdict.source == "correction"
+        corrected = self.verdict.source == "correction"
         return tuple(
             TokenStatus.ACCEPTED
             if node in accepted
             else TokenStatus.REJECTED
-            if refused and parent == last
+            if corrected and parent == last
             else TokenStatus.DISCARDED
             for node, parent in enumerate(self.draft.parents)
         )

@@ -21,13 +21,13 @@ from specgen.workers.thread_worker import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
 RUNS = 1500
-# A false alarm in 10,000 a test. What is certain to be caught is a gross mistake, total variation of 0.1 and more; finer ones
-# show in the enumerations that the rules were checked by, and under `-m slow` with more runs.
+# One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found; smaller errors are found by
+# the enumerations of other tests, and by more runs under `-m slow`.
 SIGNIFICANCE = 1e-4
 
 
 class TableRunner:
-    """A session whose logits are a function of the last two tokens: a scripted model of the whole interface."""
+    """A model runner whose logits are a function of the last two tokens."""
 
     vocab_size = num_embeddings = VOCAB
     context_limit = 1000
@@ -50,7 +50,7 @@ class TableRunner:
 
 
 class Guesses:
-    """A predictor of agreement that looks at the drafted token's row alone."""
+    """An acceptance predictor that reads the draft's hidden state alone."""
 
     def begin(self, context: Context) -> None:
         pass
@@ -61,7 +61,7 @@ class Guesses:
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)
 WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
-PROMPT = [0, 3, 1, 2, 3, 1]  # prompt lookup finds something in it
+PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
 
 WARPS = {
     "plain": SamplingParams(max_new_tokens=TOKENS, temperature=1.0),
@@ -117,15 +117,15 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    parts = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, agreement=Guesses())  # type: ignore[arg-type]
+    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, acceptance_predictor=Guesses())  # type: ignore[arg-type]
     run = factory.make_run(
-        method, methods.resolve(method, settings), parts, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
+        method, methods.resolve(method, settings), components, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
     )
     return tuple(token for round_ in run.rounds() for token in round_.token_ids)
 
 
 def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dict[tuple[int, ...], float]:
-    """The exact probability of each output of the target."""
+    """The exact probability of each output under the target."""
     found = {(): 1.0}
     for _ in range(TOKENS):
         longer: dict[tuple[int, ...], float] = {}
@@ -140,7 +140,7 @@ def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dic
 
 
 def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
-    """Chi-square, cells that expect fewer than five together in one."""
+    """The chi-square test's p-value; cells that expect fewer than five are merged."""
     runs = counts.total()
     assert set(counts) <= set(probs), "an output that the target never gives"
     rare = [cell for cell, prob in probs.items() if prob * runs < 5]
@@ -151,7 +151,7 @@ def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float
 
 
 def seldom(names: Iterable[object], *often: object) -> list[object]:
-    """All of them, those that are not to be run often only among the slow tests."""
+    """All parameters, the less important ones marked as slow."""
     return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in names]
 
 
@@ -172,7 +172,7 @@ def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
 @pytest.mark.parametrize("warp", seldom(WARPS, "both"))
 @pytest.mark.parametrize("beam", ["greedy", "sample"])
 def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: str) -> None:
-    """MTAD, section 5.2.2: all drafts are refused, and what is left is the target's own tokens."""
+    """MTAD, section 5.2.2: all drafts are rejected, and only the target's own tokens remain."""
     settings = {"tau": 1, "k": 2, "beams": 3, "beam": beam}
     counts = Counter(decode("mtad", settings, WARPS[warp], seed) for seed in range(RUNS))
     assert p_value(counts, expected(WARPS[warp])) > SIGNIFICANCE
@@ -186,7 +186,7 @@ def test_joint_distribution_with_an_end_of_sequence(name: str) -> None:
 
 
 def test_the_test_would_notice_a_draft_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every check has to be able to fail: accept all drafts, and the distribution is the draft's."""
+    """The check must be able to fail: if all drafts are accepted, the distribution is the draft's."""
 
     def believe(_: object, draft: Draft, rows: ModelOutput) -> Verdict:
         return Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax()))
@@ -216,7 +216,7 @@ def test_the_test_would_notice_a_residual_the_wrong_way_round(monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_joint_distribution_with_many_runs(name: str) -> None:
-    """Fine enough for a total variation of about 0.03, the size of the smallest known mistake."""
+    """Enough runs to find a total variation of about 0.03, that of the smallest known mistake."""
     counts = Counter(decode(name, SETTINGS[name], WARPS["plain"], seed) for seed in range(40_000))
     assert p_value(counts, expected(WARPS["plain"])) > SIGNIFICANCE
 
@@ -224,7 +224,7 @@ def test_joint_distribution_with_many_runs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same over sessions with caches, on a random Llama with twelve tokens."""
+    """The same on model runners with KV caches: a random Llama with a vocabulary of twelve tokens."""
     size = 12
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
@@ -234,9 +234,11 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     worker = ThreadWorker(runners[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        parts = factory.Components(*runners, sampling, frozenset(), size, seed, worker=worker, agreement=Guesses())
+        components = factory.Components(
+            *runners, sampling, frozenset(), size, seed, worker=worker, acceptance_predictor=Guesses()
+        )
         made = factory.make_run(
-            method, methods.resolve(method, SETTINGS[name]), parts, Context(PROMPT), TOKENS, None, Clock(None)
+            method, methods.resolve(method, SETTINGS[name]), components, Context(PROMPT), TOKENS, None, Clock(None)
         )
         return tuple(token for round_ in made.rounds() for token in round_.token_ids)
 
@@ -289,6 +291,6 @@ def test_a_draw_from_nothing_is_flagged(weights: list[float]) -> None:
 
 def test_entropy_and_top_probability() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [10.0, -torch.inf, -torch.inf, -torch.inf]])
-    negative, top = logits_ops.figures(logits)
-    assert torch.allclose(negative, torch.tensor([-torch.log(torch.tensor(4.0)), 0.0]))
-    assert torch.allclose(top.exp(), torch.tensor([0.25, 1.0]))
+    entropy, top_prob = logits_ops.entropy_and_top_prob(logits)
+    assert torch.allclose(entropy, torch.tensor([torch.log(torch.tensor(4.0)), 0.0]))
+    assert torch.allclose(top_prob, torch.tensor([0.25, 1.0]))

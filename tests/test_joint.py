@@ -1,4 +1,4 @@
-"""MTAD and BiLD on hand-made rows and scripted models, against exact multi-token joint decoding where that can be had."""
+"""MTAD and BiLD on hand-made logits and scripted models, compared with exact multi-token joint decoding where possible."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from test_distributions import VOCAB, TableRunner
 from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.mtad_drafter import BeamSearchDrafter
 from specgen.decoding.mtad_verifier import JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
@@ -33,7 +34,7 @@ def rows(*probs: Sequence[float]) -> ModelOutput:
 
 
 def draft(tokens: Sequence[int], probs: Sequence[float]) -> Draft:
-    """A chain and the draft's own probability of each token, given those before."""
+    """A chain, from the draft's conditional probability of each token."""
     joint = [sum(map(math.log, probs[: position + 1])) for position in range(len(probs))]
     return Draft(tokens, range(-1, len(tokens) - 1), log_likelihoods=joint)
 
@@ -51,7 +52,7 @@ class TestJointAcceptance:
         ("tau", "count"), [(0.0, 3), (0.06, 3), (0.08, 2), (0.12, 2), (0.2, 2), (0.28, 2), (0.285, 0), (0.5, 0), (1.0, 0)]
     )
     def test_the_longest_prefix_above_the_threshold(self, tau: float, count: int) -> None:
-        """At 0.2 the first token alone fails (0.125), and is accepted with the second (0.28)."""
+        """With tau 0.2 the first token alone fails (0.125), but passes with the second (0.28)."""
         assert accepted(tau, self.PROPOSED, self.GIVEN) == count
 
     @pytest.mark.parametrize("tau", [0.0, 0.01, 0.1])
@@ -70,7 +71,7 @@ class TestJointAcceptance:
         assert accepted(1.0, likelier, self.GIVEN) == 0, "a threshold of one accepts nothing"
 
     def test_joint_likelihoods_do_not_underflow(self) -> None:
-        """Forty tokens of 1e-9 each: a product in float32 would be zero after the fifth."""
+        """Forty tokens of probability 1e-9: a product in float32 would be zero after the fifth."""
         row = torch.tensor([1e-9, 1 - 1e-9])
         assert accepted(0.5, draft([0] * 40, [1e-9] * 40), ModelOutput(row.log().expand(41, 2))) == 40
 
@@ -96,7 +97,7 @@ class TestJointAcceptance:
 def beam_search(
     runner: object, sampling: SamplingParams, *, width: int, stochastic: bool = False, eos: tuple[int, ...] = ()
 ) -> BeamSearchDrafter:
-    return BeamSearchDrafter(runner, sampling, eos, VOCAB, 3, width=width, stochastic=stochastic)  # type: ignore[arg-type]
+    return BeamSearchDrafter(DraftSetup(runner, sampling, eos, VOCAB, 3), width=width, stochastic=stochastic)  # type: ignore[arg-type]
 
 
 def joint_argmax(
@@ -165,7 +166,7 @@ class TestBeams:
         assert not beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 0).tokens
 
     def test_stochastic_beams_are_drawn_by_their_joint_likelihoods(self) -> None:
-        """One beam a step is sampling from the draft; two are the first two of a sequence drawn without replacement."""
+        """One beam is sampling from the draft; two are two draws without replacement."""
         runner = TableRunner(4)
         probs = runner.row(PROMPT).softmax(-1)
         single = beam_search(runner, SAMPLING, width=1, stochastic=True)
@@ -191,7 +192,7 @@ class TestBeams:
         model = make_model("llama")
         passes: list[int] = []
         model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-        search = BeamSearchDrafter(ModelRunner(model, 128), SAMPLING, (), 96, 0, width=6, stochastic=False)
+        search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=6, stochastic=False)
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]
@@ -202,7 +203,7 @@ class TestBeams:
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
     def test_beams_in_a_session_are_those_of_the_model_without_a_cache(self, family: str) -> None:
         model = make_model(family)
-        search = BeamSearchDrafter(ModelRunner(model, 128), SAMPLING, (), 96, 0, width=4, stochastic=False)
+        search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
         for _ in range(3):
             found = search.propose(context, Fixed(4), 10)
@@ -235,9 +236,9 @@ def run(
     eos: frozenset[int] = frozenset(),
 ) -> list[Round]:
     method = methods.find(name)
-    parts = factory.Components(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
+    components = factory.Components(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
     limit = sampling.max_new_tokens
-    made = factory.make_run(method, methods.resolve(method, settings), parts, Context(PROMPT), limit, None, Clock(None))
+    made = factory.make_run(method, methods.resolve(method, settings), components, Context(PROMPT), limit, None, Clock(None))
     return list(made.rounds())
 
 
@@ -291,7 +292,7 @@ class TestMtad:
 
     @pytest.mark.parametrize("beam", ["greedy", "sample"])
     def test_a_threshold_of_zero_accepts_every_draft(self, beam: str) -> None:
-        """MTAD, section 5.2.2: as if the draft model generated alone, with one token of the target's own in between."""
+        """MTAD, section 5.2.2: the draft model generates alone, with one token of the target after each draft."""
         settings = {"k": 3, "beams": 4, "tau": 0, "beam": beam}
         sampling = SamplingParams(max_new_tokens=17, temperature=1.0, seed=1)
         rounds = run("mtad", settings, TableRunner(1), TableRunner(2), sampling)
@@ -352,12 +353,12 @@ class TestBild:
         runner = TableRunner(1)
         runner.table.fill_(math.nan)
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
-            BildDrafter(runner, SAMPLING, (), VOCAB, 0, fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
+            BildDrafter(DraftSetup(runner, SAMPLING, frozenset(), VOCAB), fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.5, top_k=2)])
     def test_the_draft_hands_over_before_a_token_that_it_is_unsure_of(self, sampling: SamplingParams) -> None:
         runner = TableRunner(5, scale=3)
-        drafter = BildDrafter(runner, sampling, (), VOCAB, 0, fallback=0.8)  # type: ignore[arg-type]
+        drafter = BildDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB), fallback=0.8)  # type: ignore[arg-type]
         lengths = set()
         for last in range(VOCAB):
             context = Context([*PROMPT, last])

@@ -31,13 +31,13 @@ LENGTH_SETTING = {
     "specinfer": "k",
 }
 COUNT = 20
-PROMPTS = 3  # and as many again: to ask transformers takes longer than all that is compared with its answers
+PROMPTS = 3  # twice as many are run; transformers takes most of the time
 AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
 Case = tuple[str, str, str, int]
 
 
 def pairwise() -> Iterator[Case]:
-    """Cases in which any two values of different axes meet, picked greedily; the same ones every time."""
+    """Cases that cover every pair of values of different axes, chosen greedily and deterministically."""
     rng = random.Random(0)
     missing = {((i, a), (j, b)) for (i, left), (j, right) in combinations(enumerate(AXES), 2) for a, b in product(left, right)}
     while missing:
@@ -59,7 +59,7 @@ def prompt(seed: int) -> list[int]:
 
 @cache
 def expected(family: str, seed: int) -> list[int]:
-    """A family's models are the same ones whatever drafts for them."""
+    """The target of a family does not depend on its draft."""
     return plain(make_model(family), prompt(seed), COUNT)
 
 
@@ -69,7 +69,7 @@ def check(pair: Pair, family: str, method: str, length: int) -> None:
     settings: dict[str, object] = dict(parse_pairs(fixed))
     if setting is not None:
         settings[setting] = length
-    for seed in (length % PROMPTS, length % PROMPTS + 100):  # the second run finds the first one's caches
+    for seed in (length % PROMPTS, length % PROMPTS + 100):  # the second run starts with the caches of the first
         wanted = expected(family, seed)
         result = pair.generate(prompt(seed), name, SamplingParams(max_new_tokens=COUNT), **settings)
         assert result.token_ids == wanted
@@ -95,7 +95,7 @@ def test_greedy_ids_in_the_full_product(pair_of: Callable[[str, str], Pair], fam
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_that_is_the_target_is_accepted_whole(pair_of: Callable[[str, str], Pair], family: str) -> None:
-    """mlx-lm's test: it pins the pattern of accepted and bonus tokens."""
+    """As in mlx-lm's tests: fixes the pattern of accepted and bonus tokens."""
     pair = pair_of(family, "itself")
     result = pair.generate(prompt(3), "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), k=4)
     prefill, *rounds = result.rounds
@@ -110,7 +110,7 @@ def test_sampling_from_the_target_itself_accepts_everything(pair_of: Callable[[s
     pair = pair_of("llama", "itself")
     sampling = SamplingParams(max_new_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=length, ignore_eos=True)
     summary = pair.generate(prompt(5), "sd", sampling, k=length).summary
-    # both passes compute the same rows up to rounding, so a token at the very edge of top-p may fall
+    # both compute the same logits up to rounding, so a token at the edge of top-p may be rejected
     assert summary["acceptance_rate"] > 0.97
 
 

@@ -1,4 +1,4 @@
-"""SpecTr and SpecInfer by enumeration: over all random paths of a round, what comes out is the target's own distribution."""
+"""SpecTr and SpecInfer by enumeration: over all random paths of a round, the output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from test_distributions import TableRunner
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops, multi_draft
-from specgen.decoding.multi_draft import MultiDraftDrafter, Odds, TreeSampling, k_sequential, multi_round
+from specgen.decoding.components import DraftSetup
+from specgen.decoding.multi_draft import Acceptance, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput
@@ -28,7 +29,7 @@ Distribution = dict[tuple[int, ...], float]
 
 
 class Small(TableRunner):
-    """A table of three tokens; `zero` cuts one of them out of each row, as top-k would."""
+    """A table for three tokens; `zero` sets the probability of one of them to 0 in each row, as top-k would."""
 
     vocab_size = num_embeddings = SIZE
 
@@ -41,16 +42,16 @@ class Small(TableRunner):
 
 
 class Paths:
-    """Stands in for randomness: every draw and flip takes each of its outcomes in turn; `weight` is the path's probability."""
+    """Replaces randomness: enumerates all outcomes of every draw and Bernoulli trial; `weight` is the path's probability."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ahead: list[
             list[tuple[Any, float]]
-        ] = []  # per choice on the present path: the outcomes not tried yet, this one last
+        ] = []  # for each choice on the current path the outcomes not tried yet, the current one last
         self._place = 0
         self.weight = 1.0
         monkeypatch.setattr(logits_ops, "draw", self._draw)
-        monkeypatch.setattr(multi_draft, "flips", self._flips)
+        monkeypatch.setattr(logits_ops, "bernoulli", self._flips)
 
     def all(self, run: Callable[[], tuple[int, ...]]) -> Distribution:
         found: Distribution = defaultdict(float)
@@ -99,7 +100,7 @@ class Paths:
 
 
 def exact(runner: TableRunner, sampling: SamplingParams, length: int, eos: frozenset[int], begun: Distribution) -> Distribution:
-    """What `begun` becomes when the target goes on to `length` tokens by itself."""
+    """The distribution of `begun` when the target alone continues it to `length` tokens."""
     found: Distribution = defaultdict(float)
     for tokens, mass in begun.items():
         if len(tokens) >= length or (tokens and tokens[-1] in eos):
@@ -113,7 +114,7 @@ def exact(runner: TableRunner, sampling: SamplingParams, length: int, eos: froze
 
 
 def distance(
-    judge: multi_draft.Judge,
+    rule: multi_draft.AcceptanceRule,
     monkeypatch: pytest.MonkeyPatch,
     *,
     seed: int,
@@ -122,12 +123,12 @@ def distance(
     zero: bool = False,
     eos: int = -1,
 ) -> float:
-    """How far (total variation) a round of `judge` on all its random paths, gone on with by the target, is from the target."""
+    """Total variation between the target and a round of `rule`, over all its random paths, continued by the target alone."""
     target, draft = Small(seed, zero=zero), Small(seed + 100)
     sampling = SamplingParams(temperature=1.0, top_p=0.9 if seed % 2 else 1.0)
     ends = frozenset({eos})
-    drafter = MultiDraftDrafter(draft, sampling, ends, SIZE, 0, drafts=drafts)  # type: ignore[arg-type]
-    verifier = TreeSampling(judge, sampling, torch.device("cpu"), 0)
+    drafter = MultiDraftDrafter(DraftSetup(draft, sampling, ends, SIZE), drafts=drafts)  # type: ignore[arg-type]
+    verifier = TreeSampling(rule, sampling, torch.device("cpu"), 0)
 
     def round_() -> tuple[int, ...]:
         context = Context(PROMPT)
@@ -161,32 +162,32 @@ def test_a_round_over_all_its_random_paths(name: str, case: dict[str, Any], monk
     assert distance(JUDGES[name], monkeypatch, **case) < ROUNDING
 
 
-def unscaled(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Odds:
+def unscaled(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
     """SpecTr with rho = 1."""
     q = drawn_from(0, len(counts))
-    return Odds(p.gather(1, tokens) / q.gather(1, tokens), (p - q).clamp_min(0))
+    return Acceptance(p.gather(1, tokens) / q.gather(1, tokens), (p - q).clamp_min(0))
 
 
-def for_all(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Odds:
-    """SpecTr with the rho of all chains where fewer survive."""
+def for_all(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
+    """SpecTr that uses the rho of all chains where fewer survive."""
     return k_sequential(p, tokens, [max(*counts, 2)] * len(counts), drawn_from)
 
 
-def unweighted(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Odds:
-    """SpecTr whose residual takes off all that p and q share, as if it had been accepted once and for certain."""
-    chances, q = k_sequential(p, tokens, counts, drawn_from).chances, drawn_from(0, len(counts))
+def unweighted(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
+    """SpecTr whose residual subtracts the whole overlap of p and q, without the weight A / b."""
+    chances, q = k_sequential(p, tokens, counts, drawn_from).probs, drawn_from(0, len(counts))
     rho = (p.gather(1, tokens) / (q.gather(1, tokens) * chances))[:, :1]
-    return Odds(chances, p - torch.minimum(q, p / rho))
+    return Acceptance(chances, p - torch.minimum(q, p / rho))
 
 
-def never_lowered(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Odds:
-    """SpecInfer whose later candidates are judged by the target's whole distribution."""
+def never_lowered(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
+    """SpecInfer that verifies later candidates with the target's whole distribution instead of the residual."""
     q = drawn_from(0, len(counts))
-    return Odds(p.gather(1, tokens) / q.gather(1, tokens), multi_round(p, tokens, counts, drawn_from).rest)
+    return Acceptance(p.gather(1, tokens) / q.gather(1, tokens), multi_round(p, tokens, counts, drawn_from).residual)
 
 
 @pytest.mark.parametrize("mistake", [unscaled, pytest.param(for_all, marks=pytest.mark.slow), unweighted, never_lowered])
-def test_the_enumeration_notices_known_mistakes(mistake: multi_draft.Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_enumeration_notices_known_mistakes(mistake: multi_draft.AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"k": 2, "drafts": 2} if mistake is for_all else {"k": 1, "drafts": 3}
     assert distance(mistake, monkeypatch, seed=2, **size) > 0.01
 
@@ -203,7 +204,7 @@ def test_the_enumeration_notices_duplicates_that_are_left_out(name: str, monkeyp
 
 
 def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k candidates, each with a distribution of its own: a refused one is cut out of the target's."""
+    """Top-k candidates, each with a one-hot distribution: a rejected one is removed from the target's."""
     target, sampling = Small(1), SamplingParams(temperature=1.0)
     verifier = TreeSampling(multi_round, sampling, torch.device("cpu"), 0)
     draft = Draft((2, 0, 1, 2), (-1, -1, 0, 0))
@@ -217,15 +218,15 @@ def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch
     assert found == pytest.approx(wanted, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("judge", JUDGES.values())
-def test_more_drafts_are_accepted_more_often(judge: multi_draft.Judge) -> None:
-    """What several drafts are for; and that as many as one are accepted is the mass that p and q share."""
+@pytest.mark.parametrize("rule", JUDGES.values())
+def test_more_drafts_are_accepted_more_often(rule: multi_draft.AcceptanceRule) -> None:
+    """More drafts raise the acceptance probability; with one draft it is the overlap of p and q."""
     p, q = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[0.2, 0.3, 0.5]])
     found = []
     for drafts in (1, 2, 3):
         accepted = 0.0
         for tokens in product(range(3), repeat=drafts):
-            chances, _ = judge(p, torch.tensor([tokens]), [drafts], lambda j, n: q)
+            chances, _ = rule(p, torch.tensor([tokens]), [drafts], lambda j, n: q)
             refused = float((1 - chances.clamp(0, 1)).prod())
             accepted += float(q[0, list(tokens)].prod()) * (1 - refused)
         found.append(accepted)
@@ -234,7 +235,7 @@ def test_more_drafts_are_accepted_more_often(judge: multi_draft.Judge) -> None:
 
 
 def chains(sampling: SamplingParams, drafts: int, k: int, eos: frozenset[int] = frozenset(), seed: int = 0) -> Draft:
-    drafter = MultiDraftDrafter(TableRunner(2), sampling, eos, 6, seed, drafts=drafts)  # type: ignore[arg-type]
+    drafter = MultiDraftDrafter(DraftSetup(TableRunner(2), sampling, eos, 6, seed), drafts=drafts)  # type: ignore[arg-type]
     return drafter.propose(Context([0, 3, 1]), Fixed(k), k)
 
 
@@ -272,9 +273,9 @@ def test_chains_end_at_their_own_end_of_sequence() -> None:
     assert chains(SamplingParams(), drafts=6, k=3, eos=frozenset(range(6))).stop_reason == "eos"
 
 
-@pytest.mark.parametrize("judge", JUDGES.values())
-def test_nan_logits_are_an_error(judge: multi_draft.Judge) -> None:
-    verifier = TreeSampling(judge, SamplingParams(temperature=1.0), torch.device("cpu"), 0)
+@pytest.mark.parametrize("rule", JUDGES.values())
+def test_nan_logits_are_an_error(rule: multi_draft.AcceptanceRule) -> None:
+    verifier = TreeSampling(rule, SamplingParams(temperature=1.0), torch.device("cpu"), 0)
     draft = Draft((1, 2), (-1, -1), probs=torch.full((2, 4), 0.25), draws=(0, 1))
     with pytest.raises(RunError, match="target model's logits hold NaN"):
         verifier.verify(draft, ModelOutput(torch.full((3, 4), torch.nan)))
@@ -283,7 +284,7 @@ def test_nan_logits_are_an_error(judge: multi_draft.Judge) -> None:
 
 
 def test_one_draft_is_speculative_sampling() -> None:
-    """With one chain both accept with min(1, p / q), place by place: as often as `sd` does."""
+    """With one chain both accept each position with min(1, p / q), as `sd` does."""
     sampling = SamplingParams(max_new_tokens=40, temperature=1.0)
     rates = {}
     for name in ("sd", *JUDGES):
@@ -291,8 +292,8 @@ def test_one_draft_is_speculative_sampling() -> None:
         for seed in range(60):
             method = methods.find(name)
             settings = methods.resolve(method, {"k": 2} | ({"drafts": 1} if name in JUDGES else {}))
-            parts = factory.Components(TableRunner(1), TableRunner(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
-            run = factory.make_run(method, settings, parts, Context([0, 3, 1]), 40, None, Clock(None))
+            components = factory.Components(TableRunner(1), TableRunner(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
+            run = factory.make_run(method, settings, components, Context([0, 3, 1]), 40, None, Clock(None))
             for round_ in run.rounds():
                 accepted += len(round_.verdict.path)
                 drafted += len(round_.draft.tokens)
@@ -308,8 +309,8 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
         runner.context_limit, runner.num_embeddings = context_limit, num_embeddings
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
-        parts = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
-        draft = factory.make_drafter(method, settings, parts).propose(Context([0, 3, 1]), Fixed(4), limit)
+        components = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
+        draft = factory.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit)
         return max((len(path_to(draft, node)) for node in range(len(draft.tokens))), default=0)
 
     assert length(1000, 6, 10) == 4

@@ -1,4 +1,4 @@
-"""PEARL's schedule: what it commits, what it shows and what it counts, on scripted models."""
+"""PEARL's schedule on scripted models: the tokens it commits, the rounds it reports and its counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specgen.workers.thread_worker import ThreadWorker
 
 
 class RandomSession:
-    """Logits that follow from the last token alone; a share `noise` of the rows differs from the others' of the same seed."""
+    """A runner whose logits depend on the last token alone; a share `noise` of its rows differs from a noiseless one's."""
 
     context_limit = 1000
     device = torch.device("cpu")
@@ -41,8 +41,8 @@ class RandomSession:
 def decode(name: str, target: RandomSession, draft: RandomSession, limit: int, eos: set[int], **given_: object) -> list[Round]:
     method = methods.find(name)
     worker = ThreadWorker(draft)  # type: ignore[arg-type]
-    parts = factory.Components(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
-    run = factory.make_run(method, methods.resolve(method, given_), parts, Context([0, 1]), limit, None, Clock(None))
+    components = factory.Components(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
+    run = factory.make_run(method, methods.resolve(method, given_), components, Context([0, 1]), limit, None, Clock(None))
     rounds = list(run.rounds())
     worker.close()
     assert run.finish_reason in ("length", "eos")
@@ -80,7 +80,7 @@ def test_random_cases_give_plain_decodings_tokens(
 
 
 def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none is lost: what the drafter made is what the rounds hold, judged or thrown away."""
+    """And in no other: the rounds hold exactly the tokens that the drafter proposed."""
     from specgen.workers import thread_worker
 
     made: list[int] = []
@@ -99,11 +99,11 @@ def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rounds_as_in_the_papers_figure_3() -> None:
-    """x1 falls in pre-verify; x4 stands, x4 x5 x6 then stand while x7 x8 x9 are drafted; x9 falls, and what was ahead with it."""
+    """x1 is rejected in pre-verify; x4 to x6 are accepted while x7 to x9 are drafted; x9 and what follows it is rejected."""
     target, draft = RandomSession(16, 0), RandomSession(16, 0)
-    target.table[:] = torch.eye(16).roll(1, 1)  # counts on: 0 1 2 3 ...
+    target.table[:] = torch.eye(16).roll(1, 1)  # counts up: 0 1 2 3 ...
     draft.table[:] = target.table
-    draft.table[2] = torch.eye(16)[9]  # behind 2, the first token of the run, it guesses 9
+    draft.table[2] = torch.eye(16)[9]  # after 2, the first token of the run, it drafts 9
     draft.table[8] = torch.eye(16)[0]
     rounds = decode("pearl", target, draft, 11, set(), window=3)
     shown = [(round_.mode, list(round_.draft.tokens), len(round_.verdict.path), round_.verdict.token) for round_ in rounds]
@@ -145,7 +145,7 @@ def test_a_narrow_pass_gets_a_short_draft() -> None:
 
 
 def test_the_policy_is_told_what_was_judged() -> None:
-    """Tokens ahead are none of its business yet: three successes, whatever stands behind them."""
+    """It does not observe tokens pending verification: three successes, whatever follows them."""
     runner = RandomSession(12, 4)
     rounds = decode("pearl", runner, runner, 8, set(), window=3, policy="beta-ts", alpha=1e6, beta=1)
     assert [round_.policy_state["alpha"] - 1e6 for round_ in rounds] == [0, 1, 4, 7]  # type: ignore[index]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.drafters import ModelDrafter, PromptLookupDrafter
 from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, DraftedToken, Fixed, Heuristic, LengthPolicy, SelfSD
 from specgen.engine.model_runner import ModelOutput
@@ -19,12 +20,12 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def drafted(policy: LengthPolicy, steps: Sequence[DraftedToken]) -> int:
-    """How many tokens are kept before the policy says stop."""
+    """The number of tokens drafted when the policy ends the draft."""
     return next((step.position for step in steps if not policy.keep_drafting(step)), len(steps))
 
 
 def steps(count: int = 100, entropy: float = 0.0, prob: float = 1.0) -> list[DraftedToken]:
-    return [DraftedToken(position, entropy, prob) for position in range(1, count + 1)]
+    return [DraftedToken(position, {"entropy": entropy, "prob": prob}) for position in range(1, count + 1)]
 
 
 def test_fixed_stops_at_k() -> None:
@@ -44,13 +45,13 @@ def test_heuristic_follows_transformers_schedule() -> None:
         policy.observe(3, 0)
     assert policy.state() == {"k": 1}
     assert drafted(Heuristic(k=20, max_draft=3), steps()) == 3
-    policy.observe(0, 0)  # a round without a draft tells nothing
+    policy.observe(0, 0)  # a round without a draft changes nothing
     assert policy.state() == {"k": 1}
 
 
 def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
     policy = Confidence(threshold=0.4, max_draft=20)
-    assert drafted(policy, [DraftedToken(1, prob=0.9), DraftedToken(2, prob=0.39), DraftedToken(3, prob=0.9)]) == 2
+    assert drafted(policy, [DraftedToken(1, {"prob": 0.9}), DraftedToken(2, {"prob": 0.39}), DraftedToken(3, {"prob": 0.9})]) == 2
     assert policy.reason == "prob 0.39 < 0.40"
     assert drafted(policy, steps()) == 20
 
@@ -58,7 +59,10 @@ def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
 def test_svip_compares_the_root_of_c_times_entropy() -> None:
     policy = SVIP(threshold=0.4, c=0.15, max_draft=40)
     edge = 0.4**2 / 0.15
-    assert drafted(policy, [DraftedToken(1, edge - 0.01), DraftedToken(2, edge + 0.01), DraftedToken(3, 0.0)]) == 2
+    assert (
+        drafted(policy, [DraftedToken(at, {"entropy": entropy}) for at, entropy in enumerate((edge - 0.01, edge + 0.01, 0.0), 1)])
+        == 2
+    )
     assert policy.reason.startswith("√cH 0.40 > 0.40")
     assert drafted(policy, steps(entropy=3.0)) == 1, "the token whose entropy is too high is kept: a draft is never empty"
     assert drafted(policy, steps()) == 40
@@ -67,7 +71,7 @@ def test_svip_compares_the_root_of_c_times_entropy() -> None:
 def test_beta_ts_learns_the_acceptance_rate() -> None:
     policy = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
     for _ in range(200):
-        policy.observe(drafted=4, accepted=3)  # three right, one wrong
+        policy.observe(drafted=4, accepted=3)  # three accepted, one rejected
     assert policy.state() == {"alpha": 601, "beta": 201}
     lengths = [drafted(policy, steps()) for _ in range(3000)]
     assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1), "geometric with mean 1 / (1 - 3/4)"
@@ -76,7 +80,7 @@ def test_beta_ts_learns_the_acceptance_rate() -> None:
 
 def test_beta_ts_counts_only_what_the_target_judged() -> None:
     policy = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
-    policy.observe(drafted=10, accepted=2)  # the third was refused, the other seven never judged
+    policy.observe(drafted=10, accepted=2)  # the third was rejected, the other seven were never verified
     policy.observe(drafted=3, accepted=3)
     policy.observe(drafted=0, accepted=0)
     assert policy.state() == {"alpha": 6, "beta": 2}
@@ -96,11 +100,11 @@ def cali(**changes: object) -> CaliTS:
 def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
     policy = cali()
     assert policy.posterior(0.9) == pytest.approx((0.9, 0.04)), "before any round, the predictor alone"
-    policy.observe(drafted=10, accepted=2)  # three were judged
+    policy.observe(drafted=10, accepted=2)  # three were verified
     policy.observe(drafted=3, accepted=3)
-    policy.observe(drafted=0, accepted=0)  # tells nothing
+    policy.observe(drafted=0, accepted=0)  # changes nothing
     theta_hat = (0.7 + 5) / (1 + 6)
-    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}  # no draft yet: the predictor said nothing
+    assert policy.state() == {"theta_hat": pytest.approx(theta_hat), "rounds": 2}  # no draft yet, so no predictor score
     weight = 0.16 + 2 * 0.04
     mean, variance = policy.posterior(0.9)
     assert mean == pytest.approx((0.16 * 0.9 + 2 * 0.04 * theta_hat) / weight)
@@ -109,13 +113,13 @@ def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
 
 def test_cali_ts_tells_its_posterior_at_the_last_drafts_mean_score() -> None:
     policy = cali(max_draft=2, sigma_model=1e-3, sampling_prediction=False, seed=3)
-    assert drafted(policy, [DraftedToken(1, agreement=1.0), DraftedToken(2, agreement=0.5)]) == 2
+    assert drafted(policy, [DraftedToken(1, {"predicted_acceptance": 1.0}), DraftedToken(2, {"predicted_acceptance": 0.5})]) == 2
     policy.observe(drafted=2, accepted=2)
     assert (policy.state()["mean"], policy.state()["deviation"]) == pytest.approx((0.75, 1e-3))
-    policy.observe(drafted=0, accepted=0)  # nothing was drafted: nothing new is believed
+    policy.observe(drafted=0, accepted=0)  # nothing was drafted, so the posterior stays
     assert policy.state()["mean"] == pytest.approx(0.75)
     both = cali(max_draft=1)
-    assert drafted(both, [DraftedToken(1, agreement=0.9)]) == 1
+    assert drafted(both, [DraftedToken(1, {"predicted_acceptance": 0.9})]) == 1
     both.observe(drafted=1, accepted=1)
     state, (mean, variance) = both.state(), both.posterior(0.9)
     assert (state["mean"], state["deviation"]) == pytest.approx((mean, math.sqrt(variance)))
@@ -126,18 +130,20 @@ def test_cali_ts_ends_at_the_acceptance_rate() -> None:
     for _ in range(3000):
         policy.observe(drafted=4, accepted=3)
     assert policy.posterior(0.1)[0] == pytest.approx(0.75, abs=0.01), "the printed update ends at 1 whatever is accepted"
-    lengths = [drafted(policy, [DraftedToken(position, agreement=0.1) for position in range(1, 41)]) for _ in range(3000)]
+    lengths = [
+        drafted(policy, [DraftedToken(position, {"predicted_acceptance": 0.1}) for position in range(1, 41)]) for _ in range(3000)
+    ]
     assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1)
     assert policy.reason.startswith("bandit θ 0.7")
 
 
 def test_cali_ts_with_one_part_switched_off() -> None:
     sampling, model = cali(model_prediction=False), cali(sampling_prediction=False)
-    assert (sampling.signals, model.signals) == (frozenset(), frozenset({"agreement"}))
+    assert (sampling.signals, model.signals) == (frozenset(), frozenset({"predicted_acceptance"}))
     for policy in (sampling, model):
         for _ in range(4):
             policy.observe(drafted=2, accepted=0)
-    assert sampling.posterior(math.nan) == pytest.approx((0.7 / 5, 0.16 / 4))
+    assert sampling.posterior(None) == pytest.approx((0.7 / 5, 0.16 / 4))
     assert model.posterior(0.9) == pytest.approx((0.9, 0.04))
     with pytest.raises(SpecgenError, match="neither model_prediction nor sampling_prediction"):
         cali(model_prediction=False, sampling_prediction=False)
@@ -145,14 +151,14 @@ def test_cali_ts_with_one_part_switched_off() -> None:
 
 def test_cali_ts_has_a_cap_and_clips() -> None:
     policy = cali(sampling_prediction=False, sigma_model=1e-3, max_draft=6)
-    assert drafted(policy, [DraftedToken(position, agreement=1.5) for position in range(1, 41)]) == 6
+    assert drafted(policy, [DraftedToken(position, {"predicted_acceptance": 1.5}) for position in range(1, 41)]) == 6
     assert policy.reason == "limit 6"
-    assert drafted(policy, [DraftedToken(position, agreement=-0.5) for position in range(1, 41)]) == 1
+    assert drafted(policy, [DraftedToken(position, {"predicted_acceptance": -0.5}) for position in range(1, 41)]) == 1
 
 
 def test_selfsd_adapts_its_threshold_to_the_acceptance_rate() -> None:
     policy = SelfSD(k=12)
-    assert drafted(policy, [DraftedToken(1, prob=0.9), DraftedToken(2, prob=0.59), DraftedToken(3, prob=0.9)]) == 2
+    assert drafted(policy, [DraftedToken(1, {"prob": 0.9}), DraftedToken(2, {"prob": 0.59}), DraftedToken(3, {"prob": 0.9})]) == 2
     assert policy.reason == "prob 0.59 < 0.60"
     assert drafted(policy, steps()) == 12
     policy.observe(drafted=12, accepted=12)
@@ -166,8 +172,15 @@ def test_selfsd_adapts_its_threshold_to_the_acceptance_rate() -> None:
     assert policy.state() == {"threshold": pytest.approx(before + 0.001)}
 
 
+@pytest.mark.parametrize("policy", [Confidence(0.4, 20), SVIP(0.4, 0.15, 20), SelfSD(12), cali()])
+def test_a_policy_raises_where_its_signal_was_not_computed(policy: LengthPolicy) -> None:
+    """A missing signal must not compare as false: the draft would never stop."""
+    with pytest.raises(LookupError, match=r"reads the signal '\w+', which was not computed \(computed: margin\)"):
+        policy.keep_drafting(DraftedToken(1, {"margin": 0.5}))
+
+
 class ScriptedSession:
-    """Says token n + 1 after token n, with the logits that it is given for certainty."""
+    """A runner whose likeliest token after n is n + 1, with the logit `certainty`; all other logits are 0."""
 
     device = torch.device("cpu")
 
@@ -185,8 +198,8 @@ class ScriptedSession:
 
 
 def model_draft(runner: ScriptedSession, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
-    settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": runner.vocab_size, "seed": 0} | options
-    return ModelDrafter(runner, **settings).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
+    settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": runner.vocab_size} | options
+    return ModelDrafter(DraftSetup(runner, **settings)).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
 
 
 def test_a_draft_says_why_it_ended() -> None:
@@ -210,6 +223,44 @@ def test_a_draft_tells_its_entropies_whoever_asked_for_them() -> None:
     assert unasked.entropies[0] == pytest.approx(-prob * math.log(prob) - 9 * rest * math.log(rest), rel=1e-4)
 
 
+class Undeclared(Fixed):
+    """Reads a signal that it does not declare."""
+
+    signals = frozenset({"top_prob"})
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return token["entropy"] < 1 and super().keep_drafting(token)
+
+
+def test_a_drafter_gives_a_policy_only_its_declared_signals() -> None:
+    with pytest.raises(LookupError, match="the signal 'entropy', which was not computed"):
+        model_draft(ScriptedSession(), Undeclared(3), [1], 9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_signal_of_a_drafted_token(temperature: float) -> None:
+    """Each against its definition, on logits of 10 tokens, in greedy decoding and in sampling at temperature 1."""
+    seen: list[DraftedToken] = []
+
+    class Seeing(Fixed):
+        signals = frozenset({"entropy", "prob", "top_prob", "margin"})
+
+        def keep_drafting(self, token: DraftedToken) -> bool:
+            seen.append(token)
+            return super().keep_drafting(token)
+
+    sampling = SamplingParams(temperature=temperature)
+    draft = model_draft(ScriptedSession(certainty=2.0), Seeing(6), [1], 9, sampling=sampling, seed=4)
+    top, other = (math.exp(logit) / (math.exp(2) + 9) for logit in (2, 0))
+    likeliest = [(before + 1) % 10 for before in (1, *draft.tokens)]
+    for token, drafted_id, best in zip(seen, draft.tokens, likeliest, strict=False):
+        assert token["prob"] == pytest.approx(top if drafted_id == best else other, rel=1e-5)
+        assert token["top_prob"] == pytest.approx(top, rel=1e-5)
+        assert token["margin"] == pytest.approx(top - other, rel=1e-5)
+        assert token["entropy"] == pytest.approx(-top * math.log(top) - 9 * other * math.log(other), rel=1e-5)
+    assert (list(draft.tokens) == likeliest[:6]) == (temperature == 0), "sampling draws other tokens than the likeliest too"
+
+
 def test_no_draft_beyond_the_drafts_own_context_or_vocabulary() -> None:
     assert model_draft(ScriptedSession(context_limit=5), Fixed(9), [1, 2, 3], 9).tokens == [4, 5]
     assert model_draft(ScriptedSession(context_limit=3), Fixed(9), [1, 2, 3], 9).tokens == ()
@@ -219,7 +270,7 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_stays_inside_the_targets_vocabulary(temperature: float) -> None:
-    """A draft whose table is padded further than the target's: what lies beyond is cut before the softmax."""
+    """The draft has a larger padded vocabulary than the target: the extra logits are cut before the softmax."""
     sampling = SamplingParams(temperature=temperature)
     draft = model_draft(ScriptedSession(vocab_size=10), Fixed(5), [5], 5, vocab_size=7, sampling=sampling)
     assert max(draft.tokens) < 7

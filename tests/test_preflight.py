@@ -16,6 +16,7 @@ import specgen
 from specgen import demo, factory, methods
 from specgen.cli.app import main
 from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
+from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.timing import time_passes
@@ -216,7 +217,7 @@ def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a method lacks is found by planning a run with it."""
-    picky = methods.Method("picky", "lookup", "fixed", "a paper", settings={"ngram": Setting(3, "")})
+    picky = methods.Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
     planned = factory.make_run
 

@@ -1,4 +1,4 @@
-"""What `--record distributions` keeps: how far draft and target agree at each token that a model drafted."""
+"""`--record distributions`: the overlap of both models' distributions at each token that a model drafted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load(save(target, folder / "target"), save(near_copy(target, 0.6), folder / "draft"), device="cpu")
 
 
-@cache  # most methods come by the same texts
+@cache  # most methods reach the same texts
 def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float]:
-    """Of both models behind these tokens, by passes without a cache."""
+    """Overlap and KL of both models after these tokens, by forward passes without a cache."""
     assert pair.draft is not None
     with torch.no_grad():
         rows = [model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] for model in (pair.target, pair.draft)]

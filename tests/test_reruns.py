@@ -106,7 +106,7 @@ def test_nothing_is_asked_twice(near: Pair) -> None:
     made = rerunning(near, GREEDY)
     for name, given in TREES + LOSSY:
         made.run(name, given)
-    runners = [runner for parts, _ in made._parts.values() for runner in (parts.target, parts.draft)]
+    runners = [runner for components, _ in made._components.values() for runner in (components.target, components.draft)]
     passes = [runner.passes for runner in runners]  # type: ignore[union-attr]
     for name, given in TREES + LOSSY:
         made.run(name, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from specgen.decoding.run import Clock
 from specgen.methods import METHODS
 from specgen.pair import Pair, Result
 from specgen.types import Context, Round, SamplingParams
+from specgen.workers.thread_worker import ThreadWorker
 
 METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
 LENGTH_SETTINGS = {
@@ -60,9 +62,20 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     chosen = methods.find(method)
     setting = LENGTH_SETTINGS.get(method)
     resolved = methods.resolve(chosen, {setting: length} if setting else {})
-    parts = factory.Components(table, TableRunner(draft), SamplingParams(), eos, VOCAB, seed=0, agreement=Guesses())  # type: ignore[arg-type]
-    run = factory.make_run(chosen, resolved, parts, Context(PROMPT), limit, None, Clock(None))
-    rounds = list(run.rounds())
+    runner = TableRunner(draft)
+    with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+        components = factory.Components(
+            table,  # type: ignore[arg-type]
+            runner,  # type: ignore[arg-type]
+            SamplingParams(),
+            eos,
+            VOCAB,
+            seed=0,
+            worker=worker,
+            acceptance_predictor=Guesses(),
+        )
+        run = factory.make_run(chosen, resolved, components, Context(PROMPT), limit, None, Clock(None))
+        rounds = list(run.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == expected
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")
     assert rounds[0].mode == "prefill"
@@ -71,7 +84,7 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
 
 @pytest.fixture(scope="module")
 def several_ends(models_folder: Path) -> Pair:
-    """A target with two ends of sequence that its greedy text runs into."""
+    """A target with two end-of-sequence ids that its greedy output reaches."""
     target = make_model("qwen2", seed=3)
     ahead = plain(target, [1, 5, 6, 7], 12)
     ends = sorted({ahead[7], ahead[9]})
@@ -118,7 +131,7 @@ QUESTION = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How
 
 @pytest.fixture(scope="module")
 def free(demo_pair: Pair) -> Result:
-    """An answer that nothing stops."""
+    """An output without an end-of-sequence."""
     return demo_pair.generate(QUESTION, "ar", SamplingParams(max_new_tokens=40))
 
 
@@ -224,12 +237,12 @@ def test_the_python_interface(demo_pair: Pair) -> None:
         ({"prompt": "x", "method": "sd", "kk": 3}, "no setting 'kk'; did you mean k"),
         ({"prompt": "x", "method": "sd", "k": 2.5}, "whole number"),
         ({"prompt": "x", "method": "svip", "threshold": float("nan")}, "between"),
-        ({"prompt": "x", "method": "lookup", "policy": "svip"}, "no entropy"),
+        ({"prompt": "x", "method": "lookup", "policy": "svip"}, "does not compute entropy"),
         ({"prompt": [1, 9999]}, "token id 9999"),
     ]
     for arguments, message in bad:
         with pytest.raises(specgen.SpecgenError, match=message):
-            demo_pair.rounds(**arguments)  # at once, not at the first round
+            demo_pair.rounds(**arguments)  # raised by the call, not by the first round
     with pytest.raises(specgen.SpecgenError, match="no target"):
         specgen.load(draft="somewhere")
 

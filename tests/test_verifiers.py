@@ -1,4 +1,4 @@
-"""Verdicts on hand-made rows: chains and trees, greedy and sampled, and the edges."""
+"""Verdicts on hand-made logits: chains and trees, greedy and sampled, and edge cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specgen.types import Draft, Round, SamplingParams, TokenStatus, Verdict
 
 
 def rows(*choices: int, size: int = 8) -> ModelOutput:
-    """Rows whose likeliest tokens are `choices`."""
+    """Logits whose likeliest tokens are `choices`."""
     return ModelOutput(torch.nn.functional.one_hot(torch.tensor(choices), size).float() * 9)
 
 
@@ -47,7 +47,7 @@ def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], v
     ],
 )
 def test_without_a_row_behind_the_draft_there_is_no_bonus(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
-    """PEARL judges with the last row the first token of the next draft."""
+    """PEARL verifies the first token of the next draft with the last row."""
     assert GreedyVerifier().verify(draft, rows(*choices)) == verdict
     assert sampler(top_k=1).verify(draft, rows(*choices)) == verdict
 
@@ -101,7 +101,7 @@ def test_nan_logits_are_an_error(position: int) -> None:
 
 def test_greedy_forgives_a_nan_that_nothing_depends_on() -> None:
     broken = rows(4, 2).logits
-    broken[1, 3] = math.nan  # the row behind a refused token
+    broken[1, 3] = math.nan  # the row after a rejected token
     assert GreedyVerifier().verify(chain(1), ModelOutput(broken)) == Verdict((), 4, "correction")
 
 

@@ -1,4 +1,4 @@
-"""However a run of PEARL ends, nothing hangs and nothing is left: no process, no shared memory."""
+"""However a run of PEARL ends, it does not hang, and leaves no process and no shared memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from processes import Forked
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
-LONGEST = 60  # seconds in which a run has to end: a hang would be longer
-LIFE = 9.0  # about as long as an undisturbed run takes here, its start included
+LONGEST = 60  # seconds after which a run counts as hanging
+LIFE = 9.0  # seconds of a complete run here, with its start
 
 
 def children(parent: int) -> list[int]:
@@ -72,7 +72,7 @@ class Running:
         return self.workers[0] if self.workers else None
 
     def end(self) -> tuple[int, bytes, str]:
-        """Exit code and output; checks that nothing is left."""
+        """Exit code and output; checks that no process or shared memory remains."""
         self.find_worker()
         out, err = self.process.communicate(timeout=LONGEST)
         wait_for(lambda: not any(map(alive, self.workers)), 10)
@@ -96,7 +96,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     started.process.wait(LONGEST)
 
 
-# What these do to a run they do once it generates: how it came to that is all the same.
+# These interrupt a run once it generates.
 generating = pytest.mark.parametrize("running", [pytest.param(Forked, id="forked")], indirect=True)
 
 
@@ -120,7 +120,7 @@ def press_ctrl_c(running: Running, moment: float) -> None:
     if running.process.poll() is None:
         running.process.send_signal(signal.SIGINT)
     code, _, err = running.end()
-    assert code in (130, 0, -signal.SIGINT), err  # the last: before Python hands the signal to the command
+    assert code in (130, 0, -signal.SIGINT), err  # the last one if the signal arrives before Python's handler is installed
     assert code == -signal.SIGINT or "Traceback" not in err
 
 
@@ -155,7 +155,7 @@ def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
 @generating
 def test_ctrl_c_ends_both_and_keeps_what_was_generated(running: Running) -> None:
     assert running.process.stdout is not None
-    while not running.process.stdout.read(1).strip():  # what it answers begins with an empty line
+    while not running.process.stdout.read(1).strip():  # its output begins with an empty line
         pass
     running.process.send_signal(signal.SIGINT)
     code, _, err = running.end()

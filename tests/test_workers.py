@@ -1,4 +1,4 @@
-"""PEARL on real models: the draft in a process, or a thread, of its own."""
+"""PEARL on real models, with the draft in a process or a thread of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def apart(folders: tuple[str, str]) -> Iterator[Pair]:
-    """A pair whose draft works in a process of its own; its target has penalties."""
+    """A pair whose draft runs in a process of its own; its target has penalties."""
     with specgen.load(*folders, device="cpu", dtype="float32") as pair:
         yield pair
 
@@ -75,7 +75,7 @@ SAMPLED = SamplingParams(max_new_tokens=60, temperature=0.9, top_p=0.95, seed=5,
 def test_a_process_and_a_thread_give_the_same_rounds(
     apart: Pair, sampling: SamplingParams, given_: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing depends on where the draft is made or how long it takes; penalties reach it too."""
+    """The output does not depend on where the draft runs or how long it takes; penalties apply to it too."""
     there = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
     assert there.summary["acceptance_rate"] > 0.3
     monkeypatch.setattr(apart, "_process_worker", None)
@@ -86,7 +86,7 @@ def test_a_process_and_a_thread_give_the_same_rounds(
 
 
 def comparable(round_: Round) -> object:
-    """All but the seconds; a pipe makes lists of what were tuples."""
+    """A round without its seconds; tuples become lists in a pipe."""
     draft = round_.draft
     figures = list(draft.tokens), list(draft.entropies), list(draft.top_probs)
     return figures, draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
@@ -94,7 +94,7 @@ def comparable(round_: Round) -> object:
 
 @posix
 def test_runs_may_take_turns(apart: Pair) -> None:
-    """Each keeps its own policy, and its own part of the shared memory."""
+    """Each run has its own policy and its own part of the shared memory."""
     other = [1, 30, 31, 8]
     alone = [apart.generate(ids, "pearl", SAMPLED, window=3, policy="beta-ts").token_ids for ids in (PROMPT, other)]
     runs = [apart.rounds(ids, "pearl", SAMPLED, window=3, policy="beta-ts") for ids in (PROMPT, other)]
@@ -153,7 +153,7 @@ def test_what_fails_in_the_worker_is_told_here(apart: Pair, tmp_path: Path) -> N
 @posix
 @pytest.mark.slow
 def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str, str]) -> None:
-    """And nobody's script is run twice: the script prints once."""
+    """The caller's script is not run again by the worker: it prints once."""
     script = f"""
 import specgen, sys, time
 pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
@@ -182,7 +182,7 @@ def test_ctrl_c_does_not_reach_the_worker(apart: Pair) -> None:
 
 @posix
 def test_a_long_prompt_and_a_short_context_of_the_draft(tmp_path: Path) -> None:
-    """Where the draft cannot follow, the target goes on alone."""
+    """Where the draft has no room, the target continues alone."""
     target = save(make_model("llama"), tmp_path / "target")
     draft = save(make_model("llama", max_position_embeddings=24), tmp_path / "draft")
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -212,7 +212,7 @@ def test_settings_that_make_no_sense(given_: dict[str, object], message: str) ->
 
 
 def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
-    """Where rotary frequencies change with the length, it may lie beyond the change: running it would change all rows."""
+    """Where rotary frequencies change with the length, it may lie beyond the change: running it would change the logits."""
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
     rope = factors | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
     model = make_model("phi3", sliding_window=None, original_max_position_embeddings=32, rope_parameters=rope)
@@ -252,13 +252,13 @@ while True:
     elif kind == Kind.LOAD:
         channel.send(Kind.READY, serial)
     elif kind == Kind.DRAFT:
-        channel.send(Kind.DRAFTED, serial, pack_draft(Draft([5], [-1], entropies=[0.0], top_probs=[1.0]), 0.0))
+        channel.send(Kind.DRAFTED, serial, pack_draft(Draft.chain([5], entropies=[0.0], top_probs=[1.0]), 0.0))
 """
 
 
 @pytest.fixture
 def puppet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that imports no torch, loads nothing and always drafts the same token: for what is about its process alone."""
+    """A worker without torch or a model that always drafts the same token, for tests of the process alone."""
     start: Any = subprocess.Popen
 
     def start_puppet(command: list[str], **options: Any) -> Any:
@@ -270,7 +270,7 @@ def puppet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @posix
 def test_a_load_that_fails_is_told(tmp_path: Path) -> None:
-    """By the loop that a worker's process runs."""
+    """Runs the worker's loop in a thread of this process."""
     folder = save(make_model("llama"), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     asked, answers = os.pipe(), os.pipe()
@@ -306,7 +306,7 @@ def test_a_run_behind_a_closed_pair_touches_nobodys_files(folders: tuple[str, st
     pid = process_of(pair)
     pair.close()
     assert not is_running(pid)
-    others = [(tmp_path / str(number)).open("w+b") for number in range(12)]  # they get the numbers that were closed
+    others = [(tmp_path / str(number)).open("w+b") for number in range(12)]  # they reuse the closed descriptors
     with pytest.raises(RunError, match="draft worker is gone"):
         next(run)
     assert [file.read() for file in others] == [b""] * 12

@@ -87,7 +87,7 @@ def generate(
     if trace is not None:
         check_writable(trace, "trace")
     err = theme.console(stderr=True, no_color=display.no_color)
-    parallel = chosen.schedule == "parallel" if method or settings else profile_lookup.likely_parallel(models, profile)
+    parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
     with open_pair(models, err, quiet=display.quiet, parallel=parallel) as pair:
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=display.quiet)
         choice = profile_lookup.choose(tuned, pair, method, request.settings)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.cli.options import OutputOptions
 from specgen.energy import energy_meter_for
-from specgen.factory import branches
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
@@ -60,9 +59,9 @@ class OutputWriter:
             self._pair.tokenizer.text_of,
             self._pair.target.eos_ids,
             len(plan.info.prompt_ids),
-            parallel=plan.method.schedule == "parallel",
+            parallel=plan.method.is_parallel,
             window=_window(plan),
-            branches=plan.method.drafter == "chains" or branches(plan.settings),
+            branches=plan.method.drafts_trees(plan.settings),
         )
 
     def start(self) -> None:

@@ -135,7 +135,7 @@ def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
 
     for candidate in folders:
         try:
-            if methods.find(profiles.load(candidate).chosen.method).schedule == "parallel":
+            if methods.find(profiles.load(candidate).chosen.method).is_parallel:
                 return True
         except SpecgenError:
             continue

@@ -66,7 +66,7 @@ class TuneRequest:
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit)
     names = request.names
-    parallel = models.has_draft and (names is None or any(methods.find(name).schedule == "parallel" for name in names))
+    parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
         if request.export is not None:
             kept = profile_lookup.find(pair, request.sampling, request.out, err, quiet=quiet) if _is_kept(request) else None

@@ -30,7 +30,7 @@ class MethodSpec:
     @property
     def is_parallel(self) -> bool:
         """Whether the draft model runs at the same time as the target, in a process that takes a while to start."""
-        return not self.is_baseline and methods.find(self.name).schedule == "parallel"
+        return not self.is_baseline and methods.find(self.name).is_parallel
 
 
 def parse_spec(written: str) -> MethodSpec:

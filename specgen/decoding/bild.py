@@ -1,81 +1,45 @@
-"""BiLD: the draft model falls back to the target where it is unsure, the target rolls back what is bad (Kim et al. 2023)."""
+"""BiLD: the draft model falls back to the target where it is unsure, the target rolls back bad tokens (Kim et al. 2023)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import ModelDrafterBase, room
-from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.components import DraftSetup
+from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.policies import Signals
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.inference_mode import inference
-from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams, Verdict
+from specgen.types import Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
-    from specgen.engine.model_runner import DraftRunner, ModelOutput
+    from specgen.engine.model_runner import ModelOutput
 
 
-class BildDrafter(ModelDrafterBase):
-    """A draft model that hands over to the target where its top probability is under `fallback` (temperature 1, unwarped).
+class BildDrafter(ModelDrafter):
+    """A draft model that ends its draft where its top probability is below `fallback` (temperature 1, unwarped).
 
-    The token that it was unsure of is dropped, so a draft may be empty; the policy says when one is long enough.
+    The token that it was unsure of is dropped, so a draft may be empty.
     """
 
-    def __init__(
-        self,
-        runner: DraftRunner,
-        sampling: SamplingParams,
-        eos_ids: Collection[int],
-        vocab_size: int,
-        seed: int,
-        *,
-        fallback: float,
-        keep_logits: bool = False,
-    ) -> None:
-        super().__init__(runner, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
+    _own_signals: ClassVar[Signals] = frozenset({"top_prob"})
+
+    def __init__(self, setup: DraftSetup, fallback: float) -> None:
+        super().__init__(setup)
         self._fallback = fallback
 
-    @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = room(self._runner, context, limit)
-        tokens: list[int] = []
-        figures: list[tuple[float, float]] = []
-        rows: list[torch.Tensor] = []
-        reason = "length"
-        while len(tokens) < limit:
-            row = self._runner.logits(context, tokens, start=len(tokens)).logits[0, : self._vocab_size]
-            negative, top, token = logits_ops.to_host(
-                *logits_ops.figures(row), logits_ops.select_token(row, self._sampling, self._generator)
-            )
-            if math.isnan(negative) or token < 0:
-                raise nan_logits("draft")
-            if math.exp(top) < self._fallback:
-                reason = f"unsure {math.exp(top):.2f} < {self._fallback:g}"
-                break
-            tokens.append(int(token))
-            rows.append(row)
-            figures.append((abs(negative), math.exp(top)))
-            if tokens[-1] in self._eos_ids:
-                reason = "eos"
-                break
-            if not policy.keep_drafting(DraftedToken(len(tokens), *figures[-1])):
-                reason = policy.reason
-                break
-        entropies, top_probs = zip(*figures, strict=True) if figures else ((), ())
-        logits = torch.stack(rows) if self._keep_logits and rows else None
-        parents = range(-1, len(tokens) - 1)
-        return Draft(tokens, parents, None, entropies, top_probs, reason if limit > 0 else None, logits=logits)
+    def _refusal(self, values: Mapping[str, float]) -> str | None:
+        top_prob = values["top_prob"]
+        return f"unsure {top_prob:.2f} < {self._fallback:g}" if top_prob < self._fallback else None
 
 
 class BildVerifier:
-    """Refuse the first token with -ln p > `rollback` (nats, temperature 1) that is not the target's likeliest.
+    """Reject the first token with -ln p > `rollback` (nats, temperature 1) that is not the target's likeliest.
 
-    Then comes the target's own. Not lossless: what it finds good enough stands, and there is no residual.
+    The target's own token follows, drawn from its warped distribution and not from a residual. Not lossless.
     """
 
     lossless: ClassVar[bool] = False
@@ -89,8 +53,8 @@ class BildVerifier:
     def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
         length = len(draft.tokens)
         tokens = torch.tensor(draft.tokens, dtype=torch.long, device=rows.logits.device)
-        judged = rows.logits[:length].float()
-        log_probs = judged.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
-        stands = (log_probs >= -self._rollback) | (judged.argmax(dim=-1) == tokens)  # a NaN does not
-        count = stands.long().cumprod(dim=0).sum()
+        logits = rows.logits[:length].float()
+        log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+        accepted = (log_probs >= -self._rollback) | (logits.argmax(dim=-1) == tokens)  # false for NaN
+        count = accepted.long().cumprod(dim=0).sum()
         return accept_prefix(draft, rows, count, self._sampling, self._generator)

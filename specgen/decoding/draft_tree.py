@@ -1,68 +1,78 @@
-"""A draft that branches while it is drafted: its nodes live in the draft model's session, which runs each of them once."""
+"""A draft tree that grows level by level: the draft model runs once for each level, whatever its width."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.errors import nan_logits
-from specgen.types import Context
-
-if TYPE_CHECKING:
-    from specgen.engine.model_runner import DraftRunner
+from specgen.decoding.components import DraftSetup
+from specgen.decoding.drafters import draft_statistics
+from specgen.types import Context, Draft
 
 
 class DraftTree:
-    """Nodes behind a context, added level by level; one pass of the model a level, whatever its width."""
+    """Nodes after a context. The draft model's KV cache holds them, so that no node is run twice."""
 
-    def __init__(self, runner: DraftRunner, context: Context, vocab_size: int) -> None:
+    def __init__(self, setup: DraftSetup, context: Context) -> None:
+        assert setup.runner is not None
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self._runner, self._context, self._vocab_size = runner, context, vocab_size
+        self.hidden: torch.Tensor | None = None  # [nodes, width] of the last logits, if the runner returns hidden states
+        self._runner, self._setup, self._context = setup.runner, setup, context
         self._rows: list[torch.Tensor] = []
-        self.hidden: torch.Tensor | None = None  # [nodes, width] behind the last rows, where the session tells
-        self._run = -1  # the last node that the model was run on
+        self._last_run = -1  # the last node that the model was run on
 
     def add(self, parent: int, token: int) -> int:
-        """A node of the next level. `token` is -1 where it came out of a NaN, which raises RunError."""
-        if token < 0:
-            raise nan_logits("draft")
-        self.tokens.append(token)
+        """A node of the next level. Raises RunError for token -1, which says that the logits held a NaN."""
+        self.tokens.append(logits_ops.valid_token(token, "draft"))
         self.parents.append(parent)
         return len(self.tokens) - 1
 
-    def rows(self, nodes: Sequence[int]) -> torch.Tensor:
-        """The logits [nodes, vocabulary] after each of `nodes`, all added since the last call; [-1] is the context's end."""
-        first = self._run + 1 if self.tokens else -1
-        self._run = len(self.tokens) - 1
-        found = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
-        rows = found.logits[:, : self._vocab_size]
+    def next_logits(self, nodes: Sequence[int]) -> torch.Tensor:
+        """The logits [nodes, vocabulary] after each of `nodes`, which were added since the last call; [-1] for the context."""
+        first = self._last_run + 1 if self.tokens else -1
+        self._last_run = len(self.tokens) - 1
+        output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
+        rows = output.logits[:, : self._setup.vocab_size]
         self._rows.append(rows)
-        self.hidden = found.hidden_states
+        self.hidden = output.hidden_states
         positions = [node - first for node in nodes]
         if positions == list(range(rows.shape[0])):
             return rows
         selected = torch.tensor(positions, device=rows.device)
-        self.hidden = None if found.hidden_states is None else found.hidden_states[selected]
+        self.hidden = None if output.hidden_states is None else output.hidden_states[selected]
         return rows[selected]
 
-    def logits(self, nodes: Sequence[int]) -> torch.Tensor:
-        """The rows [nodes, vocabulary] that each of `nodes` came from, for the record."""
-        rows = torch.cat(self._rows)
-        return rows[torch.tensor([self.parents[node] + 1 for node in nodes], device=rows.device)]
+    def draft(self, reason: str, **fields: Any) -> Draft:
+        """All nodes as a draft; `fields` are those of `Draft` that the tree does not know."""
+        return Draft(self.tokens, self.parents, stop_reason=reason, **self._recorded(range(len(self.tokens))), **fields)
 
-    def figures(self, nodes: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Entropy (nats) and top probability of the unwarped distribution that each of `nodes` came from, in one transfer."""
-        origins = sorted({self.parents[node] for node in nodes})
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to `node`; empty for -1."""
+        path: list[int] = []
+        while node >= 0:
+            path.insert(0, node)
+            node = self.parents[node]
+        return path
+
+    def path_draft(self, path: Sequence[int], reason: str, **fields: Any) -> Draft:
+        """The nodes of a path as a chain."""
+        return Draft.chain([self.tokens[node] for node in path], stop_reason=reason, **self._recorded(path), **fields)
+
+    def _recorded(self, nodes: Iterable[int]) -> dict[str, Any]:
+        """Entropies and top probabilities of the distributions that `nodes` came from, in one transfer; the logits if kept."""
         rows = torch.cat(self._rows)
-        selected = rows[torch.tensor([origin + 1 for origin in origins], device=rows.device)]
-        negative, top = torch.stack(logits_ops.figures(selected)).tolist()
-        if math.isnan(sum(negative)):
-            raise nan_logits("draft")
-        position = {origin: at for at, origin in enumerate(origins)}
-        of_nodes = [position[self.parents[node]] for node in nodes]
-        return [abs(negative[at]) for at in of_nodes], [math.exp(top[at]) for at in of_nodes]
+        parents = [self.parents[node] for node in nodes]
+        origins = sorted(set(parents))
+        entropies, top_probs = draft_statistics(rows[torch.tensor([origin + 1 for origin in origins], device=rows.device)])
+        at = {origin: position for position, origin in enumerate(origins)}
+        return {
+            "entropies": [entropies[at[parent]] for parent in parents],
+            "top_probs": [top_probs[at[parent]] for parent in parents],
+            "logits": rows[torch.tensor([parent + 1 for parent in parents], device=rows.device)]
+            if self._setup.keep_logits
+            else None,
+        }

@@ -1,193 +1,184 @@
-"""Who proposes tokens. A drafter sees the committed context and a length policy, and never drafts past an end-of-sequence."""
+"""Drafters propose tokens. Each ends a draft at its limit, at an end-of-sequence, or when the length policy says so."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from specgen.decoding import logits_ops
+from specgen.decoding import logits_ops, signals
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams
+from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner
 
 
 class Drafter(Protocol):
-    """What each can tell a policy of a token stands in `methods.FEEDS`."""
+    """Proposes tokens to follow a context. `decoding.drafter_kinds` lists the signals of each drafter."""
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        """At most `limit` tokens to follow the context; none where the drafter has nothing to say or `limit` is 0."""
+        """At most `limit` tokens to follow the context; an empty draft where there is nothing to propose or `limit` is 0."""
         ...
 
 
 class AcceptancePredictor(Protocol):
-    """What predicts, for each drafted token, whether the target will say the same (EESD, Eq. 5)."""
+    """Predicts for each drafted token the probability that the target accepts it (EESD, Eq. 5)."""
 
     def begin(self, context: Context) -> None:
-        """A draft behind this context begins."""
+        """Start a draft after this context."""
         ...
 
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """theta_M [] of the token at `place` (from 1) that came from the hidden row [width]."""
+        """theta_M [] of the token at `position`, from 1, that was chosen from the hidden state [width]."""
         ...
 
 
-def room(runner: DraftRunner, context: Context, limit: int) -> int:
-    """How many tokens there may be behind the context: none where it holds one that the draft model does not know."""
-    return 0 if context.largest_id >= runner.num_embeddings else min(limit, runner.context_limit - len(context))
+def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]) -> str:
+    """The loop of every drafter: extend the draft until `limit`, an end-of-sequence or the policy ends it. Returns the reason.
+
+    `extend` adds the token (or level) at a position, from 1. It returns the token that the policy is to see or, where the draft
+    has to end without consulting the policy, the reason.
+    """
+    for position in range(1, limit + 1):
+        token = extend(position)
+        if isinstance(token, str):
+            return token
+        if not policy.keep_drafting(token):
+            return policy.reason
+    return "length"
 
 
 class ModelDrafterBase:
-    """What all share that draft with a model: its session, what is drawn and with what randomness, and where drafts end.
+    """Base of all drafters that run a model."""
 
-    `vocab_size` is the width of the target's logits; `keep_logits` keeps the rows of a draft for the record.
-    """
+    def __init__(self, setup: DraftSetup) -> None:
+        assert setup.runner is not None, "this drafter runs a model"
+        self._runner: DraftRunner = setup.runner
+        self._setup = setup
+        self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
+        self._generator = logits_ops.make_generator(setup.runner.device, setup.seed)
 
-    def __init__(
-        self,
-        runner: DraftRunner,
-        sampling: SamplingParams,
-        eos_ids: Collection[int],
-        vocab_size: int,
-        seed: int,
-        *,
-        keep_logits: bool = False,
-    ) -> None:
-        self._runner = runner
-        self._sampling = sampling
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
-        self._generator = logits_ops.make_generator(runner.device, seed)
-        self._keep_logits = keep_logits
+    def _room(self, context: Context, limit: int) -> int:
+        """The number of tokens, at most `limit`, that fit after the context; 0 if the draft model lacks one of its tokens."""
+        runner = self._runner
+        return 0 if context.largest_id >= runner.num_embeddings else min(limit, runner.context_limit - len(context))
 
 
 class ModelDrafter(ModelDrafterBase):
-    """A smaller model with the target's tokenizer, run token by token (Leviathan et al. 2023, Chen et al. 2023).
+    """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen et al. 2023).
 
-    Or a part of the target itself, behind a session of the same interface: its first layers and an exit layer, which may come
-    with what predicts `agreement` (EESD), or the target with layers left out (Self-SD).
-
-    Where tables are padded to different sizes, logits beyond the target's vocabulary are cut before anything is drawn, and no
-    context is drafted for that holds a token unknown to the draft.
+    Or with a part of the target: its first layers and an exit layer (EESD), or the target without some layers (Self-SD). Logits
+    beyond the target's vocabulary are cut before a token is chosen, and contexts with tokens unknown to the draft get no draft.
     """
 
-    def __init__(
-        self,
-        runner: DraftRunner,
-        sampling: SamplingParams,
-        eos_ids: Collection[int],
-        vocab_size: int,
-        seed: int,
-        *,
-        keep_logits: bool = False,
-        agreement: AcceptancePredictor | None = None,
-    ) -> None:
-        super().__init__(runner, sampling, eos_ids, vocab_size, seed, keep_logits=keep_logits)
-        self._agreement = agreement
+    _own_signals: ClassVar[Signals] = frozenset()  # that the drafter itself reads
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int, pending: Sequence[int] = ()) -> Draft:
-        """`pending` are tokens drafted before, not judged yet, that stand between the context and the new ones."""
-        tokens = list(pending)
-        limit = room(self._runner, context, limit + len(tokens)) - len(tokens)
+    def propose(self, context: Context, policy: LengthPolicy, limit: int, unverified: Sequence[int] = ()) -> Draft:
+        """`unverified` are tokens drafted earlier, between the context and the new tokens."""
+        tokens = list(unverified)
+        limit = self._room(context, limit + len(tokens)) - len(tokens)
         if limit < 1:
             return Draft()
-        chain = _Chain(self._sampling, self._generator, policy.signals)
-        asked = self._agreement if "agreement" in policy.signals else None
-        if asked is not None:
-            asked.begin(context)
-        reason = "length"
-        while len(chain.tokens) < limit:
-            rows = self._runner.logits(context, tokens, start=len(tokens))
-            score = (
-                None if asked is None or rows.hidden_states is None else asked.score(rows.hidden_states[0], len(chain.tokens) + 1)
-            )
-            step = chain.append(rows.logits[0, : self._vocab_size], score)
+        chain = DraftChain(self._setup, self._generator, policy.signals, self._own_signals)
+        predictor = self._setup.acceptance_predictor if "predicted_acceptance" in policy.signals else None
+        if predictor is not None:
+            predictor.begin(context)
+
+        def extend(position: int) -> DraftedToken | str:
+            output = self._runner.logits(context, tokens, start=len(tokens))
+            scored = predictor is not None and output.hidden_states is not None
+            score = predictor.score(output.hidden_states[0], position) if scored else None  # type: ignore[union-attr, index]
+            token = chain.append(output.logits[0, : self._vocab_size], score)
+            if refusal := self._refusal(chain.values):
+                chain.drop_last()
+                return refusal
             tokens.append(chain.tokens[-1])
-            if chain.tokens[-1] in self._eos_ids:
-                reason = "eos"
-                break
-            if not policy.keep_drafting(step):
-                reason = policy.reason
-                break
-        return chain.draft(reason, self._vocab_size, keep_logits=self._keep_logits)
+            return "eos" if chain.tokens[-1] in self._eos_ids else token
+
+        return chain.draft(extend_draft(policy, limit, extend))
+
+    def _refusal(self, values: Mapping[str, float]) -> str | None:
+        """Why the last token must not be in the draft, given its signals; None to keep it."""
+        return None
 
 
-class _Chain:
-    """A draft that grows by one token a row, with one transfer to the host each: the id and what the policy asked for.
+class DraftChain:
+    """A draft that grows token by token, with one device-to-host transfer each: the id and the signals that are read.
 
-    Entropies and top probabilities that no policy asks for are computed for all rows at once in the end.
+    Entropies and top probabilities that nothing reads while drafting are computed for all tokens at once at the end.
     """
 
-    def __init__(self, sampling: SamplingParams, generator: torch.Generator, signals: Signals) -> None:
+    def __init__(self, setup: DraftSetup, generator: torch.Generator, read: Signals, own: Signals = frozenset()) -> None:
         self.tokens: list[int] = []
-        self._sampling, self._generator, self._needs = sampling, generator, signals
+        self.values: dict[str, float] = {}  # the computed signals of the last token
+        self._setup, self._generator = setup, generator
+        self._read, self._computed = read, read | own
         self._rows: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
-        self._figures: list[tuple[float, float]] = []
+        self._statistics: list[tuple[float, float]] = []  # entropy and top probability
 
-    def append(self, row: torch.Tensor, agreement: torch.Tensor | None = None) -> DraftedToken:
+    def append(self, row: torch.Tensor, predicted_acceptance: torch.Tensor | None = None) -> DraftedToken:
         """Choose a token from the logits [vocabulary]: the likeliest, or drawn from the warped distribution."""
         self._rows.append(row)
-        step = DraftedToken(position=len(self._rows))
-        if self._sampling.greedy:
+        probs = None
+        if self._setup.sampling.greedy:
             token = row.argmax()
         else:
-            self._probs.append(logits_ops.warp(row, self._sampling))
-            token = logits_ops.draw(self._probs[-1], self._generator)
-        if not self._needs - {"agreement"}:
-            chosen, *scores = logits_ops.to_host(token, *([] if agreement is None else [agreement]))
-            step.agreement = scores[0] if scores else math.nan
-            self.tokens.append(_sound(int(chosen)))
-            return step
-        wanted = [token, *logits_ops.figures(row)]
-        if not self._sampling.greedy and "prob" in self._needs:
-            wanted.append(self._probs[-1].gather(0, token[None])[0])  # an index with a tensor would visit the host
-        if agreement is not None:
-            wanted.append(agreement)
-        chosen, negative_entropy, top_log_prob, *others = logits_ops.to_host(*wanted)
-        step.agreement = others.pop() if agreement is not None else math.nan
-        step.entropy = abs(negative_entropy)  # rounding may leave it a hair on the wrong side of 0
-        step.prob = others[0] if others else math.exp(top_log_prob)
-        self._figures.append((step.entropy, math.exp(top_log_prob)))
-        self.tokens.append(_sound(int(chosen), step.entropy))
-        return step
+            probs = logits_ops.warp(row, self._setup.sampling)
+            self._probs.append(probs[None])
+            token = logits_ops.draw(probs, self._generator)
+        computed = signals.compute(self._computed, signals.ChosenTokens(row, token, probs, predicted_acceptance))
+        chosen, *values = logits_ops.to_host(token, *computed.values())
+        self.values = dict(zip(computed, values, strict=True))
+        if "entropy" in self.values:
+            self._statistics.append((self.values["entropy"], self.values["top_prob"]))
+            if math.isnan(self.values["entropy"]):
+                raise nan_logits("draft")
+        self.tokens.append(logits_ops.valid_token(int(chosen), "draft"))
+        return DraftedToken(len(self.tokens), {name: self.values[name] for name in self._read if name in self.values})
 
-    def draft(self, reason: str, vocab_size: int, *, keep_logits: bool) -> Draft:
+    def drop_last(self) -> None:
+        for kept in (self.tokens, self._rows, self._probs, self._statistics):
+            if kept:
+                kept.pop()
+
+    def draft(self, reason: str) -> Draft:
         """The whole draft; `probs` padded with zeros to the target's vocabulary."""
-        figures = self._figures
-        if not figures:
-            sums, logs = torch.stack(logits_ops.figures(torch.stack(self._rows))).tolist()
-            figures = [(abs(negative), math.exp(log)) for negative, log in zip(sums, logs, strict=True)]
-        entropies, top_probs = zip(*figures, strict=True)
-        _sound(0, sum(entropies))
-        probs = None
-        if self._probs:
-            probs = torch.stack(self._probs)
-            if probs.shape[-1] < vocab_size:
-                probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[-1]))
-        logits = torch.stack(self._rows) if keep_logits else None
-        return Draft(self.tokens, range(-1, len(self.tokens) - 1), probs, entropies, top_probs, reason, logits=logits)
+        if not self.tokens:
+            return Draft(stop_reason=reason)
+        entropies, top_probs = (
+            zip(*self._statistics, strict=True) if self._statistics else draft_statistics(torch.stack(self._rows))
+        )
+        return Draft.chain(
+            self.tokens,
+            probs=logits_ops.join_probs(self._probs, self._setup.vocab_size),
+            entropies=entropies,
+            top_probs=top_probs,
+            stop_reason=reason,
+            logits=torch.stack(self._rows) if self._setup.keep_logits else None,
+        )
 
 
-def _sound(token: int, figure: float = 0.0) -> int:
-    """The token, unless it or the figure that came with it says that the row held a NaN."""
-    if token < 0 or math.isnan(figure):
+def draft_statistics(logits: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Entropies (nats) and top probabilities of draft logits [n, vocabulary], in one transfer. Raises RunError for NaN."""
+    entropies, top_probs = torch.stack(logits_ops.entropy_and_top_prob(logits)).tolist()
+    if math.isnan(sum(entropies)):
         raise nan_logits("draft")
-    return token
+    return entropies, top_probs
 
 
 class PromptLookupDrafter:
-    """The longest n-gram at the context's end that occurred before, and what followed it then (Saxena 2023).
+    """Finds the longest n-gram at the context's end that occurred before, and proposes what followed it (Saxena 2023).
 
-    The n-grams' places are kept as the context grows, so that a round costs nothing that grows with it. Of several places the
-    latest counts; a continuation that reaches the context's end goes on into the draft itself, as a repetition does.
+    The index of n-grams grows with the context, so the cost of a round does not depend on the context's length. The latest
+    occurrence counts; a continuation that reaches the context's end continues with the draft's own tokens, as a repetition.
     """
 
     def __init__(self, ngram: int, eos_ids: Collection[int]) -> None:
@@ -203,20 +194,17 @@ class PromptLookupDrafter:
         if start is None or limit < 1:
             return Draft()
         tokens: list[int] = []
-        reason = "length"
-        while len(tokens) < limit:
-            position = start + len(tokens)
-            tokens.append(context.ids[position] if position < len(context) else tokens[position - len(context)])
-            if tokens[-1] in self._eos_ids:
-                reason = "eos"
-                break
-            if not policy.keep_drafting(DraftedToken(position=len(tokens))):
-                reason = policy.reason
-                break
-        return Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
+
+        def extend(position: int) -> DraftedToken | str:
+            source = start + position - 1
+            tokens.append(context.ids[source] if source < len(context) else tokens[source - len(context)])
+            return "eos" if tokens[-1] in self._eos_ids else DraftedToken(position)
+
+        reason = extend_draft(policy, limit, extend)
+        return Draft.chain(tokens, stop_reason=reason)
 
     def _index(self, context: Context) -> None:
-        """Note for each n-gram that ends before a new token that this token follows it."""
+        """For each new token, record it as the continuation of the n-grams that end before it."""
         if context is not self._context:
             self._context, self._indexed = context, 0
             self._continuations.clear()
@@ -234,7 +222,7 @@ class PromptLookupDrafter:
 
 
 class NoDrafter:
-    """Plain decoding: every draft is empty."""
+    """Proposes nothing: plain decoding."""
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         return Draft()

@@ -1,21 +1,23 @@
-"""From logits to distributions and draws, in float32 whatever the model's dtype."""
+"""Operations on logits: warping, sampling, entropies and overlaps. Computes in float32, whatever the model's dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 
 import torch
 
+from specgen.errors import nan_logits
 from specgen.types import SamplingParams
 
-_HEAD = 256  # the likeliest tokens, among which a nucleus is looked for before the whole vocabulary is sorted
+_HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is sorted
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """The distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as transformers does each.
 
-    Tokens that tie with the k-th are kept. What is cut has probability exactly 0.
+    Tokens that tie with the k-th are kept. All others have probability exactly 0.
     """
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -28,7 +30,7 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """The fewest likeliest tokens whose mass reaches `top_p`, renormalised."""
     vocabulary = probs.shape[-1]
-    # on a CPU sorting is what sampling would spend its time on; a GPU sorts faster than it could ask whether it has to
+    # on a CPU a full sort dominates the time of sampling; on a GPU it takes less time than the check whether it is needed
     widths = (_HEAD, vocabulary) if probs.device.type == "cpu" and vocabulary > _HEAD else (vocabulary,)
     for width in widths:
         values, order = probs.topk(width)
@@ -40,10 +42,10 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token from each distribution [..., vocabulary], which need not sum to 1; -1 where it holds a NaN or nothing.
+    """One token from each distribution [..., vocabulary], which need not sum to 1; -1 where it holds a NaN or only zeros.
 
-    By inversion, in float64 where the device has it: the rounding of a sum over a vocabulary stays far below any sample's reach.
-    torch.multinomial draws as many random numbers as there are tokens, and its checks would stop a GPU.
+    Uses inversion, in float64 where the device supports it, so that rounding over a large vocabulary does not bias the draws.
+    torch.multinomial draws one random number per token of the vocabulary, and its checks would synchronise a GPU.
     """
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     cumulative = probs.cumsum(dim=-1, dtype=exact)
@@ -61,18 +63,29 @@ def select_token(row: torch.Tensor, sampling: SamplingParams, generator: torch.G
     return token.masked_fill(value.isnan(), -1)
 
 
+def join_probs(probs: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor | None:
+    """Draft distributions [..., own vocabulary] joined along the first dimension, zero up to `vocab_size`; None without any."""
+    if not probs:
+        return None
+    joined = torch.cat(list(probs))
+    missing = vocab_size - joined.shape[-1]
+    return torch.nn.functional.pad(joined, (0, missing)) if missing > 0 else joined
+
+
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
-    """How joint likelihoods are warped: as tokens are, but at temperature 1 in greedy decoding, where one-hot likelihoods would
-    leave nothing of them but the comparison with the target's argmax."""
+    """How joint likelihoods are warped: as tokens are, but at temperature 1 in greedy decoding.
+
+    One-hot likelihoods would reduce MTAD to a comparison with the target's argmax.
+    """
     return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
 def argmax_tokens(logits: torch.Tensor) -> list[int]:
     """The likeliest token of each row [rows, vocabulary], on the host; -1 where the row holds a NaN."""
-    if logits.device.type == "cpu":  # NumPy's search is an order of magnitude faster there than torch's
+    if logits.device.type == "cpu":  # NumPy's argmax is an order of magnitude faster there than torch's
         rows = logits.float().numpy()
         found: list[int] = rows.argmax(axis=-1).tolist()
-        if not isnan(rows.max()):  # a NaN anywhere comes out of it, and is looked for row by row only then
+        if not isnan(rows.max()):  # the maximum is NaN if any entry is
             return found
         return [-1 if isnan(row[token]) else token for row, token in zip(rows, found, strict=True)]
     values, tokens = logits.max(dim=-1)
@@ -80,17 +93,30 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
     return on_host
 
 
-def figures(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative entropy (nats) and log of the top probability, each [...], of the unwarped distributions (temperature 1)."""
+def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entropy (nats) and largest probability, each [...], of the unwarped distributions (temperature 1) [..., vocabulary]."""
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
-    return torch.linalg.vecdot(log_probs.exp(), log_probs), log_probs.amax(dim=-1)
+    probs = log_probs.exp()
+    return torch.linalg.vecdot(probs, log_probs).abs_(), probs.amax(dim=-1)  # abs: rounding may leave either sign
+
+
+def bernoulli(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """True with these probabilities, independently of one another; false where a probability is NaN."""
+    return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
+
+
+def valid_token(token: int, model: str) -> int:
+    """The token. Raises RunError if it is negative, which says that the logits of `model` (`draft`, `target`) held a NaN."""
+    if token < 0:
+        raise nan_logits(model)
+    return token
 
 
 def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
     """For each row the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [rows, vocabulary], unwarped.
 
-    A draft that knows fewer tokens gives the others the probability 0. Where p is 0 and q is not, the divergence is cut at 1e30.
+    Tokens that the draft lacks have q = 0. The divergence is limited to 1e30, which it reaches where p is 0 and q is not.
     """
     p = target.float().log_softmax(dim=-1)
     q = draft.to(target.device).float().log_softmax(dim=-1)
@@ -102,14 +128,12 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
 
 
 def to_host(*values: torch.Tensor) -> list[float]:
-    """Scalars as numbers, in one transfer where there is one to make. Ids stay exact up to 2^24."""
+    """Scalars as Python numbers, in one device-to-host transfer. Token ids stay exact up to 2^24."""
     if values[0].device.type == "cpu":
         return [value.item() for value in values]
-    together: list[float] = torch.stack([value.float() for value in values]).tolist()
-    return together
+    on_host: list[float] = torch.stack([value.float() for value in values]).tolist()
+    return on_host
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator:
-    made = torch.Generator(device=device)
-    made.manual_seed(seed)
-    return made
+    return torch.Generator(device=device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""MTAD's verification: prefixes of a draft stand or fall by their joint likelihood."""
+"""MTAD's verification: prefixes of a draft are accepted by their joint likelihood."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JointLikelihoodVerifier:
-    """Accept the longest prefix j with min(1, P_j / Q_j) > tau, then take one token of the target's own (MTAD, section 3.2).
+    """Accept the longest prefix j with min(1, P_j / Q_j) > tau, then one token of the target's own (MTAD, section 3.2).
 
     P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, both warped. A prefix that fails does not
     stop the search for a longer one that passes; a token of likelihood 0 does. Chains with `log_likelihoods` only. Not lossless:
@@ -37,13 +37,13 @@ class JointLikelihoodVerifier:
         count = self._longest(draft, rows.logits[: len(draft.tokens)])
         return accept_prefix(draft, rows, count, self._sampling, self._generator)
 
-    def _longest(self, draft: Draft, judged: torch.Tensor) -> torch.Tensor:
-        """The length of the longest prefix that passes, a scalar on the device; `judged` are the logits before each token."""
-        length, device = len(draft.tokens), judged.device
+    def _longest(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
+        """The length of the longest prefix that passes, a scalar on the device; `logits` are the target's before each token."""
+        length, device = len(draft.tokens), logits.device
         if not length:
             return torch.zeros((), dtype=torch.long, device=device)
         tokens = torch.tensor(draft.tokens, device=device)
-        target_probs = logits_ops.warp(judged, self._warping)
+        target_probs = logits_ops.warp(logits, self._warping)
         target_joint = target_probs.gather(1, tokens[:, None])[:, 0].log().cumsum(dim=0)
         draft_joint = torch.tensor(draft.log_likelihoods, device=device)
         passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau  # false for NaN, and for -inf whatever tau is

@@ -1,7 +1,7 @@
-"""PEARL: the draft goes on while the target judges, and the target judges while the draft goes on (PEARL, section 3).
+"""PEARL: draft and target work at the same time (PEARL, section 3).
 
-Neither waits for the other: the target looks at the first new token before the draft is done (pre-verify), the draft writes on
-behind tokens that are not judged yet (post-verify). The window is the ratio of both models' times, so that both end together.
+The target verifies the first new token before the draft is complete (pre-verify); the draft continues after tokens that are
+pending verification (post-verify). The window is the ratio of both models' times, so that both finish together.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.cost_model import Window
+from specgen.decoding.components import Components
 from specgen.decoding.drafters import Drafter
 from specgen.engine.inference_mode import inference
+from specgen.settings import Settings
 from specgen.types import Context, Draft, Mode, Round
 
 if TYPE_CHECKING:
@@ -26,34 +28,64 @@ if TYPE_CHECKING:
 class ParallelDrafter(Drafter, Protocol):
     """A drafter that works while its caller does something else. One draft at a time.
 
-    It holds the run's length policy; `policy` is what the run may ask and tell of it. `seconds` are those that the last draft
-    took by the drafter's own clock.
+    It owns the run's length policy; the run reads and updates it as `policy`. `seconds` is the duration of the last draft by the
+    drafter's own clock.
     """
 
     policy: LengthPolicy
     seconds: float
 
     def prefill(self, context: Context) -> None:
-        """Begin to run the prompt."""
+        """Begin the forward pass over the prompt."""
         ...
 
-    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
-        """Begin a draft of at most `limit` tokens behind the context and the `pending` tokens."""
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        """Begin a draft of at most `limit` tokens after the context and the `unverified` tokens."""
         ...
 
     def finish(self) -> Draft:
-        """Wait for the draft. Its `probs` are valid until the next but one draft is begun."""
+        """Wait for the draft. Its `probs` are valid until the draft after the next one begins."""
         ...
 
     def close(self) -> None:
-        """Give up what is under way. The run is over."""
+        """End the run; a draft that is under way is discarded."""
+        ...
+
+
+class DraftWorker(Protocol):
+    """Runs a pair's draft model beside its target: in a process of its own, or in a thread with a CUDA stream of its own."""
+
+    @property
+    def kind(self) -> str:
+        """`process` or `thread`."""
+        ...
+
+    @property
+    def threads(self) -> int | None:
+        """How many CPU threads are left to the target; None if they are not divided."""
+        ...
+
+    def ready(self) -> object:
+        """Wait until it can draft. Raises SpecgenError if it cannot."""
+        ...
+
+    def drafter(self, settings: Settings, components: Components, window: int) -> ParallelDrafter:
+        """The drafter of one run, for drafts of at most `window` tokens."""
+        ...
+
+    def forget(self) -> None:
+        """Clear the KV cache."""
+        ...
+
+    def close(self) -> None:
+        """End the process or thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """PEARL's schedule. Without `pre_verify` the target idles until there are tokens to judge; without `post_verify` the draft
-    idles while they are judged (the ablations of the paper's Table 3).
+    """PEARL's schedule. Without `pre_verify` the target idles until there are tokens to verify; without `post_verify` the draft
+    idles while they are verified (the ablations of the paper's Table 3).
     """
 
     drafter: ParallelDrafter
@@ -65,42 +97,40 @@ class Parallel:
         with closing(self.drafter):
             self.drafter.prefill(run.context)
             yield run.prefill()
-            pending = Draft()
+            unverified = Draft()
             while run.finish_reason is None:
-                round_, pending = self._step(run, pending)
+                round_, unverified = self._step(run, unverified)
                 yield round_
 
     @inference
-    def _step(self, run: Run, pending: Draft) -> tuple[Round, Draft]:
-        """One pass of the target over the pending tokens, one draft beside it. Returns the tokens that are pending then."""
+    def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
+        """One target pass over the tokens pending verification, while the next ones are drafted. Returns those then pending."""
         run.clock.start()
-        if not pending.tokens and not self.pre_verify:
-            pending = self._finish(self._start(run, pending, self.window.size))  # the target idles: there is time for all
+        if not unverified.tokens and not self.pre_verify:
+            unverified = self._finish(self._start(run, unverified, self.window.size))  # the target idles meanwhile
             run.clock.lap("draft")
-        mode: Mode = "post-verify" if pending.tokens else "pre-verify"
-        beside = self.window.beside(len(pending.tokens) + 1)
-        window = self._start(run, pending, beside) if self.post_verify or not pending.tokens else 0
-        run_through = pending.part(0, run.remaining - 1)  # what the last possible token would say next, nobody asks
-        rows = run.target.logits(run.context, run_through.tokens, run_through.parents)
+        mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
+        size = self.window.beside(len(unverified.tokens) + 1)
+        window = self._start(run, unverified, size) if self.post_verify or not unverified.tokens else 0
+        inputs = unverified.part(0, run.remaining - 1)  # the logits after the last possible token are not needed
+        rows = run.target.logits(run.context, inputs.tokens, inputs.parents)
         run.clock.lap("verify", synchronize=True)
-        fresh = self._finish(window) if window else Draft(stop_reason=pending.stop_reason)
+        fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")
-        both = _joined(pending, fresh)
-        ahead = max(
-            len(fresh.tokens) - 1, 0
-        )  # the last row judges the first of the new tokens: never a bonus behind pending ones
-        judged = both.part(0, len(both.tokens) - ahead)
-        verdict = run.verifier.verify(judged, rows)
+        both = _joined(unverified, fresh)
+        # the last row verifies the first fresh token, so there is never a bonus after pending ones
+        pending = max(len(fresh.tokens) - 1, 0)
+        verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), rows)
         run.clock.lap("sample")
-        round_ = run.commit(mode, both, verdict, ahead)
+        round_ = run.commit(mode, both, verdict, pending)
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
-    def _start(self, run: Run, pending: Draft, window: int) -> int:
-        """Begin to draft behind what is pending. Returns the window, 0 where a draft is pointless: the output ends there."""
-        room = run.remaining - len(pending.tokens)
-        if room < 1 or (pending.tokens and pending.tokens[-1] in run.eos_ids):
+    def _start(self, run: Run, unverified: Draft, window: int) -> int:
+        """Begin a draft after the unverified tokens. Returns the window; 0, with no draft, if the output ends with them."""
+        room = run.remaining - len(unverified.tokens)
+        if room < 1 or (unverified.tokens and unverified.tokens[-1] in run.eos_ids):
             return 0
-        self.drafter.start(run.context, pending.tokens, min(window, room))
+        self.drafter.start(run.context, unverified.tokens, min(window, room))
         return window
 
     def _finish(self, window: int) -> Draft:
@@ -110,13 +140,16 @@ class Parallel:
 
 
 def _joined(first: Draft, second: Draft) -> Draft:
-    """Two chains as one; what ended the second ended both."""
+    """Two chains as one, with the stop reason of the second."""
     if not first.tokens:
         return second
     if not second.tokens:
         return replace(first, stop_reason=second.stop_reason)
-    tokens = [*first.tokens, *second.tokens]
-    probs = None if second.probs is None else torch.cat((first.probs, second.probs[:1]))  # no more are judged
-    logits = None if second.logits is None else torch.cat((first.logits, second.logits[:1]))
-    figures = [*first.entropies, *second.entropies], [*first.top_probs, *second.top_probs]
-    return Draft(tokens, range(-1, len(tokens) - 1), probs, *figures, second.stop_reason, logits=logits)
+    return Draft.chain(
+        [*first.tokens, *second.tokens],
+        probs=None if second.probs is None else torch.cat((first.probs, second.probs[:1])),  # no more are verified
+        entropies=[*first.entropies, *second.entropies],
+        top_probs=[*first.top_probs, *second.top_probs],
+        stop_reason=second.stop_reason,
+        logits=None if second.logits is None else torch.cat((first.logits, second.logits[:1])),
+    )

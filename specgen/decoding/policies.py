@@ -1,100 +1,120 @@
-"""Length policies: when does drafting stop? Any of them works on any drafter that can feed it (EESD Table 5, SVIP Tables 3, 4).
+"""Length policies: when does drafting stop? Any policy works with any drafter that has its signals (EESD Table 5).
 
-A policy is asked after each drafted token, which is kept whatever it says: only so does a policy that looks at the token itself
-leave the output's distribution alone. After verification it learns how many were drafted and accepted.
+A policy decides after each drafted token. That token stays in the draft whatever the policy decides: dropping a token because of
+its own probability would change the output's distribution. After verification the policy learns how many tokens were accepted.
+
+To add a policy, write a class here and list it in `POLICIES`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from specgen.errors import SpecgenError
+from specgen.settings import Setting, Settings, Value
 
-Signals = frozenset[str]
+_TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_SVIP_THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)
+
+Signals = frozenset[str]  # names from `decoding.signals.SIGNALS`
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DraftedToken:
-    """One drafted token as a policy sees it. `place` counts from 1; what the drafter was not asked to feed is NaN.
-
-    `entropy` (nats) is that of the unwarped distribution; `prob` the token's own probability, in the distribution that it was
-    drawn from or, in greedy decoding, the unwarped one. `agreement` is a predictor's: how likely the target says the same.
-    """
+    """A drafted token as a policy sees it: its position in the draft, from 1, and `token[name]` for each computed signal."""
 
     position: int
-    entropy: float = math.nan
-    prob: float = math.nan
-    agreement: float = math.nan
+    signals: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, signal: str) -> float:
+        """Raises LookupError for a signal that was not computed."""
+        if signal not in self.signals:
+            computed = ", ".join(self.signals) or "none"
+            raise LookupError(f"the length policy reads the signal {signal!r}, which was not computed (computed: {computed})")
+        return self.signals[signal]
 
 
-class LengthPolicy(Protocol):
-    """What stops a draft. `reason` says in a few words why the last one ended."""
+class LengthPolicy(ABC):
+    """Decides when a draft ends. `reason` says in a few words why the last one ended.
 
-    reason: str
+    The class attributes describe a policy to users and to `tune`. A `random` policy is constructed with a `seed` on top of its
+    settings. `optional_signals` are computed only where the boolean setting of that name is on.
+    """
 
-    @property
-    def signals(self) -> Signals: ...
+    name: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, Setting]] = {}
+    random: ClassVar[bool] = False
+    signals: Signals = frozenset()
+    optional_signals: ClassVar[Mapping[str, Signals]] = {}
+    reason: str = ""
 
-    def keep_drafting(self, step: DraftedToken) -> bool: ...
+    @classmethod
+    def signals_with(cls, values: Mapping[str, Value]) -> Signals:
+        """The signals to compute for a policy with these settings."""
+        return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
-    def observe(self, drafted: int, accepted: int) -> None: ...
+    @abstractmethod
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        """Whether to draft another token after this one."""
+
+    def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027  most policies learn nothing
+        """Learn what became of a draft: how many tokens it had (a tree: levels), and how many of them were accepted."""
 
     def state(self) -> Mapping[str, float] | None:
-        """What it has learned so far, for a trace."""
-        ...
+        """What the policy has learned so far, for a trace."""
+        return None
+
+    def _below(self, limit: int, token: DraftedToken) -> bool:
+        self.reason = f"limit {limit}"
+        return token.position < limit
 
 
-class Fixed:
+class Always(LengthPolicy):
+    """Never ends a draft: for methods whose drafts are limited otherwise, as PEARL's are by its window."""
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return True
+
+
+def _max_draft(default: int, *tuned: int) -> Setting:
+    return Setting(default, "longest draft", 1, 1000, tuned=tuned)
+
+
+class Fixed(LengthPolicy):
     """Always k tokens (Leviathan et al. 2023)."""
 
-    signals: ClassVar[Signals] = frozenset()
+    name = "fixed"
+    source = "Leviathan et al. 2023"
+    settings: ClassVar = {"k": Setting(5, "tokens in a draft", 1, 1000, tuned=range(1, 17))}
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self.reason = f"limit {k}"
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        return step.position < self.k
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-    def state(self) -> None:
-        return None
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return self._below(self.k, token)
 
 
-class Always:
-    """Never ends a draft: its limit stands elsewhere, as PEARL's window does."""
+class Heuristic(LengthPolicy):
+    """Transformers' schedule: two tokens more after a fully accepted draft, one less otherwise, never below one."""
 
-    signals: ClassVar[Signals] = frozenset()
-    reason = ""
-
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        return True
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-    def state(self) -> None:
-        return None
-
-
-class Heuristic:
-    """Transformers' schedule: two more after a draft that was accepted whole, one less otherwise, never below one."""
-
-    signals: ClassVar[Signals] = frozenset()
+    name = "heuristic"
+    source = "transformers' schedule"
+    settings: ClassVar = {
+        "k": Setting(5, "tokens in the first draft", 1, 1000, tuned=(2, 3, 5, 8)),
+        "max_draft": _max_draft(40, 4, 6, 8, 12, 20, 40),
+    }
 
     def __init__(self, k: int, max_draft: int) -> None:
         self.k, self.max_draft = min(k, max_draft), max_draft
-        self.reason = f"limit {self.k}"
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        self.reason = f"limit {self.k}"
-        return step.position < self.k
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return self._below(self.k, token)
 
     def observe(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -104,93 +124,119 @@ class Heuristic:
         return {"k": self.k}
 
 
-class Confidence:
-    """Stop after a token that the draft itself gave a probability below the threshold (transformers' dynamic length)."""
+class Confidence(LengthPolicy):
+    """Stop after a token whose draft probability is below the threshold (transformers' dynamic length)."""
 
-    signals: ClassVar[Signals] = frozenset({"prob"})
+    name = "confidence"
+    source = "transformers' dynamic length"
+    signals = frozenset({"prob"})
+    settings: ClassVar = {
+        "threshold": Setting(0.4, "stop after a token with a lower probability than this", 0, 1, tuned=_TENTHS),
+        "max_draft": _max_draft(20, 4, 6, 8, 12, 20),
+    }
 
     def __init__(self, threshold: float, max_draft: int) -> None:
         self.threshold, self.max_draft = threshold, max_draft
-        self.reason = ""
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        if step.prob < self.threshold:
-            self.reason = f"prob {step.prob:.2f} < {self.threshold:.2f}"
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        if (prob := token["prob"]) < self.threshold:
+            self.reason = f"prob {prob:.2f} < {self.threshold:.2f}"
             return False
-        self.reason = f"limit {self.max_draft}"
-        return step.position < self.max_draft
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-    def state(self) -> Mapping[str, float] | None:
-        return None
+        return self._below(self.max_draft, token)
 
 
-class SVIP:
-    """Stop where the draft's entropy says that acceptance is doubtful: sqrt(c * H) > threshold (SVIP section 3.2).
+class SVIP(LengthPolicy):
+    """Stop where the draft's entropy H predicts a low acceptance probability: sqrt(c * H) > threshold (SVIP, section 3.2).
 
-    With the authors' constant c, for which their printed thresholds hold. H is taken at temperature 1, in greedy decoding too.
+    c is the authors' constant, for which their printed thresholds hold. H is taken at temperature 1, in greedy decoding too. Only
+    threshold^2 / c matters, so `tune` varies the threshold alone.
     """
 
-    signals: ClassVar[Signals] = frozenset({"entropy"})
+    name = "svip"
+    source = "SVIP, section 3.2"
+    signals = frozenset({"entropy"})
+    settings: ClassVar = {
+        "threshold": Setting(0.4, "stop where sqrt(c * entropy) is above this", 0, 100, tuned=_SVIP_THRESHOLDS),
+        "c": Setting(0.15, "the authors' constant for the cross-entropy's share", 0, 100, tuned=(0.15,)),
+        "max_draft": _max_draft(40, 4, 6, 8, 12, 20, 40),
+    }
 
     def __init__(self, threshold: float, c: float, max_draft: int) -> None:
         self.threshold, self.c, self.max_draft = threshold, c, max_draft
-        self.reason = ""
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        doubt = math.sqrt(self.c * step.entropy)
-        if doubt > self.threshold:
-            self.reason = f"√cH {doubt:.2f} > {self.threshold:.2f}"
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        scaled = math.sqrt(self.c * token["entropy"])
+        if scaled > self.threshold:
+            self.reason = f"√cH {scaled:.2f} > {self.threshold:.2f}"
             return False
-        self.reason = f"limit {self.max_draft}"
-        return step.position < self.max_draft
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-    def state(self) -> None:
-        return None
+        return self._below(self.max_draft, token)
 
 
-class BetaTS:
-    """Thompson sampling of the acceptance rate: go on with probability theta ~ Beta(alpha, beta) (EESD Algorithm 2, mended).
+class ThompsonSampling(LengthPolicy):
+    """Base of policies that draft another token with a sampled probability theta."""
 
-    The update counts the tokens that the target really judged: `accepted` successes in `min(accepted + 1, drafted)` trials. The
-    printed one has no fixed point for an acceptance rate below 1.
-    """
+    random = True
 
-    signals: ClassVar[Signals] = frozenset()
-
-    def __init__(self, alpha: float, beta: float, max_draft: int, seed: int) -> None:
-        self.alpha, self.beta, self.max_draft = alpha, beta, max_draft
-        self.reason = ""
+    def __init__(self, max_draft: int, seed: int) -> None:
+        self.max_draft = max_draft
         self._rng = random.Random(seed)
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        theta = self._rng.betavariate(self.alpha, self.beta)
+    def _continue_with(self, theta: float, token: DraftedToken) -> bool:
         if self._rng.random() >= theta:
             self.reason = f"bandit θ {theta:.2f}"
             return False
-        self.reason = f"limit {self.max_draft}"
-        return step.position < self.max_draft
+        return self._below(self.max_draft, token)
+
+
+class BetaTS(ThompsonSampling):
+    """Thompson sampling of the acceptance rate: theta ~ Beta(alpha, beta) (EESD, Algorithm 2, corrected).
+
+    The update counts the tokens that the target judged: `accepted` successes in `min(accepted + 1, drafted)` trials. The update
+    as printed has no fixed point for an acceptance rate below 1.
+    """
+
+    name = "beta-ts"
+    source = "EESD, Algorithm 2 (corrected)"
+    settings: ClassVar = {
+        "alpha": Setting(1.0, "prior successes", 1e-3, 1e6, tuned=(1.0, 2.0, 5.0, 10.0)),
+        "beta": Setting(1.0, "prior failures", 1e-3, 1e6, tuned=(0.5, 1.0, 2.0, 5.0)),
+        "max_draft": _max_draft(40, 6, 12, 40),
+    }
+
+    def __init__(self, alpha: float, beta: float, max_draft: int, seed: int) -> None:
+        super().__init__(max_draft, seed)
+        self.alpha, self.beta = alpha, beta
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return self._continue_with(self._rng.betavariate(self.alpha, self.beta), token)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        judged = min(accepted + 1, drafted)
         self.alpha += accepted
-        self.beta += judged - accepted
+        self.beta += min(accepted + 1, drafted) - accepted
 
     def state(self) -> Mapping[str, float]:
         return {"alpha": self.alpha, "beta": self.beta}
 
 
-class CaliTS:
-    """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD Algorithm 3, mended).
+class CaliTS(ThompsonSampling):
+    """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD, Algorithm 3, corrected).
 
-    mu weighs the predictor's score theta_M of the token against theta_hat, the share of judged tokens that were accepted, with
-    `theta0` as a prior of weight 1: the printed update forgets what was observed. Either part may be switched off (Table 4).
+    mu weighs theta_M, the predicted acceptance of the token, against theta_hat, the share of judged tokens that were accepted,
+    with `theta0` as a prior of weight 1 (the update as printed forgets the observations). Either may be switched off (Table 4).
+    Raises SpecgenError where both are.
     """
+
+    name = "cali-ts"
+    source = "EESD, Algorithm 3 (corrected)"
+    optional_signals: ClassVar = {"model_prediction": frozenset({"predicted_acceptance"})}
+    settings: ClassVar = {
+        "sigma_model": Setting(0.2, "standard deviation of the predictor's error", 1e-3, 10, tuned=(0.1, 0.2, 0.4)),
+        "sigma_sample": Setting(0.4, "standard deviation of a round's acceptance rate", 1e-3, 10, tuned=(0.2, 0.4)),
+        "theta0": Setting(0.7, "prior acceptance rate", 0, 1, tuned=(0.5, 0.7, 0.9)),
+        "model_prediction": Setting(True, "use the predictor's score of each token"),
+        "sampling_prediction": Setting(True, "use the acceptance rate so far"),
+        "max_draft": _max_draft(40, 3, 5, 8, 40),
+    }
 
     def __init__(
         self,
@@ -204,40 +250,36 @@ class CaliTS:
     ) -> None:
         if not model_prediction and not sampling_prediction:
             raise SpecgenError("cali-ts has neither model_prediction nor sampling_prediction", "Leave one of them on")
+        super().__init__(max_draft, seed)
         self.model_prediction, self.sampling_prediction = model_prediction, sampling_prediction
-        self.signals: Signals = frozenset({"agreement"}) if model_prediction else frozenset()
-        self.max_draft = max_draft
-        self.reason = ""
+        self.signals = self.signals_with({"model_prediction": model_prediction})
         self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
         self._rounds = 0
         self._accepted, self._judged = theta0, 1.0
-        self._scores: list[float] = []  # theta_M of the draft's tokens so far
-        self._agreement = math.nan  # their mean in the last draft
-        self._rng = random.Random(seed)
+        self._scores: list[float] = []  # theta_M of each token of the draft so far
+        self._mean_score: float | None = None  # of the last draft
 
     @property
     def theta_hat(self) -> float:
         return self._accepted / self._judged
 
-    def posterior(self, agreement: float) -> tuple[float, float]:
-        """mu and sigma^2 of theta, after as many rounds as were observed."""
+    def posterior(self, score: float | None) -> tuple[float, float]:
+        """mu and sigma^2 of theta, given theta_M (None only without `model_prediction`) and the rounds observed so far."""
         rounds, model, sample = self._rounds, self._model_variance, self._sample_variance
-        if not self.model_prediction:
+        if not self.model_prediction or score is None:
             return self.theta_hat, sample / max(rounds, 1)
         if not self.sampling_prediction:
-            return agreement, model
+            return score, model
         weight = sample + rounds * model
-        return (sample * agreement + rounds * model * self.theta_hat) / weight, model * sample / weight
+        return (sample * score + rounds * model * self.theta_hat) / weight, model * sample / weight
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        self._scores.append(step.agreement)
-        mean, variance = self.posterior(step.agreement)
-        theta = min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0)
-        if self._rng.random() >= theta:
-            self.reason = f"bandit θ {theta:.2f}"
-            return False
-        self.reason = f"limit {self.max_draft}"
-        return step.position < self.max_draft
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        score = None
+        if self.model_prediction:
+            score = token["predicted_acceptance"]
+            self._scores.append(score)
+        mean, variance = self.posterior(score)
+        return self._continue_with(min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0), token)
 
     def observe(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -245,36 +287,42 @@ class CaliTS:
             self._accepted += accepted
             self._judged += min(accepted + 1, drafted)
         if self._scores:
-            self._agreement = sum(self._scores) / len(self._scores)
+            self._mean_score = sum(self._scores) / len(self._scores)
             self._scores.clear()
 
     def state(self) -> Mapping[str, float]:
-        """With the mean and the deviation of theta at the mean score of the last draft, as soon as there is one."""
+        """After the first draft with mean and deviation of theta, at the mean score of the last draft."""
         learned = {"theta_hat": self.theta_hat, "rounds": self._rounds}
-        mean, variance = self.posterior(self._agreement)
-        return learned if math.isnan(mean) else learned | {"mean": mean, "deviation": math.sqrt(variance)}
+        if self.model_prediction and self._mean_score is None:
+            return learned
+        mean, variance = self.posterior(self._mean_score)
+        return learned | {"mean": mean, "deviation": math.sqrt(variance)}
 
 
 class SelfSD(Confidence):
-    """Stop after a token whose probability is under a threshold that adapts to the acceptance rate (Self-SD, section 3.4).
+    """Stop after a token whose probability is below a threshold that adapts to the acceptance rate (Self-SD, section 3.4).
 
-    The threshold goes up where fewer than 0.9 of the tokens are accepted, down where more are, unless the draft was as long as
-    it may be: then it was not the threshold that ended it.
+    The threshold rises where fewer than 0.9 of the tokens are accepted and falls where more are, unless the draft had the maximal
+    length: then it was not the threshold that ended it.
     """
 
-    WANTED, STEP, MEMORY = 0.9, 0.01, 0.9
-    _FIRST = 0.6
+    name = "selfsd"
+    source = "Self-SD, section 3.4"
+    settings: ClassVar = {"k": Setting(12, "longest draft", 1, 1000)}
+
+    TARGET_RATE, STEP, MEMORY = 0.9, 0.01, 0.9
+    _INITIAL = 0.6
 
     def __init__(self, k: int) -> None:
-        super().__init__(self._FIRST, k)
-        self._accepted = self.WANTED
+        super().__init__(self._INITIAL, k)
+        self._rate = self.TARGET_RATE
 
     def observe(self, drafted: int, accepted: int) -> None:
         if not drafted:
             return
-        self._accepted = 0.5 * self._accepted + 0.5 * accepted / drafted
+        self._rate = 0.5 * self._rate + 0.5 * accepted / drafted
         wanted = self.threshold
-        if self._accepted < self.WANTED:
+        if self._rate < self.TARGET_RATE:
             wanted += self.STEP
         elif drafted < self.max_draft:
             wanted -= self.STEP
@@ -282,3 +330,18 @@ class SelfSD(Confidence):
 
     def state(self) -> Mapping[str, float]:
         return {"threshold": self.threshold}
+
+
+POLICIES: Mapping[str, type[LengthPolicy]] = {
+    policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD)
+}
+
+
+def signals_of(settings: Settings) -> Signals:
+    """The signals that the policy of these settings reads."""
+    return POLICIES[settings.policy].signals_with(settings.values) if settings.policy is not None else frozenset()
+
+
+def is_random(settings: Settings) -> bool:
+    """Whether the policy of these settings draws random numbers."""
+    return settings.policy is not None and POLICIES[settings.policy].random

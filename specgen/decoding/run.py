@@ -1,4 +1,4 @@
-"""One run: a method's parts, the context that they extend, and where it has to end."""
+"""One run of a method on one context: its components, and the checks that end its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Schedule = Callable[["Run"], Iterator[Round]]
 
 
 class StopTexts:
-    """Watches the text for stop strings, token by token. `detokenize` turns one more token into its text."""
+    """Finds stop strings in the generated text, token by token. `detokenize` returns the text that one more token adds."""
 
     def __init__(self, texts: Sequence[str], detokenize: Callable[[int], str]) -> None:
         self._texts = texts
@@ -28,7 +28,7 @@ class StopTexts:
         self._kept = max(map(len, texts), default=1) - 1
 
     def completed_by(self, token: int) -> bool:
-        """Whether the text with this token holds a stop string."""
+        """Whether this token completes a stop string."""
         self._tail += self._detokenize(token)
         found = any(text in self._tail for text in self._texts)
         self._tail = self._tail[-self._kept :] if self._kept else ""
@@ -36,7 +36,7 @@ class StopTexts:
 
 
 class Clock:
-    """Seconds by phase of the present round. What no phase claims is `other`; time between rounds counts nowhere."""
+    """Measures the seconds of a round by phase; the rest is `other`. Time between rounds is not counted."""
 
     def __init__(self, synchronize: Callable[[], None] | None) -> None:
         self._synchronize = synchronize
@@ -47,7 +47,7 @@ class Clock:
         self._phases = dict.fromkeys(PHASES, 0.0)
 
     def lap(self, phase: str, *, synchronize: bool = False) -> None:
-        """Book the time since the last lap on `phase`; `synchronize` waits first for what runs on the device."""
+        """Add the time since the last lap to `phase`; `synchronize` waits for the device first."""
         if synchronize and self._synchronize is not None:
             self._synchronize()
         now = time.perf_counter()
@@ -61,7 +61,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Run:
-    """What a schedule needs. `limit` is the number of new tokens at which the run ends with reason `length`."""
+    """The state of a run. `limit` is the number of new tokens at which it ends with reason `length`."""
 
     context: Context
     target: ModelRunner
@@ -84,7 +84,7 @@ class Run:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
     def prefill(self) -> Round:
-        """Round 0: the prompt's pass and the target's first token."""
+        """Round 0: the forward pass over the prompt, and the target's first token."""
         self.clock.start()
         rows = self.target.logits(self.context)
         self.clock.lap("prefill", synchronize=True)
@@ -92,11 +92,11 @@ class Run:
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)
 
-    def commit(self, mode: Mode, draft: Draft, verdict: Verdict, ahead: int = 0) -> Round:
-        """Append what the verdict accepts, up to where the output ends; tell the policy; close the round.
+    def commit(self, mode: Mode, draft: Draft, verdict: Verdict, unverified: int = 0) -> Round:
+        """Append the accepted tokens up to the end of the output, update the policy and close the round.
 
-        The last `ahead` tokens of a chain were not judged yet: where all others stand and the run goes on, they are left out of
-        the round, since a later one tells what became of them.
+        The last `unverified` tokens of a chain are pending verification. If all others were accepted and the run continues, they
+        are left out of this round: a later one verifies and reports them.
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
@@ -104,19 +104,20 @@ class Run:
         if verdict.token is not None:
             tokens.append(verdict.token)
         self.context.extend(tokens)
-        self.policy.observe(draft.levels - ahead, accepted)
+        self.policy.observe(draft.levels - unverified, accepted)
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
-        if ahead and verdict.token is None and self.finish_reason is None:
-            draft = replace(draft.part(0, len(draft.tokens) - ahead), stop_reason=f"{draft.stop_reason}, {ahead} ahead")
-        held = draft.probs is not None or draft.logits is not None
-        shown = replace(draft, probs=None, logits=None) if held else draft  # a kept round keeps no tensors alive
-        round_ = Round(self._index, mode, shown, verdict, self.clock.seconds(), self.policy.state())
+        if unverified and verdict.token is None and self.finish_reason is None:
+            reason = f"{draft.stop_reason}, {unverified} ahead"
+            draft = replace(draft.part(0, len(draft.tokens) - unverified), stop_reason=reason)
+        if draft.probs is not None or draft.logits is not None:
+            draft = replace(draft, probs=None, logits=None)  # so that a stored round keeps no tensors alive
+        round_ = Round(self._index, mode, draft, verdict, self.clock.seconds(), self.policy.state())
         self._index += 1
         return round_
 
     def _cut(self, draft: Draft, verdict: Verdict) -> Verdict:
-        """The verdict up to the token that ends the output: an end-of-sequence, or the last one of a stop text."""
+        """The verdict up to the token that ends the output: an end-of-sequence, or one that completes a stop string."""
         for position, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
                 return Verdict(verdict.path[: position + 1], None, None, verdict.agreement)

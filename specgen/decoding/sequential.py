@@ -1,4 +1,4 @@
-"""Draft, then verify: the common round of speculative decoding, and of plain decoding, whose drafts are empty."""
+"""Draft, then verify: the usual schedule of speculative decoding, and of plain decoding, whose drafts are empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specgen.types import Round
 
 
 def sequential(run: Run) -> Iterator[Round]:
-    """Each round commits what the target accepts of a draft, then one token of its own (Leviathan et al., Algorithm 1)."""
+    """Each round commits the accepted tokens of a draft and one token of the target's own (Leviathan et al., Algorithm 1)."""
     yield run.prefill()
     while run.finish_reason is None:
         yield _draft_then_verify(run)

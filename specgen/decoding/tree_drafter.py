@@ -1,103 +1,90 @@
-"""Draft trees of the likeliest continuations (EESD, section 5.7): several candidates a place, judged in one target pass."""
+"""Draft trees of the likeliest continuations (EESD, section 5.7): several candidates at each position, one target pass."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-from specgen.decoding import logits_ops
+from specgen.decoding import signals
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.draft_tree import DraftTree
-from specgen.decoding.drafters import AcceptancePredictor, room
-from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.drafters import ModelDrafterBase, extend_draft
+from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft
 
-if TYPE_CHECKING:
-    from specgen.engine.model_runner import DraftRunner
+
+@dataclass(slots=True)
+class _Frontier:
+    """The nodes that the next level continues (-1: the context) and the log-likelihoods of their paths (nats)."""
+
+    nodes: list[int]
+    log_likelihoods: list[float]
 
 
-class TopKTreeDrafter:
-    """A tree of `width` nodes a level: of all continuations of the level before, those whose paths are likeliest together.
+class TopKTreeDrafter(ModelDrafterBase):
+    """A tree with at most `width` nodes at each level: the continuations of the last level with the likeliest paths.
 
-    Which nodes these are is no matter of chance, in sampling too: each is judged as a candidate that had all probability to
-    itself. The policy is asked once a level, about the level's likeliest node. `depth` None leaves the end to it alone.
+    The nodes are chosen deterministically, in sampling too, and verified as deterministic candidates. The policy sees the
+    likeliest node of each level. With `depth` None the policy alone ends the tree.
     """
 
-    def __init__(
-        self,
-        runner: DraftRunner,
-        eos_ids: Collection[int],
-        vocab_size: int,
-        *,
-        width: int,
-        depth: int | None = None,
-        keep_logits: bool = False,
-        agreement: AcceptancePredictor | None = None,
-    ) -> None:
-        self._runner = runner
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
+    def __init__(self, setup: DraftSetup, *, width: int, depth: int | None = None) -> None:
+        super().__init__(setup)
         self._width, self._depth = width, depth
-        self._keep_logits = keep_logits
-        self._agreement = agreement
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = room(self._runner, context, limit)
+        limit = self._room(context, limit)
         if limit < 1:
             return Draft()
-        if self._agreement is not None and "agreement" in policy.signals:
-            self._agreement.begin(context)
-        tree = DraftTree(self._runner, context, self._vocab_size)
-        frontier, likelihoods = [-1], [0.0]
-        reason = "length"
-        for position in range(1, limit + 1):
-            step, frontier, likelihoods = self._level(tree, frontier, likelihoods, policy, position)
-            if not frontier:
-                reason = "eos"
-                break
-            if not policy.keep_drafting(step):
-                reason = policy.reason
-                break
-            if position == self._depth:
-                reason = f"depth {position}"
-                break
-        nodes = range(len(tree.tokens))
-        logits = tree.logits(nodes) if self._keep_logits else None
-        return Draft(tree.tokens, tree.parents, None, *tree.figures(nodes), reason, logits=logits)
+        predictor = self._setup.acceptance_predictor
+        if predictor is not None and "predicted_acceptance" in policy.signals:
+            predictor.begin(context)
+        tree = DraftTree(self._setup, context)
+        frontier = _Frontier([-1], [0.0])
 
-    def _level(
-        self, tree: DraftTree, frontier: list[int], likelihoods: list[float], policy: LengthPolicy, position: int
-    ) -> tuple[DraftedToken, list[int], list[float]]:
-        """Add a level behind the frontier's nodes, in one pass and one transfer. Returns what the policy is to see, the nodes
-        that may go on, and their paths' log-likelihoods."""
-        rows = tree.rows(frontier)
+        def extend(position: int) -> DraftedToken | str:
+            token = self._add_level(tree, frontier, policy.signals, position)
+            return token if frontier.nodes else "eos"
+
+        deepest = limit if self._depth is None else min(limit, self._depth)
+        reason = extend_draft(policy, deepest, extend)
+        return tree.draft(f"depth {self._depth}" if reason == "length" and deepest == self._depth else reason)
+
+    def _add_level(self, tree: DraftTree, frontier: _Frontier, read: Signals, position: int) -> DraftedToken:
+        """Add a level after the frontier's nodes, in one pass and one transfer, and move the frontier to it.
+
+        Nodes with an end-of-sequence leave the frontier. Returns the level's likeliest node.
+        """
+        rows = tree.next_logits(frontier.nodes)
         log_probs = rows.float().log_softmax(dim=-1)
         values, tokens = log_probs.topk(min(self._width, rows.shape[-1]), dim=-1)
-        joint = values + torch.tensor(likelihoods, device=rows.device)[:, None]
+        joint = values + torch.tensor(frontier.log_likelihoods, device=rows.device)[:, None]
         best, positions = joint.flatten().topk(min(self._width, joint.numel()))
         chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
         origins = positions // tokens.shape[1]
-        extras = [values.flatten()[positions[:1]]]
-        if "entropy" in policy.signals:
-            extras.append(logits_ops.figures(rows.index_select(0, origins[:1]))[0])
-        if "agreement" in policy.signals and self._agreement is not None and tree.hidden is not None:
-            extras.append(self._agreement.score(tree.hidden.index_select(0, origins[:1])[0], position)[None])
+        computed = self._signals(tree, rows, chosen, origins, read, position)
         size = positions.shape[0]
-        on_host = torch.cat((chosen.float(), origins.float(), best, *(extra.float() for extra in extras))).tolist()
-        log_prob, *figures = on_host[3 * size :]
-        step = DraftedToken(position, prob=math.exp(log_prob))
-        if "entropy" in policy.signals:
-            step.entropy = abs(figures.pop(0))
-        if figures:
-            step.agreement = figures.pop(0)
-        nodes = [tree.add(frontier[int(at)], int(token)) for token, at in zip(on_host[:size], on_host[size:], strict=False)]
-        going_on = [
-            (node, value)
-            for node, value in zip(nodes, on_host[2 * size :], strict=False)
-            if tree.tokens[node] not in self._eos_ids
+        on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
+        added = [
+            (tree.add(frontier.nodes[int(origin)], int(token)), value)
+            for token, origin, value in zip(on_host[:size], on_host[size : 2 * size], on_host[2 * size : 3 * size], strict=True)
         ]
-        return step, [node for node, _ in going_on], [value for _, value in going_on]
+        growing = [(node, value) for node, value in added if tree.tokens[node] not in self._eos_ids]
+        frontier.nodes, frontier.log_likelihoods = [node for node, _ in growing], [value for _, value in growing]
+        found = dict(zip(computed, on_host[3 * size :], strict=True))
+        return DraftedToken(position, {name: found[name] for name in read if name in found})
+
+    def _signals(
+        self, tree: DraftTree, rows: torch.Tensor, chosen: torch.Tensor, origins: torch.Tensor, read: Signals, position: int
+    ) -> dict[str, torch.Tensor]:
+        """The signals [1] of the level's likeliest node."""
+        if not read:
+            return {}
+        predictor, score = self._setup.acceptance_predictor, None
+        if predictor is not None and tree.hidden is not None and "predicted_acceptance" in read:
+            score = predictor.score(tree.hidden.index_select(0, origins[:1])[0], position)[None]
+        row = rows.index_select(0, origins[:1])
+        return signals.compute(read, signals.ChosenTokens(row, chosen[:1], predicted_acceptance=score))

@@ -1,4 +1,4 @@
-"""Which drafted tokens stand, and the target's own token after them. A verifier judges a whole draft with one transfer."""
+"""Verifiers decide which drafted tokens are accepted and choose the correction or bonus token, with one transfer a draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from specgen.decoding import logits_ops
 from specgen.engine.inference_mode import inference
-from specgen.errors import nan_logits
 from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
@@ -18,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class Verifier(Protocol):
-    """`lossless` promises the target's own output: its greedy tokens, or draws from its distribution."""
+    """`lossless` promises the output of plain decoding: the target's greedy tokens, or draws from its distribution."""
 
     lossless: ClassVar[bool]
 
     def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        """Judge all nodes, given the target's rows after the context (row 0) and after each node i (row i + 1).
+        """Verify all nodes, given the target's logits after the context (row 0) and after each node i (row i + 1).
 
-        The row behind a chain's last token may be missing: a draft that is accepted whole then gets no token of the target's.
+        The row after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
         """
         ...
 
 
 class GreedyVerifier:
-    """Accept what the target would have chosen itself: node by node its argmax, on chains and trees alike."""
+    """Accept the path of nodes that are the target's argmax. For chains and trees."""
 
     lossless: ClassVar[bool] = True
 
@@ -57,7 +56,8 @@ class RejectionSampling:
         target_probs = logits_ops.warp(rows.logits, self._sampling)
         length = len(draft.tokens)
         if not length:
-            return Verdict((), _sound(int(logits_ops.draw(target_probs[0], self._generator))), None)
+            only = int(logits_ops.draw(target_probs[0], self._generator))
+            return Verdict((), logits_ops.valid_token(only, "target"), None)
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
         draft_probs = self._draft_probs(draft, tokens, target_probs)
@@ -65,19 +65,19 @@ class RejectionSampling:
         q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
-        # the draft's row behind the last token is zero, so that the residual there is the target's own distribution: the bonus
+        # q is zero after the last token, so that the residual there is p: the bonus
         position = accepted.clamp_max(target_probs.shape[0] - 1)[None]
         row = target_probs.index_select(0, position)[0]
         residual = (row - draft_probs.index_select(0, position)[0]).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p and q are the same
-        token = logits_ops.draw(residual, self._generator)  # a NaN refuses its token, and so arrives here
+        residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p equals q
+        token = logits_ops.draw(residual, self._generator)  # a NaN rejects its token, so it is noticed here
         count, own = torch.stack((accepted, token)).tolist()
         if count == target_probs.shape[0]:
             return Verdict(tuple(range(count)))
-        return Verdict(tuple(range(count)), _sound(own), "bonus" if count == length else "correction")
+        return Verdict(tuple(range(count)), logits_ops.valid_token(own, "target"), "bonus" if count == length else "correction")
 
     def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-        """q, as many rows as `target_probs` [drafted or drafted + 1, vocabulary] has: behind the draft's last token, zeros."""
+        """q, with as many rows as `target_probs` [drafted or drafted + 1, vocabulary]: zeros after the draft's last token."""
         length = len(draft.tokens)
         if draft.probs is None:
             one_hot = torch.zeros_like(target_probs)
@@ -87,9 +87,9 @@ class RejectionSampling:
 
 
 class RecordingVerifier:
-    """Another verifier, and for the record how far both distributions agree at each drafted token."""
+    """Wraps a verifier and records how close both models' distributions are at each drafted token."""
 
-    lossless: ClassVar[bool] = True  # it judges nothing itself
+    lossless: ClassVar[bool] = True  # the wrapped verifier decides
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
@@ -100,7 +100,7 @@ class RecordingVerifier:
         if draft.logits is None:
             return verdict
         before = rows.logits[: len(draft.tokens)]
-        if not isinstance(draft.parents, range):
+        if not draft.is_chain:
             before = rows.logits[torch.tensor([parent + 1 for parent in draft.parents], device=rows.logits.device)]
         overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
@@ -109,27 +109,29 @@ class RecordingVerifier:
 def accept_prefix(
     draft: Draft, rows: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
 ) -> Verdict:
-    """A chain's first `count` tokens (a scalar on the device) stand, whatever was behind them; then comes one of the target's."""
+    """Accept a chain's first `count` tokens (a scalar on the device) and choose the target's own token after them."""
     row = rows.logits.index_select(0, count[None])[0]
     accepted, own = torch.stack((count, logits_ops.select_token(row, sampling, generator))).tolist()
     length = len(draft.tokens)
     source: Source | None = None if not length else "bonus" if accepted == length else "correction"
-    return Verdict(tuple(range(accepted)), _sound(own), source)
+    return Verdict(tuple(range(accepted)), logits_ops.valid_token(own, "target"), source)
 
 
 def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
-    """The path of a draft on which each node is what the target chose there: `choices` are its tokens after the context and after
-    each node. The last one may be missing."""
+    """Accept the path on which each node is the target's choice.
+
+    `choices` are the target's tokens after the context and after each node. The last one may be missing.
+    """
     path: list[int] = []
     node = -1
-    token = _sound(choices[0])
-    for child in range(len(draft.tokens)):  # parents stand before children, so one walk in order follows the path
+    token = logits_ops.valid_token(choices[0], "target")
+    for child in range(len(draft.tokens)):  # parents precede their children, so one loop follows the path
         if draft.parents[child] == node and draft.tokens[child] == token:
             path.append(child)
             node = child
             if child + 1 == len(choices):
                 return Verdict(tuple(path))
-            token = _sound(choices[child + 1])
+            token = logits_ops.valid_token(choices[child + 1], "target")
     return Verdict(tuple(path), token, _source(draft, len(path), node))
 
 
@@ -137,9 +139,3 @@ def _source(draft: Draft, accepted: int, last: int) -> Source | None:
     if not draft.tokens:
         return None
     return "bonus" if accepted and last not in draft.parents else "correction"
-
-
-def _sound(token: int) -> int:
-    if token < 0:
-        raise nan_logits("target")
-    return token

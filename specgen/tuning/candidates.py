@@ -6,33 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 
+from specgen.decoding.policies import POLICIES
 from specgen.methods import METHODS, known_settings
 from specgen.settings import Value
 
 Given = Mapping[str, Value]
 
-# SVIP stops where c * H > h^2: only h^2 / c counts, so c stays the authors' and h is what is varied.
+# The values that are tried of a method's settings. Other methods try the values of their policy's settings (`Setting.tuned`).
 _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "ar": {},
-    "sd": {"k": range(1, 17)},
-    "heuristic": {"k": (2, 3, 5, 8), "max_draft": (4, 6, 8, 12, 20, 40)},
-    "confidence": {"threshold": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "max_draft": (4, 6, 8, 12, 20)},
-    "svip": {
-        "threshold": (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85),
-        "c": (0.15,),
-        "max_draft": (4, 6, 8, 12, 20, 40),
-    },
-    "beta-ts": {"alpha": (1.0, 2.0, 5.0, 10.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (6, 12, 40)},
     "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
     "pearl": {"window": range(1, 17)},
     "eesd-fixed": {"k": range(1, 13)},
     "eesd-beta": {"alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},
-    "eesd-cali": {
-        "sigma_model": (0.1, 0.2, 0.4),
-        "sigma_sample": (0.2, 0.4),
-        "theta0": (0.5, 0.7, 0.9),
-        "max_draft": (3, 5, 8, 40),
-    },
     "mtad": {"beams": (2, 4, 8, 16), "k": (2, 3, 4, 6, 8), "tau": (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)},
     "bild": {"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},
     "spectr": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
@@ -40,14 +26,23 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 TREES = {"width": (2, 3, 4), "depth": (2, 3, 4, 5)}
-RERUN = ("eesd-tree", "spectr", "specinfer", "mtad", "bild")  # no tape holds what they need
-REPLAYED = tuple(name for name in _GRIDS if name not in RERUN)
+RERUN = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
+REPLAYED = tuple(
+    name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd"
+)  # eesd is one of two others
+
+
+def _tried(name: str) -> Mapping[str, Sequence[Value]]:
+    method = METHODS[name]
+    if name in _GRIDS or method.policy is None:
+        return _GRIDS[name]
+    return {setting: values.tuned for setting, values in POLICIES[method.policy].settings.items() if values.tuned}
 
 
 def grid(name: str) -> list[Given]:
     """All settings of a method that are tried, in an order without a pattern: where time is short, what was tried is spread. The
     usual ones come first."""
-    found = list(_combined(_GRIDS[name]))
+    found = list(_combined(_tried(name)))
     Random(0).shuffle(found)
     return sorted(found, key=lambda given: distance_from_defaults(name, given) > 0)
 

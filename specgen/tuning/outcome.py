@@ -127,7 +127,7 @@ def shortlist(rivals: Sequence[Candidate]) -> list[Candidate]:
     """Those that are really run, the most hopeful first."""
 
     def hoped(entry: Candidate) -> float:
-        return entry.predicted * (HOPE if METHODS[entry.name].schedule == "parallel" else 1.0)
+        return entry.predicted * (HOPE if METHODS[entry.name].is_parallel else 1.0)
 
     best = max((entry.predicted for entry in rivals), default=0.0)
     return sorted((entry for entry in rivals if hoped(entry) >= CLOSE * best), key=hoped, reverse=True)[:FINALISTS]

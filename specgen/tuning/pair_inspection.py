@@ -92,8 +92,8 @@ def refusals(pair: Pair) -> dict[str, SpecgenError]:
     for name, method in methods.METHODS.items():
         try:
             # What is `auto` by default would have to be measured.
-            given: dict[str, Any] = {"skip": "0"} if method.drafter == "skip" else {}
-            given |= {"window": 1} if method.schedule == "parallel" else {}
+            given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {}
+            given |= {"window": 1} if method.is_parallel else {}
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
         except SpecgenError as error:
             found[name] = error

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from specgen.decoding import logits_ops
-from specgen.decoding.policies import DraftedToken
+from specgen.decoding import logits_ops, signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
@@ -32,10 +31,10 @@ LONGEST = 40  # tokens of a rollout: as long as a policy lets any draft become
 
 
 class Drafted(NamedTuple):
-    """A token that a draft would have, and the step that its policy would see."""
+    """A token that a draft would have, and the signals that a policy may read."""
 
     token: int
-    step: DraftedToken
+    signals: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +139,21 @@ class Recorder:
     def _first_guesses(
         self, answer: Sequence[int], rows: torch.Tensor, judged: torch.Tensor
     ) -> tuple[list[Drafted], list[float]]:
-        """The draft's token behind each beginning of the answer: the answer's own where it is accepted."""
-        negative, tops = (figure.tolist() for figure in logits_ops.figures(rows))
+        """The draft's token after each prefix of the answer: the answer's own where it is accepted."""
         if self._sampling.greedy:
-            tokens = rows.argmax(dim=-1).tolist()
-            found = [
-                Drafted(token, DraftedToken(1, abs(entropy), math.exp(top)))
-                for token, entropy, top in zip(tokens, negative, tops, strict=True)
-            ]
+            found = _with_signals(rows, rows.argmax(dim=-1))
             return found, [float(guess.token == token) for guess, token in zip(found, answer, strict=True)]
         target_probs = logits_ops.warp(judged, self._sampling)
         draft_probs = logits_ops.warp(rows, self._sampling)
         draft_probs = torch.nn.functional.pad(draft_probs, (0, target_probs.shape[-1] - draft_probs.shape[-1]))
         overlap = torch.minimum(target_probs, draft_probs).sum(dim=-1).clamp(0, 1)
-        refused = logits_ops.draw((draft_probs - target_probs).clamp_min(0), self._generator).tolist()
-        found = []
-        for place, (chance, token) in enumerate(zip(overlap.tolist(), answer, strict=True)):
-            accepted = self._rng.random() < chance or refused[place] < 0
-            drafted = token if accepted else refused[place] if refused[place] != token else -1
-            prob = float(draft_probs[place, token if accepted else refused[place]])
-            found.append(Drafted(drafted, DraftedToken(1, abs(negative[place]), prob)))
+        rejected = logits_ops.draw((draft_probs - target_probs).clamp_min(0), self._generator).tolist()
+        accepted = [self._rng.random() < chance or other < 0 for chance, other in zip(overlap.tolist(), rejected, strict=True)]
+        ids = [token if kept else other for kept, token, other in zip(accepted, answer, rejected, strict=True)]
+        found = _with_signals(rows, torch.tensor(ids, device=rows.device), draft_probs)
+        for place, (kept, token) in enumerate(zip(accepted, answer, strict=True)):
+            if not kept and ids[place] == token:  # rejected all the same: the recorded token must differ from the answer's
+                found[place] = found[place]._replace(token=-1)
         return found, overlap.tolist()
 
     def _after(
@@ -192,32 +186,35 @@ class Recorder:
         return token >= 0 and token not in self._eos_ids
 
     def _chosen(self, rows: torch.Tensor) -> list[Drafted]:
-        """What the draft says behind each of `rows`, as it would by itself."""
-        negative, tops = (figure.tolist() for figure in logits_ops.figures(rows))
+        """The draft's own choice from each of `rows`."""
         if self._sampling.greedy:
-            tokens, probs = rows.argmax(dim=-1).tolist(), [math.exp(top) for top in tops]
-        else:
-            draft_probs = logits_ops.warp(rows, self._sampling)
-            drawn = logits_ops.draw(draft_probs, self._generator)
-            tokens, probs = drawn.tolist(), draft_probs.gather(1, drawn[:, None])[:, 0].tolist()
-        return [
-            Drafted(token, DraftedToken(0, abs(entropy), prob))
-            for token, entropy, prob in zip(tokens, negative, probs, strict=True)
-        ]
+            return _with_signals(rows, rows.argmax(dim=-1))
+        draft_probs = logits_ops.warp(rows, self._sampling)
+        return _with_signals(rows, logits_ops.draw(draft_probs, self._generator), draft_probs)
 
     def _rollout(
         self, begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]], scores: _Scores | None
     ) -> list[Drafted]:
-        """The draft that begins at a place: along the answer up to the first mistake, then where that leads."""
+        """The draft that begins at a place: along the answer up to the first mistake, then what follows it."""
         found: list[Drafted] = []
         for place, level, drafted in _path(begin, first, after):
-            step = DraftedToken(len(found) + 1, drafted.step.entropy, drafted.step.prob)
             if scores is not None:
-                step.agreement = scores.of(begin, place, level, step.position)
-            found.append(Drafted(drafted.token, step))
+                score = scores.of(begin, place, level, len(found) + 1)
+                drafted = Drafted(drafted.token, {**drafted.signals, "predicted_acceptance": score})
+            found.append(drafted)
             if drafted.token in self._eos_ids or len(found) == LONGEST:
                 break
         return found
+
+
+def _with_signals(rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> list[Drafted]:
+    """The tokens [n] chosen from the logits [n, vocabulary], and drawn from `probs` if given, with all their signals."""
+    chosen = signals.ChosenTokens(rows, tokens, probs)
+    computed = {name: value.tolist() for name, value in signals.compute(frozenset(signals.SIGNALS), chosen).items()}
+    return [
+        Drafted(token, dict(zip(computed, values, strict=True)))
+        for token, *values in zip(tokens.tolist(), *computed.values(), strict=True)
+    ]
 
 
 def _path(begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]]) -> Iterator[tuple[int, int, Drafted]]:

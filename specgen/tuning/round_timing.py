@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen.cost_model import CostTable, Curve, RoundCosts
 from specgen.decoding.parallel import Parallel
-from specgen.decoding.policies import DraftedToken, Signals
+from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.errors import SpecgenError
 from specgen.types import Context, Draft, Round, SamplingParams
 
@@ -33,7 +33,7 @@ ANSWER = 96  # tokens of a run
 ROUNDS = 24  # of PEARL's in one run
 
 
-class LengthSweep:
+class LengthSweep(LengthPolicy):
     """A length policy that goes through lengths in turn, and through looking at a token or not."""
 
     def __init__(self, lengths: Sequence[int], looks: Sequence[Signals]) -> None:
@@ -50,17 +50,14 @@ class LengthSweep:
         return max(length for length, _ in self._turns)
 
     @property
-    def signals(self) -> Signals:
+    def signals(self) -> Signals:  # type: ignore[override]
         return self._turns[self._turn][1]
 
-    def keep_drafting(self, step: DraftedToken) -> bool:
-        return step.position < self.length
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return token.position < self.length
 
     def observe(self, drafted: int, accepted: int) -> None:
         self._turn = (self._turn + 1) % len(self._turns)
-
-    def state(self) -> None:
-        return None
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -71,7 +68,7 @@ class RepeatDrafter:
 
     def propose(self, context: Context, policy: Any, limit: int) -> Draft:
         length = min(policy.length, limit)
-        return Draft([context.ids[-1]] * length, range(-1, length - 1))
+        return Draft.chain([context.ids[-1]] * length)
 
 
 @dataclass(slots=True)
@@ -196,8 +193,8 @@ class _Seen:
     def prefill(self, context: Context) -> None:
         self._drafter.prefill(context)
 
-    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
-        self._drafter.start(context, pending, limit)
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self._drafter.start(context, unverified, limit)
 
     def finish(self) -> Draft:
         draft = self._drafter.finish()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
+from specgen.decoding.components import Components
+from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.engine.inference_mode import inference
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
     from specgen.decoding.verifiers import Verifier
     from specgen.engine.exit_layer import Predictor
     from specgen.engine.model_runner import ModelRunner
-    from specgen.methods import Method, Settings
+    from specgen.methods import Method
     from specgen.pair import Pair
+    from specgen.settings import Settings
     from specgen.tuning.recorded_drafts import ReferenceOutput
     from specgen.types import Draft, Round, SamplingParams
 
@@ -74,7 +77,7 @@ class PricedTarget(SimulatedTarget):
 
 
 class RecordedAcceptance:
-    """A predictor along an answer whose target rows [tokens, width] are known (`decoding.drafters.Agreement`)."""
+    """A predictor along an answer whose target rows [tokens, width] are known (`AcceptancePredictor`)."""
 
     def __init__(self, predictor: Predictor, rows: torch.Tensor) -> None:
         self._predictor, self._every = predictor, predictor.offsets(rows)
@@ -107,7 +110,7 @@ class SimulatedRuns:
     ) -> None:
         self._pair, self._answers, self._sampling, self._plain = pair, answers, sampling, plain
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._parts: dict[tuple[bool, int], tuple[factory.Components, float]] = {}
+        self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
 
     def price(self, name: str, given: Mapping[str, Any]) -> None:
         """Time real rounds of that method's shape, unless that was done. Raises SpecgenError as planning does."""
@@ -115,7 +118,7 @@ class SimulatedRuns:
         shape = _shape(settings)
         if (name, *shape.values()) in self._costs:
             return
-        signals = methods.POLICIES[settings.policy].needs_with(settings.values) if settings.policy is not None else frozenset()
+        signals = signals_of(settings)
         behind = [min((answer.prompt_ids for answer in self._answers), key=len)]
         fixed = {**shape, **_ENDLESS.get(name, {})}
         probe = RoundProbe(self._pair, name, behind, self._sampling, lengths=_LENGTHS, looks=signals, settings=fixed)
@@ -138,8 +141,7 @@ class SimulatedRuns:
         self.price(name, given)
         method, settings = self._resolved(name, given)
         summary = Summary(name)
-        random = settings.policy is not None and methods.POLICIES[settings.policy].random
-        for seed in range(THROWS if random else 1):
+        for seed in range(THROWS if is_random(settings) else 1):
             for number, answer in enumerate(self._answers):
                 run = self._run(method, settings, number, seed)
                 ids = [token for round_ in run.rounds() for token in _counted(summary, round_)]
@@ -163,19 +165,19 @@ class SimulatedRuns:
 
     def _run(self, method: Method, settings: Settings, number: int, seed: int) -> Run:
         answer = self._answers[number]
-        parts, prefill = self._made(method, number)
-        parts = replace(parts, seed=seed)
+        components, prefill = self._made(method, number)
+        components = replace(components, seed=seed)
         costs, meter = self._costs[method.name, *_shape(settings).values()], SimulatedClock()
         target: Any
         verifier: Verifier
         # In sampling an answer is a draw: it says what becomes of fixed candidates, not of drawn ones.
-        if method.lossless and (self._sampling.greedy or factory.branches(settings)):
+        if method.lossless and (self._sampling.greedy or settings.drafts_tree):
             target, verifier = SimulatedTarget(costs, meter, answer.prefill), cast("Verifier", SimulatedVerifier(answer))
         else:
-            target = PricedTarget(parts.target, costs, meter, answer.prefill)
-            verifier = factory.make_verifier(method, settings, parts)
-        runner = cast("MemoisedRunner", parts.draft)
-        drafter = PricedDrafter(factory.make_drafter(method, settings, parts), runner, costs, meter, prefill)
+            target = PricedTarget(components.target, costs, meter, answer.prefill)
+            verifier = factory.make_verifier(method, settings, components)
+        runner = cast("MemoisedRunner", components.draft)
+        drafter = PricedDrafter(factory.make_drafter(method, settings, components), runner, costs, meter, prefill)
         return Run(
             context=Context(answer.prompt_ids),
             target=target,
@@ -189,27 +191,29 @@ class SimulatedRuns:
             clock=cast("Clock", meter),
         )
 
-    def _made(self, method: Method, number: int) -> tuple[factory.Components, float]:
+    def _made(self, method: Method, number: int) -> tuple[Components, float]:
         """The sessions of a prompt, which remember, and the seconds of the draft's own look at that prompt."""
         key = method.needs_exit_layer, number
-        if key not in self._parts:
+        if key not in self._components:
             answer = self._answers[number]
             target, draft = self._pair.runners
-            agreement = None
+            predictor = None
             if method.needs_exit_layer:
                 both = self._pair.early_exit(method)
                 target, draft = both.target, both.draft
-                agreement = self._agreement(target, answer)
+                predictor = self._predictor(target, answer)
             if draft is None:
                 raise methods.no_draft_model(method)
             prefill = Recorder(target, draft, self._sampling).prefill(answer)
             remembered = cast("ModelRunner", MemoisedRunner(target))
             own, vocab_size = MemoisedRunner(draft), target.vocab_size
-            parts = factory.Components(remembered, own, self._sampling, answer.eos_ids, vocab_size, 0, agreement=agreement)
-            self._parts[key] = parts, prefill
-        return self._parts[key]
+            components = Components(
+                remembered, own, self._sampling, answer.eos_ids, vocab_size, 0, acceptance_predictor=predictor
+            )
+            self._components[key] = components, prefill
+        return self._components[key]
 
-    def _agreement(self, target: ModelRunner, answer: ReferenceOutput) -> RecordedAcceptance | None:
+    def _predictor(self, target: ModelRunner, answer: ReferenceOutput) -> RecordedAcceptance | None:
         layer = self._pair.exit_layer
         if layer is None or layer.predictor is None:
             return None

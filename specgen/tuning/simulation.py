@@ -6,7 +6,7 @@ The clock is told what each step costs here, so the rounds that come out carry t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from specgen.decoding.run import Clock, Schedule
     from specgen.decoding.verifiers import Verifier
     from specgen.engine.model_runner import ModelRunner
-    from specgen.methods import Method, Settings
+    from specgen.methods import Method
+    from specgen.settings import Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 
 THROWS = 3
@@ -108,23 +109,19 @@ class SimulatedDrafter:
         self._prefill = 0.0
         return draft
 
-    def draft(self, context: Context, policy: LengthPolicy, limit: int, pending: int = 0) -> Draft:
-        """`pending` tokens stand between the context and the draft."""
+    def draft(self, context: Context, policy: LengthPolicy, limit: int, unverified: int = 0) -> Draft:
+        """`unverified` tokens precede the draft."""
         rollout = self._tape.rollouts[len(context) - context.prompt_length]
         tokens: list[int] = []
-        reason = "length"
-        while len(tokens) < limit:
-            position = pending + len(tokens)
-            drafted = rollout[min(position, len(rollout) - 1)]
-            tokens.append(drafted.token if position < len(rollout) else _BEYOND)  # behind what was recorded: all wrong anyway
-            if drafted.token in self._tape.answer.eos_ids:
-                reason = "eos"
-                break
-            step = drafted.step if drafted.step.position == len(tokens) else replace(drafted.step, position=len(tokens))
-            if not policy.keep_drafting(step):
-                reason = policy.reason
-                break
-        return Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
+
+        def extend(position: int) -> DraftedToken | str:
+            at = unverified + position - 1
+            drafted = rollout[min(at, len(rollout) - 1)]
+            tokens.append(drafted.token if at < len(rollout) else _BEYOND)  # after a recorded mistake: always rejected
+            return "eos" if drafted.token in self._tape.answer.eos_ids else DraftedToken(position, drafted.signals)
+
+        reason = extend_draft(policy, limit, extend)
+        return Draft.chain(tokens, stop_reason=reason)
 
     def cost(self, draft: Draft, policy: LengthPolicy, context: Context) -> float:
         length = len(draft.tokens)
@@ -143,8 +140,8 @@ class SimulatedParallelDrafter(SimulatedDrafter):
     def prefill(self, context: Context) -> None:
         """The prompt's passes go on side by side too: `SimulatedTarget` is told how long that takes."""
 
-    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
-        self._made = self.draft(context, self.policy, limit, len(pending))
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self._made = self.draft(context, self.policy, limit, len(unverified))
         self.seconds = self.cost(self._made, self.policy, context)
         self._target.beside = 0.0
 
@@ -168,13 +165,6 @@ class Behaviour:
     slowdown: float = 1.0
 
 
-def cost_kind(name: str) -> str:
-    method = methods.find(name)
-    if method.schedule == "parallel":
-        return "parallel"
-    return "echo" if method.drafter in ("none", "lookup") else method.drafter
-
-
 @inference
 def simulate(behaviour: Behaviour, name: str, given: Mapping[str, object], *, has_predictor: bool = False) -> Summary:
     """The method's run along every answer, folded; its seconds are the expected ones. `given` are its settings.
@@ -184,7 +174,7 @@ def simulate(behaviour: Behaviour, name: str, given: Mapping[str, object], *, ha
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=has_predictor)
     summary = Summary(name)
-    throws = THROWS if settings.policy is not None and methods.POLICIES[settings.policy].random else 1
+    throws = THROWS if is_random(settings) else 1
     for seed in range(throws):
         for number, answer in enumerate(behaviour.answers):
             for round_ in _run(behaviour, method, settings, number, answer, seed).rounds():
@@ -193,23 +183,21 @@ def simulate(behaviour: Behaviour, name: str, given: Mapping[str, object], *, ha
 
 
 def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, answer: ReferenceOutput, seed: int) -> Run:
-    costs, meter = behaviour.costs[cost_kind(method.name)], SimulatedClock()
+    costs, meter = behaviour.costs[method.cost_kind], SimulatedClock()
     policy = factory.make_policy(settings, seed)
     parallel = method.schedule == "parallel"
     target = SimulatedTarget(costs, meter, answer.prefill * (behaviour.slowdown if parallel else 1.0))
     schedule: Schedule = sequential
     drafter: Any
     if parallel:
-        drafter = SimulatedParallelDrafter(behaviour.tapes["model"][number], costs, meter, policy, target)
+        drafter = SimulatedParallelDrafter(behaviour.tapes[method.drafter.name][number], costs, meter, policy, target)
         size = int(settings.values["window"])
         flags = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
         schedule = Parallel(drafter, Window(size, size), *flags)
-    elif method.drafter == "lookup":
-        drafter = PromptLookupDrafter(int(settings.values["ngram"]), answer.eos_ids)
-    elif method.drafter == "none":
-        drafter = NoDrafter()
+    elif method.drafter.source is DraftSource.NOTHING:
+        drafter = method.drafter.make(DraftSetup(None, eos_ids=answer.eos_ids), settings)
     else:
-        drafter = SimulatedDrafter(behaviour.tapes[method.drafter][number], costs, meter)
+        drafter = SimulatedDrafter(behaviour.tapes[method.drafter.name][number], costs, meter)
     return Run(
         context=Context(answer.prompt_ids),
         target=cast("ModelRunner", target),

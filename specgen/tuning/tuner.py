@@ -122,7 +122,7 @@ class Tuner:
         return self._pair.exit_layer is not None and self._pair.exit_layer.predictor is not None
 
     def _kinds(self) -> list[str]:
-        return list(dict.fromkeys(cost_kind(name) for name in self.names))
+        return list(dict.fromkeys(methods.METHODS[name].cost_kind for name in self.names))
 
     # what the target says by itself
 
@@ -153,7 +153,7 @@ class Tuner:
         tapes = self._timed(lambda: self._taped(answers))
         slower = next((probe.slowdown for probe in probes.values() if isinstance(probe, ParallelProbe)), 1.0)
         costs = {kind: probe.costs for kind, probe in probes.items()}
-        self.names = [name for name in self.names if cost_kind(name) in costs]
+        self.names = [name for name in self.names if methods.METHODS[name].cost_kind in costs]
         return Behaviour(answers, tapes, costs, slower)
 
     def _probed(self, answers: Sequence[ReferenceOutput]) -> tuple[dict[str, RoundProbe | ParallelProbe], str]:
@@ -186,8 +186,10 @@ class Tuner:
         given = (self._pair, behind, self._sampling, lengths)
         makers: Mapping[str, Callable[[], RoundProbe | ParallelProbe]] = {
             "echo": lambda: _probe(*given, "ar", lengths=(0, *lengths), echo=True),
-            "model": lambda: _probe(*given, "sd", looks=LOOKING),
-            "exit": lambda: _probe(*given, "eesd-fixed", looks=frozenset({"agreement"} if self._has_predictor else ())),
+            MODEL.cost_kind: lambda: _probe(*given, "sd", looks=LOOKING),
+            EXIT.cost_kind: lambda: _probe(
+                *given, "eesd-fixed", looks=frozenset({"predicted_acceptance"} if self._has_predictor else ())
+            ),
             "parallel": lambda: ParallelProbe(self._pair, behind, self._sampling),
         }
         return {kind: makers[kind]() for kind in kinds}
@@ -209,12 +211,12 @@ class Tuner:
         drafters = {methods.METHODS[name].drafter for name in self.names}
         self._watch.doing("recording what the draft would say", self._left)
         recorders = {}
-        if "model" in drafters and draft is not None:
-            recorders["model"] = Recorder(target, draft, self._sampling)
-        if "exit" in drafters and self._pair.exit_layer is not None:
+        if MODEL in drafters and draft is not None:
+            recorders[MODEL.name] = Recorder(target, draft, self._sampling)
+        if EXIT in drafters and self._pair.exit_layer is not None:
             early = self._pair.early_exit(methods.METHODS["eesd"])
             predictor = self._pair.exit_layer.predictor
-            recorders["exit"] = Recorder(early.target, early.draft, self._sampling, predictor=predictor)
+            recorders[EXIT.name] = Recorder(early.target, early.draft, self._sampling, predictor=predictor)
         for drafter, recorder in recorders.items():
             try:
                 tapes[drafter] = [recorder.tape(answer) for answer in answers]
@@ -224,7 +226,7 @@ class Tuner:
         return tapes, f"the target accepts {' and '.join(said)}" if said else ""
 
     def _leave_out(self, kind: str, why: str) -> None:
-        gone = [name for name in self.names if kind in (cost_kind(name), methods.METHODS[name].drafter)]
+        gone = [name for name in self.names if kind in (methods.METHODS[name].cost_kind, methods.METHODS[name].drafter.name)]
         self.left_out |= dict.fromkeys(gone, why)
         self.names = [name for name in self.names if name not in gone]
 
@@ -369,8 +371,8 @@ class Tuner:
         return replace(outcome, chosen=chosen, verdict=verdict)
 
 
-_KINDS = {"echo": "the target alone", "model": "with the draft", "exit": "with the exit layer", "parallel": "pearl"}
-_DRAFTERS = {"model": "the draft's", "exit": "the exit layer's"}
+_KINDS = {"echo": "the target alone", "parallel": "pearl"} | {kind.cost_kind: f"with {kind.title}" for kind in (MODEL, EXIT)}
+_DRAFTERS = {kind.name: f"{kind.title}'s" for kind in (MODEL, EXIT)}
 
 
 def _probe(

@@ -10,7 +10,7 @@ from specgen.workers.channel import Channel
 
 
 def main() -> None:
-    """Serve until standard input ends. What libraries print goes to the log, not between the messages."""
+    """Serve until standard input ends. Output of libraries goes to the log (stderr), not into the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, memory = map(int, sys.argv[1:])
     answers = os.dup(1)

@@ -1,4 +1,4 @@
-"""Messages between a pair's process and its draft worker: a header, then as many bytes as it says. Imports no torch."""
+"""Messages between a pair's process and its draft worker: a header with its length, then a payload. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from enum import IntEnum
 from specgen.types import Draft
 
 _HEADER = struct.Struct("<IBI")  # length of the payload, kind, serial number
-_ASKED = struct.Struct("<IIIIII")  # committed, pending and observed numbers that follow; limit; slot; run
-_DRAFTED = struct.Struct("<IId")  # tokens, bytes of the reason, seconds
-_POLL = 2.0  # seconds between two looks at whether the other side is still there
+_REQUEST = struct.Struct("<IIIIII")  # counts of committed, unverified and observed numbers; limit; slot; run
+_ANSWER = struct.Struct("<IId")  # tokens, bytes of the reason, seconds
+_POLL = 2.0  # seconds between two checks that the parent process is alive
 
 
 class Kind(IntEnum):
-    """What a message is. The first five go to the worker; those with a JSON payload are sent once a load or a run."""
+    """The kinds of messages. The first five go to the worker; those with a JSON payload are sent once a load or a run."""
 
-    LOAD = 1  # JSON: which model
-    BEGIN = 2  # JSON: a run, whose number is the message's; the worker reads its prompt at once
+    LOAD = 1  # JSON: the model to load
+    BEGIN = 2  # JSON: a run; its number is the message's serial number; the worker runs the prompt at once
     DRAFT = 3  # `DraftRequest`
-    END = 4  # JSON: the number of a run that is over
-    FORGET = 5  # drop the cache
+    END = 4  # JSON: the number of a run that ended
+    FORGET = 5  # clear the KV cache
     READY = 6  # the model is loaded
     DRAFTED = 7  # `pack_draft`
-    FAILED = 8  # JSON: what went wrong
+    FAILED = 8  # JSON: the error
 
 
 class ChannelClosedError(Exception):
@@ -37,7 +37,7 @@ class ChannelClosedError(Exception):
 
 
 class Channel:
-    """Reads from one file descriptor and writes to another. An exchange that was interrupted leaves it unusable."""
+    """Reads from one file descriptor and writes to another. Unusable after an interrupted exchange."""
 
     def __init__(self, read_from: int, write_to: int) -> None:
         self._in, self._out = read_from, write_to
@@ -73,9 +73,9 @@ class Channel:
             self._read += found
 
     def wait(self, parent: int) -> None:
-        """Until there is something to read. Raises ChannelClosedError where `parent` is not this process's parent any more.
+        """Wait for a message. Raises ChannelClosedError once `parent` is no longer this process's parent.
 
-        A parent that dies closes the pipe, unless some other child of its holds a copy of its end.
+        A parent that dies closes the pipe, unless another of its children has inherited a copy of its end.
         """
         if self._read or sys.platform == "win32":
             return
@@ -86,43 +86,46 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A draft to be made: tokens committed since the last message, tokens still to be judged, what the policy is to be told
-    (drafted and accepted in turn), the longest draft, the slot of the shared memory for its distributions, and the run."""
+    """A request for a draft of at most `limit` tokens.
+
+    `committed` are the tokens committed since the last request, `unverified` those pending verification. `observed` are numbers
+    of drafted and accepted tokens, alternating, for the policy. The distributions go to `slot` (0 or 1) of shared memory.
+    """
 
     committed: Sequence[int]
-    pending: Sequence[int]
+    unverified: Sequence[int]
     observed: Sequence[int]
     limit: int
     slot: int
     run: int
 
     def pack(self) -> bytes:
-        sizes = len(self.committed), len(self.pending), len(self.observed)
-        numbers = array("i", [*self.committed, *self.pending, *self.observed])
-        return _ASKED.pack(*sizes, self.limit, self.slot, self.run) + numbers.tobytes()
+        sizes = len(self.committed), len(self.unverified), len(self.observed)
+        numbers = array("i", [*self.committed, *self.unverified, *self.observed])
+        return _REQUEST.pack(*sizes, self.limit, self.slot, self.run) + numbers.tobytes()
 
     @classmethod
     def unpack(cls, payload: bytes) -> DraftRequest:
-        committed, pending, observed, *rest = _ASKED.unpack_from(payload)
-        numbers = array("i", payload[_ASKED.size :]).tolist()
-        end = committed + pending
+        committed, unverified, observed, *rest = _REQUEST.unpack_from(payload)
+        numbers = array("i", payload[_REQUEST.size :]).tolist()
+        end = committed + unverified
         return cls(numbers[:committed], numbers[committed:end], numbers[end : end + observed], *rest)
 
 
 def pack_draft(draft: Draft, seconds: float) -> bytes:
-    """A chain less its distributions, and the seconds that it took to make."""
+    """A chain without its distributions, and the seconds that it took."""
     reason = (draft.stop_reason or "").encode()
-    figures = array("d", [*draft.entropies, *draft.top_probs])
+    statistics = array("d", [*draft.entropies, *draft.top_probs])
     return (
-        _DRAFTED.pack(len(draft.tokens), len(reason), seconds) + reason + array("i", draft.tokens).tobytes() + figures.tobytes()
+        _ANSWER.pack(len(draft.tokens), len(reason), seconds) + reason + array("i", draft.tokens).tobytes() + statistics.tobytes()
     )
 
 
 def unpack_draft(payload: bytes) -> tuple[Draft, float]:
-    length, reason_length, seconds = _DRAFTED.unpack_from(payload)
-    tokens_at = _DRAFTED.size + reason_length
-    figures_at = tokens_at + array("i").itemsize * length
-    tokens = array("i", payload[tokens_at:figures_at]).tolist()
-    figures = array("d", payload[figures_at:]).tolist()
-    reason = payload[_DRAFTED.size : tokens_at].decode() or None
-    return Draft(tokens, range(-1, length - 1), None, figures[:length], figures[length:], reason), seconds
+    length, reason_length, seconds = _ANSWER.unpack_from(payload)
+    tokens_at = _ANSWER.size + reason_length
+    statistics_at = tokens_at + array("i").itemsize * length
+    tokens = array("i", payload[tokens_at:statistics_at]).tolist()
+    statistics = array("d", payload[statistics_at:]).tolist()
+    reason = payload[_ANSWER.size : tokens_at].decode() or None
+    return Draft.chain(tokens, entropies=statistics[:length], top_probs=statistics[length:], stop_reason=reason), seconds

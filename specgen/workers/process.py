@@ -1,4 +1,4 @@
-"""The worker's process, as its parent sees it: started, talked to, ended. Imports no torch, so that it can be started before."""
+"""Starts, talks to and ends the worker process. Imports no torch, so that the worker can start while torch is imported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import IO, Any
 from specgen.errors import RunError, SpecgenError
 from specgen.workers.channel import Channel, ChannelClosedError, Kind
 
-_PATIENCE = 2.0  # seconds in which a worker that closed its pipe has to be gone
-WITHOUT = "Run it again, or do without a second process: -m svip"
+_PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its pipe
+WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
 
 def is_possible() -> bool:
@@ -26,16 +26,16 @@ def is_possible() -> bool:
 
 
 class DraftProcess:
-    """`python -m specgen.workers`: nobody's script is run twice, and nobody's stdin or terminal is touched.
+    """A process `python -m specgen.workers`: the caller's script is not run again, its stdin and terminal are not used.
 
-    It ends when told to, when this object or this process goes away in whatever manner, and it never sees a Ctrl-C.
+    The process ends with `close`, when this object is deleted, and when this process ends for any reason. It ignores Ctrl-C.
     """
 
     def __init__(self) -> None:
         try:
             self.memory = _nameless_file()
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
-            self._process = subprocess.Popen(  # noqa: S603  this very interpreter
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `_end`
+            self._process = subprocess.Popen(  # noqa: S603  this interpreter
                 [sys.executable, "-P", "-m", "specgen.workers", str(os.getpid()), str(self.memory)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -63,8 +63,8 @@ class DraftProcess:
         return self._close.alive and self._process.poll() is None
 
     def send(self, kind: Kind, payload: bytes | int | dict[str, Any] = b"") -> int:
-        """Returns the message's serial number. Raises RunError where the worker is gone."""
-        if not self._close.alive:  # its descriptors may be somebody else's by now
+        """Send a message. Returns its serial number. Raises RunError if the worker has ended."""
+        if not self._close.alive:  # the descriptors may have been reused
             raise self._died()
         self._serial += 1
         data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
@@ -78,8 +78,7 @@ class DraftProcess:
         return self._serial
 
     def receive(self, serial: int, run: int) -> bytes:
-        """The answer to the message `serial`. Raises what the worker reports of that one or of `run`, with which it belongs; what
-        else was not waited for is passed over."""
+        """The answer to the message `serial`. Raises errors reported for it or for its `run`; skips other answers."""
         if not self._close.alive:
             raise self._died()
         try:
@@ -87,7 +86,7 @@ class DraftProcess:
                 kind, answered, payload = self._channel.receive()
                 self._ready |= kind == Kind.READY
                 if kind == Kind.FAILED and answered in (serial, run):
-                    self._log.truncate(0)  # told, and not to be told again
+                    self._log.truncate(0)  # reported here, so not again when the worker ends
                     raise _reported(json.loads(payload))
                 if answered == serial:
                     return payload
@@ -100,21 +99,21 @@ class DraftProcess:
             raise
 
     def wait_ready(self, serial: int) -> None:
-        """Until the model is loaded."""
+        """Wait until the model is loaded."""
         if self._ready:
             return
         try:
             self.receive(serial, serial)
         except SpecgenError:
-            self.close()  # without a model it is of no use
+            self.close()  # it cannot draft without a model
             raise
 
     def close(self) -> None:
-        """End it at once: it has nothing to lose."""
+        """Kill the process; it holds no state that is needed later."""
         self._close()
 
     def _died(self) -> RunError:
-        """What became of it, as far as can be known."""
+        """The error for a worker that ended: its exit code or signal, and the last line of its log."""
         try:
             code = self._process.wait(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
@@ -128,13 +127,15 @@ class DraftProcess:
 
 
 def cannot_start(error: OSError) -> RunError:
-    """What the system refused: another process, a file to share memory through, room in it."""
+    """The error for a system that refused a process, a shared file or its size."""
     return RunError(f"the draft worker cannot be started: {error.strerror or error}", WITHOUT)
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with this package's folder where the worker would not find it by itself. One that is installed it finds,
-    and what is installed beside it must not stand before the standard library."""
+    """This process's environment, with the package's folder in PYTHONPATH unless the package is installed.
+
+    A site-packages folder must not be added: its modules would take precedence over the standard library.
+    """
     package = str(Path(__file__).resolve().parents[2])
     if package in {*site.getsitepackages(), site.getusersitepackages()}:
         return dict(os.environ)
@@ -148,7 +149,7 @@ def _reported(failure: dict[str, Any]) -> SpecgenError:
 
 
 def _nameless_file() -> int:
-    """A file descriptor to share memory through. The file has no name, so nothing of it is left however its users end."""
+    """A file descriptor for shared memory. The file has no name, so it disappears with its last user."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("specgen")
     with tempfile.TemporaryFile() as file:
@@ -165,7 +166,7 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], log: IO[bytes], memory: int) -> None:
-    """Whatever the worker is about."""
+    """Kill the worker, whatever it is doing, and close all its files."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()

@@ -1,4 +1,4 @@
-"""Drafting in a thread: on one accelerator, where both models share the device, each on a stream of its own."""
+"""Drafting in a thread: for models that share one accelerator, each on a CUDA stream of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specgen import factory
+from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft
@@ -18,13 +20,14 @@ from specgen.types import Context, Draft
 if TYPE_CHECKING:
     from specgen.decoding.policies import LengthPolicy
     from specgen.engine.model_runner import DraftRunner
-    from specgen.factory import Components
-    from specgen.methods import Settings
+    from specgen.settings import Settings
 
 
 class ThreadWorker:
-    """One thread for a pair's draft session. On CUDA its kernels run beside the target's, though what Python does between two
-    kernels is done by one thread at a time."""
+    """One thread for a pair's draft model (`DraftWorker`).
+
+    On CUDA its kernels run beside the target's; the Python code of the two threads still takes turns.
+    """
 
     kind = "thread"
     threads = None
@@ -35,16 +38,15 @@ class ThreadWorker:
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def ready(self) -> None:
-        """Nothing to wait for."""
+        """The thread can draft at once."""
 
-    def drafter(self, settings: Settings, parts: Components, window: int) -> ThreadDrafter:
-        policy = factory.make_policy(settings, parts.seed)
-        seed = factory.derive_seed(parts.seed, "draft")
-        model = ModelDrafter(self._runner, parts.sampling, parts.eos_ids, parts.vocab_size, seed, keep_logits=parts.record)
+    def drafter(self, settings: Settings, components: Components, window: int) -> ThreadDrafter:
+        policy = factory.make_policy(settings, components.seed)
+        model = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
         return ThreadDrafter(self._pool, self._runner, model, policy, self._stream)
 
     def forget(self) -> None:
-        """The session is the pair's own, which tells it."""
+        """The KV cache belongs to the pair, which clears it."""
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -63,13 +65,13 @@ class ThreadDrafter:
 
     def prefill(self, context: Context) -> None:
         fits = context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit
-        if self._stream is not None:  # buffers may still be in use where other methods drafted
+        if self._stream is not None:  # kernels of an earlier run may still use the buffers
             self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
         if fits:
-            self._pool.submit(self._read, Context(context.ids))  # a copy: the run commits its first token meanwhile
+            self._pool.submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
 
-    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
-        self._work = self._pool.submit(self._draft, context, pending, limit)
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self._work = self._pool.submit(self._draft, context, unverified, limit)
 
     def finish(self) -> Draft:
         assert self._work is not None
@@ -82,7 +84,7 @@ class ThreadDrafter:
         return self.finish()
 
     def close(self) -> None:
-        """Wait for what is under way: the session is to be free for others."""
+        """Wait until the draft under way is complete, so that other runs can use the model."""
         self._pool.submit(int).result()
         self._work = None
         if self._stream is not None:
@@ -94,13 +96,13 @@ class ThreadDrafter:
             self._runner.logits(context)
 
     @inference
-    def _draft(self, context: Context, pending: Sequence[int], limit: int) -> Draft:
-        begun = time.perf_counter()
+    def _draft(self, context: Context, unverified: Sequence[int], limit: int) -> Draft:
+        start = time.perf_counter()
         with self._on_stream():
-            draft = self._model.propose(context, self.policy, limit, pending)
+            draft = self._model.propose(context, self.policy, limit, unverified)
             if self._stream is not None:
-                self._stream.synchronize()  # the target's stream is to read the distributions
-        self.seconds = time.perf_counter() - begun
+                self._stream.synchronize()  # the target's stream reads the distributions next
+        self.seconds = time.perf_counter() - start
         return draft
 
     def _on_stream(self) -> Any:

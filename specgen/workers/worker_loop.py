@@ -1,10 +1,11 @@
-"""Inside the worker's process: one draft model, loaded once, drafting for whichever run asks."""
+"""The main loop of the worker process: one draft model, loaded once, drafts for all runs of its pair."""
 
 from __future__ import annotations
 
 import json
 import time
 import traceback
+from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from specgen import factory, methods
+from specgen import factory
+from specgen.decoding.components import DraftSetup
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
@@ -20,12 +22,13 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, load_weights, new_runner
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.settings import Settings
 from specgen.types import Context, Draft, SamplingParams
 from specgen.workers.channel import Channel, ChannelClosedError, DraftRequest, Kind, pack_draft
 
 
 def serve(channel: Channel, parent: int, memory: int) -> None:
-    """Answer messages until the other side is gone. A failure is reported; the next message may do better."""
+    """Answer messages until the other side closes the channel. Failures are reported, and the loop continues."""
     worker = Worker(memory)
     try:
         while True:
@@ -33,7 +36,7 @@ def serve(channel: Channel, parent: int, memory: int) -> None:
             kind, serial, payload = channel.receive()
             try:
                 answer = worker.handle(kind, serial, payload)
-            except Exception as error:  # noqa: BLE001  whatever it is, the other side is told
+            except Exception as error:  # noqa: BLE001  every failure is reported to the pair
                 traceback.print_exc()
                 channel.send(Kind.FAILED, serial, json.dumps(_failure(error)).encode())
             else:
@@ -44,7 +47,7 @@ def serve(channel: Channel, parent: int, memory: int) -> None:
 
 
 class Worker:
-    """What is kept between messages: the model, its session, and the run that is under way."""
+    """What is kept between messages: the model, its runner, and the active runs."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -53,7 +56,7 @@ class Worker:
         self._runs: dict[int, _Run | Exception] = {}
 
     def handle(self, kind: Kind, serial: int, payload: bytes) -> tuple[Kind, bytes] | None:
-        """Do what a message asks; the answer's kind and payload, if there is one."""
+        """Process a message. Returns kind and payload of the answer, None if the message has no answer."""
         if kind == Kind.LOAD:
             self._load(json.loads(payload))
             return Kind.READY, b""
@@ -61,14 +64,14 @@ class Worker:
             try:
                 self._runs[serial] = self._begin(json.loads(payload))
             except Exception as error:
-                self._runs[serial] = error  # its drafts are asked for already, maybe
+                self._runs[serial] = error  # drafts of this run may have been requested already
                 raise
         elif kind == Kind.DRAFT:
-            asked = DraftRequest.unpack(payload)
-            run = self._runs[asked.run]
+            request = DraftRequest.unpack(payload)
+            run = self._runs[request.run]
             if isinstance(run, Exception):
                 raise run
-            draft, seconds = run.draft(asked)
+            draft, seconds = run.draft(request)
             return Kind.DRAFTED, pack_draft(draft, seconds)
         elif kind == Kind.FORGET and self._runner is not None:
             self._runner.forget()
@@ -76,10 +79,10 @@ class Worker:
             self._runs.pop(json.loads(payload), None)
         return None
 
-    def _load(self, wanted: dict[str, Any]) -> None:
-        torch.set_num_threads(wanted["threads"])
-        source = ModelSource(wanted["name"], trust_remote_code=wanted["trust_remote_code"])
-        self._model = load_weights(Path(wanted["folder"]), source, DTYPES[wanted["dtype"]], torch.device(wanted["device"]))
+    def _load(self, request: dict[str, Any]) -> None:
+        torch.set_num_threads(request["threads"])
+        source = ModelSource(request["name"], trust_remote_code=request["trust_remote_code"])
+        self._model = load_weights(Path(request["folder"]), source, DTYPES[request["dtype"]], torch.device(request["device"]))
         runner = new_runner(self._model)
 
         def a_draft() -> None:
@@ -87,68 +90,66 @@ class Worker:
                 runner.logits(Context([0, 1]), [1] * length, start=length)
 
         a_draft()
-        if wanted["device"] == "cpu":
-            pick_threads(a_draft)  # of those that it may have at most
+        if request["device"] == "cpu":
+            pick_threads(a_draft)  # at most as many as set above
 
-    def _begin(self, wanted: dict[str, Any]) -> _Run:
-        """Make the run's drafter and policy just as a pair makes them in its own process, and read the prompt."""
+    def _begin(self, request: dict[str, Any]) -> _Run:
+        """Construct the run's drafter and policy as a thread worker does, and run the prompt."""
         if self._runner is None:
-            self._runner = new_runner(self._model, self._penalties(wanted["penalties"], wanted["vocab_size"]))
-        self._runner.reserve(wanted["capacity"])
-        sampling = SamplingParams(**wanted["sampling"])
-        seed, vocab_size = wanted["seed"], wanted["vocab_size"]
-        record, draft_seed = bool(wanted["record"]), factory.derive_seed(seed, "draft")
-        eos_ids = frozenset(wanted["eos_ids"])
-        drafter = ModelDrafter(self._runner, sampling, eos_ids, vocab_size, draft_seed, keep_logits=record)
-        policy = factory.make_policy(methods.Settings(wanted["policy"], wanted["settings"]), seed)
-        context = Context(wanted["prompt_ids"])
+            self._runner = new_runner(self._model, self._penalties(request["penalties"], request["vocab_size"]))
+        self._runner.reserve(request["capacity"])
+        sampling = SamplingParams(**request["sampling"])
+        vocab_size, record = request["vocab_size"], bool(request["record"])
+        seed = factory.derive_seed(request["seed"], "draft")
+        drafter = ModelDrafter(DraftSetup(self._runner, sampling, frozenset(request["eos_ids"]), vocab_size, seed, record))
+        policy = factory.make_policy(Settings(request["policy"], request["settings"]), request["seed"])
+        context = Context(request["prompt_ids"])
         slots = None
-        if wanted["window"]:
+        if request["window"]:
             count = 2 * (record + (not sampling.greedy))
-            slots = shared_slots(self._memory, wanted["offset"], count, wanted["window"], vocab_size)
+            slots = shared_slots(self._memory, request["offset"], count, request["window"], vocab_size)
         if context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit:
             self._runner.logits(context)
-        return _Run(context, drafter, policy, slots, sampling, record=record)
+        return _Run(context, drafter, policy, slots, sampling, record)
 
-    def _penalties(self, wanted: dict[str, Any] | None, width: int) -> PenaltyProcessor | None:
-        if wanted is None:
+    def _penalties(self, described: dict[str, Any] | None, width: int) -> PenaltyProcessor | None:
+        if described is None:
             return None
-        return PenaltyProcessor(GenerationConfig.from_dict(wanted["config"]), wanted["eos_ids"], width, self._model.device)
+        return PenaltyProcessor(GenerationConfig.from_dict(described["config"]), described["eos_ids"], width, self._model.device)
 
 
+@dataclass(slots=True)
 class _Run:
-    def __init__(
-        self,
-        context: Context,
-        drafter: ModelDrafter,
-        policy: LengthPolicy,
-        slots: torch.Tensor | None,
-        sampling: SamplingParams,
-        *,
-        record: bool,
-    ) -> None:
-        self._context, self._drafter, self._policy, self._slots = context, drafter, policy, slots
-        self._sampling, self._record = sampling, record
+    """One run of the pair. `slots` is its part of the shared memory; None if neither `probs` nor `logits` are sent."""
 
-    def draft(self, asked: DraftRequest) -> tuple[Draft, float]:
+    context: Context
+    drafter: ModelDrafter
+    policy: LengthPolicy
+    slots: torch.Tensor | None
+    sampling: SamplingParams
+    record: bool
+
+    def draft(self, request: DraftRequest) -> tuple[Draft, float]:
+        """The draft, and the seconds that it took."""
         start = time.perf_counter()
-        if asked.committed:
-            self._context.extend(asked.committed)
-        for drafted, accepted in zip(asked.observed[::2], asked.observed[1::2], strict=True):
-            self._policy.observe(drafted, accepted)
-        draft = self._drafter.propose(self._context, self._policy, asked.limit, asked.pending)
-        if draft.tokens and self._slots is not None:
-            positions = slots_of(self._slots, asked.slot, len(draft.tokens), self._sampling, record=self._record)
-            for position, made in zip(positions, (draft.probs, draft.logits), strict=True):
-                if position is not None and made is not None:  # a draft model may know fewer tokens than the target
-                    position[:, : made.shape[-1]].copy_(made)
-                    position[:, made.shape[-1] :] = 0.0 if made is draft.probs else -torch.inf
+        if request.committed:
+            self.context.extend(request.committed)
+        for drafted, accepted in zip(request.observed[::2], request.observed[1::2], strict=True):
+            self.policy.observe(drafted, accepted)
+        draft = self.drafter.propose(self.context, self.policy, request.limit, request.unverified)
+        if draft.tokens and self.slots is not None:
+            shared = slots_of(self.slots, request.slot, len(draft.tokens), self.sampling, record=self.record)
+            for memory, rows in zip(shared, (draft.probs, draft.logits), strict=True):
+                if memory is not None and rows is not None:  # a draft model may have fewer tokens than the target
+                    memory[:, : rows.shape[-1]].copy_(rows)
+                    memory[:, rows.shape[-1] :] = 0.0 if rows is draft.probs else -torch.inf
         return draft, time.perf_counter() - start
 
 
 def shared_slots(memory: int, offset: int, slots: int, window: int, vocab_size: int) -> torch.Tensor:
-    """A run's part of the shared memory, float32 [slots, window, vocab_size]: `slots_of` says what for. The memory has to reach
-    that far already. The tensor keeps the mapping alive.
+    """A run's part of the shared memory, float32 [slots, window, vocab_size]; see `slots_of`.
+
+    The memory must be large enough already. The tensor keeps the mapping alive.
     """
     count = slots * window * vocab_size
     mapped = mmap(memory, offset + count * 4)
@@ -158,8 +159,10 @@ def shared_slots(memory: int, offset: int, slots: int, window: int, vocab_size: 
 def slots_of(
     slots: torch.Tensor, draft: int, length: int, sampling: SamplingParams, *, record: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where a draft's distributions and its logits stand, each [length, vocab_size], None where nobody asks for them. There are
-    two drafts, 0 and 1: one being judged, one being made."""
+    """The memory of a draft's distributions and of its logits, each [length, vocab_size], None if they are not sent.
+
+    There are two drafts, 0 and 1: one is being verified while the other is being made.
+    """
     probs = None if sampling.greedy else slots[draft, :length]
     logits = slots[draft - 2, :length] if record else None
     return probs, logits

@@ -46,8 +46,7 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     `shown` gives the text of token ids on one line. Of a tree only the accepted path is shown, with `²` after a token that was
     the second candidate at its position, then the rejected candidates as `a|b`.
     """
-    is_chain = all(parent == node - 1 for node, parent in enumerate(round_.draft.parents))
-    line = _chain(round_, shown) if is_chain else _tree(round_, shown)
+    line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
     if line:
         line[0] = Part(line[0].text.removeprefix(" "), line[0].kind)
         line = line if line[0].text else line[1:]

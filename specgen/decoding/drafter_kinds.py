@@ -1,0 +1,104 @@
+"""The kinds of drafters: which model each needs, its signals, how it is constructed, and how tuning prices its rounds.
+
+To add a drafter, write its class in a file of its own and add an entry here. Imports no torch: constructors import lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from specgen.decoding.policies import Signals
+from specgen.settings import Settings
+
+if TYPE_CHECKING:
+    from specgen.decoding.components import DraftSetup
+    from specgen.decoding.drafters import Drafter
+
+
+class DraftSource(Enum):
+    """What a drafter runs to get its logits."""
+
+    NOTHING = "no model"
+    DRAFT_MODEL = "a draft model"
+    EXIT_LAYER = "the target's first layers and an exit layer"
+    SKIPPED_LAYERS = "the target without some layers"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrafterKind:
+    """One kind of drafter. `name` is its key in profiles and reports, `title` what reports call the model that drafts.
+
+    Rounds with the same `cost_kind` take the same time for the same number of tokens. A `recorded` kind is tuned by simulation on
+    recorded drafts; others are run again for each setting.
+    """
+
+    name: str
+    source: DraftSource
+    make: Callable[[DraftSetup, Settings], Drafter]
+    signals: Signals = frozenset()
+    drafts_trees: bool = False
+    recorded: bool = True
+    cost_kind: str = ""
+    title: str = "the draft"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cost_kind", self.cost_kind or self.name)
+
+
+def _no_drafter(setup: DraftSetup, settings: Settings) -> Drafter:
+    from specgen.decoding.drafters import NoDrafter
+
+    return NoDrafter()
+
+
+def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Drafter:
+    from specgen.decoding.drafters import PromptLookupDrafter
+
+    return PromptLookupDrafter(int(settings.values["ngram"]), setup.eos_ids)
+
+
+def _model_drafter(setup: DraftSetup, settings: Settings) -> Drafter:
+    """Token by token, or a tree of top-k candidates if the settings ask for one."""
+    if settings.drafts_tree:
+        from specgen.decoding.tree_drafter import TopKTreeDrafter
+
+        depth = settings.values["depth"]
+        return TopKTreeDrafter(setup, width=int(settings.values["width"]), depth=None if depth == "auto" else int(depth))
+    from specgen.decoding.drafters import ModelDrafter
+
+    return ModelDrafter(setup)
+
+
+def _multi_draft(setup: DraftSetup, settings: Settings) -> Drafter:
+    from specgen.decoding.multi_draft import MultiDraftDrafter
+
+    return MultiDraftDrafter(setup, drafts=int(settings.values["drafts"]))
+
+
+def _beam_search(setup: DraftSetup, settings: Settings) -> Drafter:
+    from specgen.decoding.mtad_drafter import BeamSearchDrafter
+
+    return BeamSearchDrafter(setup, width=int(settings.values["beams"]), stochastic=settings.values["beam"] == "sample")
+
+
+def _bild(setup: DraftSetup, settings: Settings) -> Drafter:
+    from specgen.decoding.bild import BildDrafter
+
+    return BildDrafter(setup, fallback=float(settings.values["fallback"]))
+
+
+_MODEL_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})
+_EXIT_SIGNALS = _MODEL_SIGNALS | {"predicted_acceptance"}
+
+NONE = DrafterKind("none", DraftSource.NOTHING, _no_drafter, cost_kind="echo")
+LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, cost_kind="echo")
+MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
+MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, drafts_trees=True, recorded=False)
+BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, recorded=False)
+BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
+EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, _EXIT_SIGNALS, title="the exit layer")
+EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, _EXIT_SIGNALS, drafts_trees=True, recorded=False)
+SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

@@ -1,0 +1,88 @@
+"""A new policy, drafter or method needs one entry in its registry: everything else finds it there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+from test_distributions import PROMPT, VOCAB, TableRunner
+from typer.testing import CliRunner
+
+from specgen import factory, methods
+from specgen.cli.app import app
+from specgen.decoding import policies
+from specgen.decoding.components import DraftSetup
+from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
+from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.run import Clock
+from specgen.errors import SpecgenError
+from specgen.methods import Method
+from specgen.settings import Setting, Settings
+from specgen.tuning import candidates
+from specgen.types import Context, Draft, SamplingParams
+
+
+class Margin(LengthPolicy):
+    """Stop after a token whose margin is below a threshold."""
+
+    name = "margin"
+    source = "a test"
+    signals = frozenset({"margin"})
+    settings: ClassVar = {"threshold": Setting(0.2, "stop where the margin is below this", 0, 1, tuned=(0.1, 0.2))}
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        self.reason = "small margin"
+        return token["margin"] >= self.threshold
+
+
+class Repeat:
+    """Drafts the context's last token twice."""
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        return Draft.chain([context.ids[-1]] * min(2, limit))
+
+
+def decode(method: Method, settings: Settings, draft: TableRunner | None) -> tuple[list[int], set[str | None]]:
+    components = factory.Components(TableRunner(1), draft, SamplingParams(), frozenset(), VOCAB, seed=0)  # type: ignore[arg-type]
+    run = factory.make_run(method, settings, components, Context(PROMPT), 12, None, Clock(None))
+    rounds = list(run.rounds())
+    return [token for round_ in rounds for token in round_.token_ids], {round_.draft.stop_reason for round_ in rounds}
+
+
+def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(policies.POLICIES, "margin", Margin)  # type: ignore[arg-type]
+    sd = methods.find("sd")
+    settings = methods.resolve(sd, {"policy": "margin", "threshold": "0.9"})
+    assert settings.values["threshold"] == 0.9
+    tokens, reasons = decode(sd, settings, TableRunner(2))
+    assert tokens == decode(methods.find("ar"), methods.resolve(methods.find("ar"), {}), None)[0]
+    assert "small margin" in reasons
+    with pytest.raises(SpecgenError, match="lookup cannot use the policy 'margin': its drafter does not compute margin"):
+        methods.resolve(methods.find("lookup"), {"policy": "margin"})
+    listed = CliRunner().invoke(app, ["inspect", "--methods"]).output
+    assert "margin" in listed
+    monkeypatch.setitem(methods.METHODS, "margin", Method("margin", sd.drafter, "margin", "a test"))  # type: ignore[arg-type]
+    assert sorted(given["threshold"] for given in candidates.grid("margin")) == [0.1, 0.2]
+
+
+def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(setup: DraftSetup, settings: Settings) -> Repeat:
+        return Repeat()
+
+    row = Method("repeat", DrafterKind("repeat", DraftSource.NOTHING, make), None, "a test")
+    monkeypatch.setitem(methods.METHODS, "repeat", row)  # type: ignore[arg-type]
+    method = methods.find("repeat")
+    assert not method.needs_draft_model
+    tokens, _ = decode(method, methods.resolve(method, {}), None)
+    assert tokens == decode(methods.find("ar"), methods.resolve(methods.find("ar"), {}), None)[0]
+    assert "repeat" in CliRunner().invoke(app, ["inspect", "--methods"]).output
+
+
+def test_the_tables_import_no_torch() -> None:
+    code = "import sys, specgen.factory, specgen.tuning.candidates; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
