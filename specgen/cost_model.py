@@ -34,24 +34,6 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """How many tokens PEARL drafts during a target pass.
-
-    `size` is PEARL's gamma. `first` is the same for the pass over one token that pre-verify makes: smaller where the time of a
-    pass grows with its tokens, as on a CPU.
-    """
-
-    size: int
-    first: int
-
-    def beside(self, width: int) -> int:
-        """The tokens to draft during a pass over `width` tokens, so that both models finish together."""
-        if width >= self.size:
-            return self.size
-        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
-
-
-@dataclass(frozen=True, slots=True)
 class ParallelCosts:
     """Pass times of a pair while both models run at the same time: of one draft pass, and of target passes over `width` tokens
     and over one token, after a context of `context_length` tokens."""

@@ -13,6 +13,8 @@ import torch
 
 from specgen import factory, methods, preparation
 from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.components import Components
+from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.devices import pick_threads, synchronizer
@@ -170,27 +172,27 @@ class Pair:
         self._reserve(request.capacity)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
-        parts = replace(self._components(sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
+        components = replace(self._components(sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
         costs = None
         if chosen.needs_exit_layer:
-            parts = self._with_early_exit(chosen, parts)
-        elif chosen.drafter == "skip":
+            components = self._with_early_exit(chosen, components)
+        elif chosen.skips_layers:
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
-            parts = replace(parts, draft=self.skipping_runner(str(settings.values["skip"])))
-        elif chosen.schedule == "parallel" and self.draft is not None:
-            parts = replace(parts, worker=self._worker)
+            components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
+        elif chosen.is_parallel and self.draft is not None:
+            components = replace(components, worker=self._worker)
             if settings.values["window"] == "auto":
                 costs = prepared(chosen, self._parallel_costs.get(self._bucket(request.typical_length, sampling)))
-                parts = replace(parts, window=costs.window)
+                components = replace(components, window=costs.window)
                 settings = settings.with_value("window", costs.window.size)
         prompt_ids, limit = request.prompt_ids, request.limit
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
-        run = factory.make_run(chosen, settings, parts, Context(prompt_ids), limit, stops, clock)
+        run = factory.make_run(chosen, settings, components, Context(prompt_ids), limit, stops, clock)
         info = RunInfo(
             chosen.name,
-            settings.as_dict(chosen),
+            settings.as_dict(with_policy=chosen.any_policy),
             chosen.lossless,
             self.target.name,
             self.draft.name if self.draft is not None and chosen.needs_draft_model else None,
@@ -232,18 +234,18 @@ class Pair:
             if runner is not None:
                 runner.reserve(capacity)
 
-    def _components(self, sampling: SamplingParams, capacity: int) -> factory.Components:
+    def _components(self, sampling: SamplingParams, capacity: int) -> Components:
         """Both models' runners, without end-of-sequence ids."""
         width = self._target_runner.vocab_size
-        return factory.Components(self._target_runner, self._draft_runner, sampling, frozenset(), width, 0, capacity)
+        return Components(self._target_runner, self._draft_runner, sampling, frozenset(), width, 0, capacity)
 
     # early exit and layer skipping
 
-    def _with_early_exit(self, method: Method, parts: factory.Components) -> factory.Components:
+    def _with_early_exit(self, method: Method, components: Components) -> Components:
         """The target split at its exit layer in place of both models."""
         both = self.early_exit(method)
-        both.reserve(parts.capacity)
-        return replace(parts, target=both.target, draft=both.draft, agreement=both.acceptance_predictor)
+        both.reserve(components.capacity)
+        return replace(components, target=both.target, draft=both.draft, acceptance_predictor=both.acceptance_predictor)
 
     def early_exit(self, method: Method) -> EarlyExit:
         """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
@@ -307,9 +309,9 @@ class Pair:
         if bucket not in self._parallel_costs:
             capacity = context_length + LONGEST_WINDOW
             self._reserve(capacity)
-            parts = self._components(sampling, capacity)
+            components = self._components(sampling, capacity)
             self._parallel_costs[bucket] = preparation.parallel_costs(
-                self.target, self.draft, worker, parts, context_length, bucket
+                self.target, self.draft, worker, components, context_length, bucket
             )
         return self._parallel_costs[bucket]
 

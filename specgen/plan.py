@@ -11,7 +11,8 @@ from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
-    from specgen.methods import Method, Settings
+    from specgen.methods import Method
+    from specgen.settings import Settings
     from specgen.traces.trace_writer import RunInfo
     from specgen.types import Round, SamplingParams
 

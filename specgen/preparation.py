@@ -23,17 +23,17 @@ from specgen.skip_search import PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.types import Context
 
 if TYPE_CHECKING:
+    from specgen.decoding.components import Components
+    from specgen.decoding.parallel import DraftWorker
     from specgen.engine.layer_skipping import SkippedLayers
     from specgen.engine.model_loading import LoadedModel
     from specgen.engine.tokenizer import Tokenizer
-    from specgen.factory import Components
-    from specgen.workers import DraftWorker
 
 SEARCH_SECONDS = 10.0
 
 
 def parallel_costs(
-    target: LoadedModel, draft: LoadedModel, worker: DraftWorker, parts: Components, length: int, bucket: tuple[Any, ...]
+    target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]
 ) -> ParallelCosts:
     """Pass times after a context of about `length` tokens while both models run: from the cache, or measured now.
 
@@ -50,11 +50,11 @@ def parallel_costs(
     }
     costs = _valid_costs(measurement_cache.find("costs", key))
     if costs is None:
-        drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), parts, LONGEST_WINDOW)
+        drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
         shortest = min(target.limit_for(length), draft.context_limit)
         length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
         widest = max(1, min(LONGEST_WINDOW, shortest - length))
-        costs = time_parallel_passes(parts.target, drafter, Context([1] * length), synchronizer(target.device), widest)
+        costs = time_parallel_passes(components.target, drafter, Context([1] * length), synchronizer(target.device), widest)
         if max(astuple(costs)) < math.inf:  # infinite where the draft model cannot follow this one context
             measurement_cache.keep("costs", key, asdict(costs))
     return costs

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import exit_of, make_model, save
+from runner_checks import CountedLayers
 from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableRunner, p_value
-from test_early_exit import CountedLayers
 
 import specgen
 from specgen import factory, methods

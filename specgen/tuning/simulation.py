@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
 from specgen.cost_model import RoundCosts, Window
-from specgen.decoding.drafters import NoDrafter, PromptLookupDrafter
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential

@@ -23,7 +23,7 @@ from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOu
 from specgen.tuning.round_timing import LENGTHS, LOOKING, ParallelProbe, RoundProbe
 from specgen.tuning.settings_search import search
 from specgen.tuning.simulated_runs import SimulatedRuns
-from specgen.tuning.simulation import Behaviour, cost_kind, simulate
+from specgen.tuning.simulation import Behaviour, simulate
 from specgen.tuning.skip_tuning import tuned_skips
 from specgen.types import SamplingParams
 

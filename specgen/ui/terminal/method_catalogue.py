@@ -8,12 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specgen.methods import FEEDS, POLICIES, Method, known_settings
-
-
-def _policies(method: Method) -> list[str]:
-    """The length policies whose signals the method's drafter gives."""
-    return [name for name, policy in POLICIES.items() if policy.signals <= FEEDS[method.drafter]]
+from specgen.methods import Method, available_policies, known_settings
 
 
 def method_line(method: Method) -> dict[str, Any]:
@@ -36,7 +31,7 @@ def method_line(method: Method) -> dict[str, Any]:
         "needs_draft_model": method.needs_draft_model,
         "needs_exit_layer": method.needs_exit_layer,
         "policy": method.policy,
-        "policies": _policies(method) if method.any_policy else [],
+        "policies": available_policies(method) if method.any_policy else [],
         "settings": settings,
     }
 
@@ -49,7 +44,7 @@ def method_card(console: Console, method: Method) -> None:
         head.append("  needs a draft model", "quiet")
     console.print(head)
     if method.any_policy:
-        policies = ", ".join(_policies(method))
+        policies = ", ".join(available_policies(method))
         console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {policies}, with its settings", "quiet"))
     for name, setting in known_settings(method, method.policy).items():
         default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
