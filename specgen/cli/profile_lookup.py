@@ -12,18 +12,17 @@ from rich.text import Text
 
 from specgen import demo, methods
 from specgen.errors import SpecgenError
+from specgen.settings import written
 from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
     from specgen.cli.model_options import ModelOptions
     from specgen.compare.method_specs import MethodSpec
     from specgen.pair import Pair
-    from specgen.settings import Value
     from specgen.tuning.profile import Profile
     from specgen.types import SamplingParams
 
 _EXIT = "exit.safetensors"
-_SHORT = {("svip", "threshold"): "h"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ def find(pair: Pair, sampling: SamplingParams, named: Path | None, err: Console,
     """
     from specgen.tuning import profile as profiles
 
-    fits = profiles.profile_key_of(pair)
-    folder = named or profiles.default_folder(fits, sampling.temperature, sampling.top_p, sampling.top_k)
+    key = profiles.profile_key_of(pair)
+    folder = named or profiles.default_folder(key, sampling)
     path = folder / profiles.FILE
     if not path.is_file() and (named is None or (folder / _EXIT).is_file()):
         return None
@@ -61,7 +60,7 @@ def find(pair: Pair, sampling: SamplingParams, named: Path | None, err: Console,
             raise
         _say(err, f"{error.message}; it is not used. {error.hint}", quiet)
         return None
-    why = found.misfit(fits)
+    why = found.mismatch(key)
     if why is not None:
         _say(err, f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}", quiet)
         return None
@@ -95,18 +94,7 @@ def choose(profile: Profile | None, pair: Pair, method: str | None, given: Mappi
     settings = profile.settings_of(name)
     if settings is None:
         return Choice(name, given)
-    return Choice(name, settings, f"tuned: {in_words(name, settings)}")
-
-
-def in_words(name: str, settings: Mapping[str, Value]) -> str:
-    """`svip, c 0.15, h 0.4`: without longest drafts that are the usual ones."""
-    method = methods.find(name)
-    usual = {key: setting.default for key, setting in methods.known_settings(method, method.policy).items()}
-    shown = {key: value for key, value in settings.items() if key != "max_draft" or value != usual.get(key)}
-    told = sorted(((key == "max_draft", _SHORT.get((name, key), key)), value) for key, value in shown.items())
-    return ", ".join(
-        [name, *(f"{short} {value:g}" if isinstance(value, float) else f"{short} {value}" for (_, short), value in told)]
-    )
+    return Choice(name, settings, f"tuned: {written(name, settings)}")
 
 
 def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, *, quiet: bool) -> list[MethodSpec]:
@@ -117,7 +105,7 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
     for spec in specs:
         settings = None if spec.is_rival or spec.settings else profile.settings_of(spec.name)
         if settings:
-            told.append(in_words(spec.name, settings))
+            told.append(written(spec.name, settings))
             spec = replace(spec, settings={name: str(value) for name, value in settings.items()})
         made.append(spec)
     if told:

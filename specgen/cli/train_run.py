@@ -15,7 +15,6 @@ from rich.console import Console
 
 from specgen import methods
 from specgen.cli.error_reporting import INTERRUPTED
-from specgen.cli.tune import DEFAULT_MINUTES
 from specgen.errors import RunError, SpecgenError
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from specgen.ui.terminal.loading_line import LoadingLine
     from specgen.ui.terminal.training_progress import TrainingBars
 
+DEFAULT_MINUTES = 10.0
 DEMO_CORPUS = Path("demo")  # a file of that name needs its whole path
 _OPEN_TOKENS = 600_000  # of the demo pair's own corpus
 _LEARNING_RATES = {"eesd": 1e-3, "sd": 3e-4}
