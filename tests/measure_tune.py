@@ -26,11 +26,11 @@ from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.pair import Pair
 from specgen.settings import written
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
-from specgen.tuning.deadline import Deadline
 from specgen.tuning.outcome import TuningOutcome
+from specgen.tuning.request import Deadline, Progress, TuningRequest
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import simulate
-from specgen.tuning.tuner import Progress, TuningRequest, choose_method, measure_pair
+from specgen.tuning.tuner import choose_method, measure_pair
 from specgen.types import SamplingParams
 
 HELD_OUT = ("news", "chat")

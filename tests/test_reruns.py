@@ -18,12 +18,12 @@ from specgen.traces.summary import Summary
 from specgen.tuning import profile as profiles
 from specgen.tuning import simulated_runs as module
 from specgen.tuning.candidates import SEARCHED, grid, trees
-from specgen.tuning.deadline import Deadline
 from specgen.tuning.recorded_drafts import record_reference
+from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.round_timing import RoundProbe
 from specgen.tuning.settings_search import SearchResult, search
 from specgen.tuning.simulated_runs import SimulatedRun, SimulatedRuns
-from specgen.tuning.tuner import TuningRequest, tune
+from specgen.tuning.tuner import tune
 from specgen.types import SamplingParams
 
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6]]

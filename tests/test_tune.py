@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import count
 
 import pytest
 from families import EOS
@@ -17,14 +19,14 @@ from specgen.settings import written
 from specgen.traces.summary import Summary
 from specgen.tuning import tuner
 from specgen.tuning.candidates import SIMULATED, grid
-from specgen.tuning.deadline import Deadline
-from specgen.tuning.outcome import Candidate, best_of, choose, nearest_to_default, shortlist
+from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
 from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
+from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.round_timing import SIGNALS, WINDOWS, ParallelProbe, RoundProbe
 from specgen.tuning.settings_search import simulate_grids
 from specgen.tuning.simulation import PairMeasurements, simulate
 from specgen.tuning.skip_search import tuned_skips
-from specgen.tuning.tuner import TuningRequest, outcome_of, select_methods, tune
+from specgen.tuning.tuner import outcome_of, select_methods, tune
 from specgen.types import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
@@ -33,22 +35,12 @@ COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8
 PairOf = Callable[[str, str], Pair]
 
 
-class StepClock:
-    """A clock on which every reading takes a second: deadlines count readings, whatever the machine's speed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
-
-
 @pytest.fixture(scope="module")
 def near(pair_of: PairOf) -> Pair:
     return pair_of("llama", "near")
 
 
+@cache
 def measured(pair: Pair, sampling: SamplingParams = GREEDY) -> PairMeasurements:
     target, draft = pair.runners
     assert draft is not None
@@ -95,18 +87,9 @@ def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingPa
 def test_simulated_runs_count_what_real_runs_count(pair_of: PairOf, draft: str, name: str, given: dict[str, object]) -> None:
     """From one recording, whatever the policy: the same rounds, drafts, accepted tokens and output."""
     pair = pair_of("llama", draft)
-    found, run = simulate(_measured_once(pair_of, draft), name, given), really(pair, name, given)
+    found, run = simulate(measured(pair, GREEDY), name, given), really(pair, name, given)
     assert found.token_ids == run.token_ids
     assert (found.rounds, found.drafted, found.accepted, found.drafts) == (run.rounds, run.drafted, run.accepted, run.drafts)
-
-
-_MEASURED: dict[str, PairMeasurements] = {}
-
-
-def _measured_once(pair_of: PairOf, draft: str) -> PairMeasurements:
-    if draft not in _MEASURED:
-        _MEASURED[draft] = measured(pair_of("llama", draft))
-    return _MEASURED[draft]
 
 
 def test_rounds_are_priced_by_their_costs(measurements: PairMeasurements) -> None:
@@ -175,7 +158,7 @@ def test_curves_go_through_their_points_and_on() -> None:
 
 def test_real_rounds_of_each_length_are_timed(near: Pair) -> None:
     probe = RoundProbe(near, "sd", PROMPTS[:1], GREEDY, lengths=(1, 3), signals=SIGNALS)
-    probe.run(Deadline.after(20, StepClock()))
+    probe.run(Deadline.after(20, count().__next__))
     costs = probe.costs
     curve = next(iter(costs.drafting.curves.values()))
     assert set(curve.points) == {0, 1, 3}
@@ -188,7 +171,7 @@ def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.Mon
     """Otherwise a machine that is slow for a moment would make one window slow. The costs add up to the measured seconds."""
     monkeypatch.setattr("specgen.tuning.round_timing.PARALLEL_ROUNDS", 2 * len(WINDOWS))
     probe = ParallelProbe(near, PROMPTS[:1], GREEDY)
-    probe.run(Deadline.after(0, StepClock()))
+    probe.run(Deadline.after(0, count().__next__))
     costs = probe.costs
     assert set(next(iter(costs.drafting.curves.values())).points) >= {0, *WINDOWS}
     assert costs.together is not None
@@ -218,17 +201,17 @@ TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc
 
 
 def request(readings: float, names: list[str] | None = None) -> TuningRequest:
-    """A request with time for so many readings of the clock."""
-    return TuningRequest(TEXTS, GREEDY, Deadline.after(readings, StepClock()), names)
+    """A request with time for so many readings of a clock on which each takes a second, whatever the machine's speed."""
+    return TuningRequest(TEXTS, GREEDY, Deadline.after(readings, count().__next__), names)
 
 
 def test_tuning_chooses_what_it_measured(near: Pair) -> None:
     steps = Steps()
-    outcome = tune(near, request(600, ["sd", "svip", "lookup"]), steps)
+    outcome = tune(near, request(250, ["sd", "svip", "lookup"]), steps)
     assert {found.name for found in outcome.methods} == {"ar", "sd", "svip", "lookup"}
     assert outcome.plain.measured is not None
     assert outcome.best.measured is not None
-    assert outcome.confirmed
+    assert outcome.verdict != "unconfirmed"
     assert "confirmation" not in outcome.left_out
     assert outcome.chosen.name == (outcome.best.name if outcome.verdict == "pays" else "ar")
     assert outcome.speedup_model is not None
@@ -242,7 +225,6 @@ def test_without_time_the_outcome_is_not_confirmed(near: Pair) -> None:
     outcome = tune(near, request(0, ["sd"]), Steps())
     assert outcome.best.measured is None
     assert outcome.verdict == "unconfirmed"
-    assert not outcome.confirmed
     assert "confirmation" in outcome.left_out
     assert {found.name for found in outcome.methods} == {"ar", "sd"}
 
@@ -262,7 +244,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     passes = Curve({tokens: float(tokens) for tokens in range(17)}), Curve(dict.fromkeys(range(1, 18), 1.0))
     costs = RoundCosts(*(CostTable({8: curve}) for curve in passes))
     found = replace(measured(pair_of("llama", "unrelated")), costs={"echo": costs, "model": costs})
-    grids = simulate_grids(found, ["ar", "sd", "svip", "confidence"], Deadline.after(1000, StepClock()))
+    grids = simulate_grids(found, ["ar", "sd", "svip", "confidence"], Deadline.after(1000, count().__next__))
     assert grids.complete
     outcome = outcome_of(found, grids.candidates, GREEDY, {})
     assert outcome.chosen.name == outcome.methods[0].name == "ar"
@@ -272,7 +254,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     confirmed = [
         replace(each, measured=each.predicted, speedup=each.predicted / outcome.plain.predicted) for each in outcome.methods
     ]
-    assert choose(confirmed) == (confirmed[0], "does not pay")
+    assert replace(outcome, methods=confirmed).verdict == "does not pay"
 
 
 def test_layers_to_skip_are_searched_only_where_that_is_asked(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,19 +289,24 @@ def test_a_draft_model_with_too_short_a_context_is_refused(near: Pair) -> None:
 PLAIN = Candidate("ar", {}, True, 100.0, 1, None, 100.0, 1.0)
 
 
+def outcome(*methods: Candidate) -> TuningOutcome:
+    return TuningOutcome(methods, GREEDY, 8, {})
+
+
 @pytest.mark.parametrize(
     ("speedup", "low", "high", "verdict"),
     [(1.5, 1.2, 1.8, "pays"), (0.9, 0.8, 0.97, "does not pay"), (1.02, 0.97, 1.06, "unclear"), (0.98, 0.9, 1.1, "does not pay")],
 )
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
     best = Candidate("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
-    assert choose([best, PLAIN]) == (best if verdict == "pays" else PLAIN, verdict)
+    found = outcome(best, PLAIN)
+    assert (found.chosen, found.verdict) == (best if verdict == "pays" else PLAIN, verdict)
 
 
 @pytest.mark.parametrize(("predicted", "chosen"), [(300.0, "sd"), (105.0, "ar")])
 def test_expected_speeds_alone_confirm_nothing(predicted: float, chosen: str) -> None:
-    found, verdict = choose([Candidate("sd", {"k": 3}, True, predicted, 1), replace(PLAIN, measured=None, speedup=None)])
-    assert (found.name, verdict) == (chosen, "unconfirmed")
+    found = outcome(Candidate("sd", {"k": 3}, True, predicted, 1), replace(PLAIN, measured=None, speedup=None))
+    assert (found.chosen.name, found.verdict) == (chosen, "unconfirmed")
 
 
 def test_a_method_that_is_fast_on_some_prompts_only_is_not_chosen() -> None:
@@ -327,7 +314,7 @@ def test_a_method_that_is_fast_on_some_prompts_only_is_not_chosen() -> None:
     moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)
 
     def best(*found: Candidate) -> str:
-        return best_of([*found, PLAIN]).name
+        return outcome(*found, PLAIN).best.name
 
     assert best(moody, steady) == "svip"
     assert best(replace(moody, low=None, high=None), steady) == "lookup", "too few runs to tell: the measured speed decides"

@@ -24,7 +24,7 @@ from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.tuning import profile as profiles
 from specgen.tuning.export import ENGINES, Names, Tuned, export
-from specgen.tuning.outcome import Candidate, TuningOutcome, choose
+from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 from specgen.ui import theme
 from specgen.ui.terminal.tune_report import report
@@ -32,7 +32,7 @@ from specgen.ui.terminal.tune_report import report
 CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012}}, "looking": 1e-5}
 
 
-def outcome(chosen: str = "svip", temperature: float = 0.0) -> TuningOutcome:
+def outcome() -> TuningOutcome:
     methods = [
         Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, True, 120.0, 40, 0.8, 118.0, 1.4, 1.2, 1.6),
         Candidate("sd", {"k": 3}, True, 100.0, 16, 0.6),
@@ -40,12 +40,7 @@ def outcome(chosen: str = "svip", temperature: float = 0.0) -> TuningOutcome:
         Candidate("lookup", {"k": 4, "ngram": 2}, True, 85.0, 32, 0.1),
         Candidate("ar", {}, True, 80.0, 1, None, 84.0, 1.0),
     ]
-    sampling = SamplingParams(max_new_tokens=64, temperature=temperature)
-    found = next(entry for entry in methods if entry.name == chosen)
-    verdict = "does not pay" if chosen == "ar" else "pays"
-    return TuningOutcome(
-        methods, found, verdict, sampling, 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8
-    )
+    return TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -300,8 +295,7 @@ def test_compare_takes_tuned_settings(pair: tuple[str, ...], folder: Path, tmp_p
 def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey, tmp_path: Path) -> None:
     """Even with a large expected speedup neither the report nor the profile nor --json says that speculation pays."""
     methods = [Candidate("svip", {"threshold": 0.45}, True, 160.0, 40), Candidate("ar", {}, True, 80.0, 1)]
-    chosen, verdict = choose(methods)
-    found = TuningOutcome(methods, chosen, verdict, SamplingParams(), 8, {"echo": CURVES})
+    found = TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES})
     path = profiles.save(profiles.from_outcome(found, key), tmp_path)
     assert profiles.load(tmp_path).verdict == "unconfirmed"
     line = json_line(found, path)

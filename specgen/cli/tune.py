@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,16 +14,16 @@ from specgen.cli.train_run import DEFAULT_MINUTES
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
-_TRAINING = "Training"
 
-Train = Annotated[
-    bool,
-    typer.Option(
-        "--train", help="Train EESD's exit layer and its predictor, or with -m sd the draft.", rich_help_panel=_TRAINING
-    ),
-]
+def _training(metavar: str | None, help: str, *names: str) -> Any:
+    """An option in the help panel of training."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Training")
+
+
+Train = Annotated[bool, _training(None, "Train EESD's exit layer and its predictor, or with -m sd the draft.", "--train")]
 Methods = Annotated[
-    str | None, typer.Option("--methods", "-m", metavar="LIST", help="Only these, separated by commas; with --train: eesd or sd.")
+    str | None,
+    typer.Option("--methods", "-m", metavar="LIST", help="Only these, separated by commas; with --train: eesd or sd."),
 ]
 Budget = Annotated[float, typer.Option(metavar="SECONDS", help="Time for everything, loading included.")]
 Limit = Annotated[int, typer.Option(metavar="N", help="Number of prompts, taken from each category in turn.")]
@@ -39,22 +39,9 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="The profile's folder; by default one for this pair in your data folder."),
 ]
-Minutes = Annotated[
-    float | None,
-    typer.Option(metavar="M", help=f"Total training time ({DEFAULT_MINUTES:g}).", rich_help_panel=_TRAINING),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(metavar="S", help="Optimizer steps instead of minutes: reproducible weights.", rich_help_panel=_TRAINING),
-]
-Corpus = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Training text: plain, or JSON lines with text; demo: the bundled pair's own.",
-        rich_help_panel=_TRAINING,
-    ),
-]
+Minutes = Annotated[float | None, _training("M", f"Total training time ({DEFAULT_MINUTES:g}).")]
+Steps = Annotated[int | None, _training("S", "Optimizer steps instead of minutes: reproducible weights.")]
+Corpus = Annotated[Path | None, _training("FILE", "Training text: plain, or JSON lines with text; demo: the bundled pair's own.")]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -62,40 +49,17 @@ Prompts = Annotated[
         help="Prompts to tune on, as compare reads them (default: examples.yaml); with --train: those that the target continues.",
     ),
 ]
-Layer = Annotated[
-    int | None,
-    typer.Option("--layer", metavar="N", help="Put the exit after layer N (7 % of the layers).", rich_help_panel=_TRAINING),
-]
-ExitLayers = Annotated[
-    int, typer.Option("--exit-layers", metavar="0|1|2", help="Layers in the exit; 0: only a head.", rich_help_panel=_TRAINING)
-]
-Head = Annotated[
-    str, typer.Option("--head", metavar="own|target", help="Train a head, or use the target's.", rich_help_panel=_TRAINING)
-]
+Layer = Annotated[int | None, _training("N", "Put the exit after layer N (7 % of the layers).", "--layer")]
+ExitLayers = Annotated[int, _training("0|1|2", "Layers in the exit; 0: only a head.", "--exit-layers")]
+Head = Annotated[str, _training("own|target", "Train a head, or use the target's.", "--head")]
 SelfText = Annotated[
     float | None,
-    typer.Option(
-        "--self-text",
-        metavar="SHARE",
-        help="Share of sequences that the target generates (0.5; for sd: that it labels, 1).",
-        rich_help_panel=_TRAINING,
-    ),
+    _training("SHARE", "Share of sequences that the target generates (0.5; for sd: that it labels, 1).", "--self-text"),
 ]
-Batch = Annotated[
-    int | None,
-    typer.Option("--batch-size", metavar="B", help="Sequences per step (64; on a CPU 16).", rich_help_panel=_TRAINING),
-]
-Window = Annotated[
-    int | None, typer.Option("--window", metavar="W", help="Tokens per sequence (2048; on a CPU 256).", rich_help_panel=_TRAINING)
-]
+Batch = Annotated[int | None, _training("B", "Sequences per step (64; on a CPU 16).", "--batch-size")]
+Window = Annotated[int | None, _training("W", "Tokens per sequence (2048; on a CPU 256).", "--window")]
 LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        "--learning-rate",
-        metavar="R",
-        help="Peak learning rate (0.001; for sd 0.0003); it decays to a tenth.",
-        rich_help_panel=_TRAINING,
-    ),
+    float | None, _training("R", "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth.", "--learning-rate")
 ]
 
 

@@ -85,8 +85,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
                 _export(request.export, pair, kept, profile.chosen.method, err, quiet)
                 return None
         from specgen.tuning import profile as profiles
-        from specgen.tuning.deadline import Deadline
-        from specgen.tuning.tuner import TuningRequest, tune
+        from specgen.tuning.request import Deadline, TuningRequest
+        from specgen.tuning.tuner import tune
 
         key = profiles.profile_key_of(pair)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
@@ -123,8 +123,8 @@ def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
         "type": "tune",
         "chosen": {"method": outcome.chosen.name, "settings": dict(outcome.chosen.settings)},
         "verdict": outcome.verdict,
-        "confirmed": outcome.confirmed,
-        "speedup": outcome.speedup,
+        "confirmed": outcome.verdict != "unconfirmed",
+        "speedup": outcome.speedup_of(outcome.chosen),
         "speedup_low": outcome.chosen.low,
         "speedup_high": outcome.chosen.high,
         "predicted": {each.name: each.predicted for each in tuned},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,8 @@ from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.tuning.outcome import PLAIN, Candidate, plain_of
 
 if TYPE_CHECKING:
-    from specgen.compare.prompts import Prompt
     from specgen.pair import Pair
-    from specgen.tuning.deadline import Deadline
-    from specgen.types import SamplingParams
+    from specgen.tuning.request import Progress, TuningRequest
 
 FEWEST_PROMPTS = 2  # that a method is run on
 MOST_REPEATS = 50  # of each prompt
@@ -35,29 +33,22 @@ class Confirmation:
 
 
 def confirm(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    candidates: Sequence[Candidate],
-    shortlisted: Sequence[Candidate],
-    deadline: Deadline,
-    announce: Callable[[str], None],
-    *,
-    chat: bool = False,
+    pair: Pair, request: TuningRequest, candidates: Sequence[Candidate], shortlisted: Sequence[Candidate], progress: Progress
 ) -> Confirmation:
     """Run plain decoding and as many of the shortlisted as there is time for."""
     if not shortlisted:
         return Confirmation(candidates)
-    listed, new_tokens = _affordable(candidates, shortlisted, len(prompts), sampling.max_new_tokens, deadline.left)
+    listed, new_tokens = _affordable(request, candidates, shortlisted)
     if not listed:
         return Confirmation(candidates, left_out={"confirmation": OUT_OF_TIME})
     run_seconds = new_tokens * _token_seconds(candidates, listed)
     specs = [parse_spec(PLAIN), *(parse_spec(candidate.written) for candidate in listed)]
-    results = Results(specs, prompts, sampling.greedy)
-    config = BenchmarkConfig(specs, prompts, MOST_REPEATS, replace(sampling, max_new_tokens=new_tokens), chat)
+    results = Results(specs, request.prompts, request.sampling.greedy)
+    sampling = replace(request.seeded_sampling, max_new_tokens=new_tokens)
+    config = BenchmarkConfig(specs, request.prompts, MOST_REPEATS, sampling, request.chat)
     for step in Runner(pair, config, results).steps():
-        announce(f"really running {'' if step.spec is None else step.spec.written}")
-        if deadline.left < run_seconds:
+        progress.announce(f"really running {'' if step.spec is None else step.spec.written}")
+        if request.deadline.left < run_seconds:
             break
     left_out = {written: error.message for written, error in results.failures.items()}
     turns = len(results.whole_turns())
@@ -75,14 +66,14 @@ def confirm(
 
 
 def _affordable(
-    candidates: Sequence[Candidate], shortlisted: Sequence[Candidate], prompts: int, most_tokens: int, seconds: float
+    request: TuningRequest, candidates: Sequence[Candidate], shortlisted: Sequence[Candidate]
 ) -> tuple[Sequence[Candidate], int]:
-    """The first of `shortlisted` that can run on `FEWEST_PROMPTS` at least in `seconds`, warm-up included, and the number of new
-    tokens of a run.
+    """The first of `shortlisted` that can run on `FEWEST_PROMPTS` at least, warm-up included, and the new tokens of each run.
 
     Runs are shortened by up to a half so that they cover all prompts: a speed on few prompts may not hold on others.
     """
-    shortest = max(1, most_tokens // 2)
+    seconds, most = request.deadline.left, request.sampling.max_new_tokens
+    shortest = max(1, most // 2)
 
     def fitting(listed: Sequence[Candidate], prompts: int) -> float:
         return seconds / ((1 + prompts) * (len(listed) + 1) * _token_seconds(candidates, listed))
@@ -90,7 +81,7 @@ def _affordable(
     listed = shortlisted
     while listed and fitting(listed, FEWEST_PROMPTS) < shortest:
         listed = listed[:-1]
-    return listed, min(most_tokens, max(shortest, int(fitting(listed, prompts))))
+    return listed, min(most, max(shortest, int(fitting(listed, len(request.prompts)))))
 
 
 def _token_seconds(candidates: Sequence[Candidate], listed: Sequence[Candidate]) -> float:

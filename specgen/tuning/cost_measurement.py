@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.errors import SpecgenError
-from specgen.tuning.deadline import Deadline
-from specgen.tuning.round_timing import LENGTHS, SIGNALS, CostProbe, ParallelProbe, RepeatDrafter, RoundProbe
+from specgen.tuning.request import Deadline
+from specgen.tuning.round_timing import LENGTHS, SIGNALS, ParallelProbe, RepeatDrafter, RoundProbe
 
 if TYPE_CHECKING:
     from specgen.cost_model import RoundCosts
@@ -59,7 +59,7 @@ def measure_costs(
                     raise
                 del probes[kind]
                 failures[kind] = error.message
-        if turn == 0 and deadline.passed:
+        if turn == 0 and deadline.left < 0:
             break
     parallel = probes.get("parallel")
     slowdown = parallel.slowdown if isinstance(parallel, ParallelProbe) else 1.0
@@ -68,7 +68,7 @@ def measure_costs(
 
 def _probes(
     pair: Pair, kinds: Sequence[str], references: Sequence[ReferenceOutput], sampling: SamplingParams, seconds: float
-) -> dict[str, CostProbe]:
+) -> dict[str, RoundProbe | ParallelProbe]:
     """A probe of each kind, with draft lengths that can be swept in `seconds` on all prompts."""
     prompts = _prompts(pair, references)
     token_seconds = sum(reference.seconds for reference in references) / sum(len(each.token_ids) for each in references)
@@ -77,7 +77,7 @@ def _probes(
     has_predictor = pair.exit_layer is not None and pair.exit_layer.predictor is not None
     exit_signals = frozenset({"agreement"} if has_predictor else ())
     given = (prompts, sampling)
-    makers: Mapping[str, Callable[[], CostProbe]] = {
+    makers: Mapping[str, Callable[[], RoundProbe | ParallelProbe]] = {
         "echo": lambda: RoundProbe(pair, "ar", *given, lengths=(0, *lengths), drafter=RepeatDrafter()),
         "model": lambda: RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
         "exit": lambda: RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),

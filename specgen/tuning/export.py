@@ -44,12 +44,12 @@ def check(engine: str) -> None:
 def export(engine: str, tuned: Sequence[Tuned], chosen: str, names: Names) -> Export:
     """The fastest tuned method that the engine has. Raises SpecgenError where it has none of them."""
     check(engine)
-    usable = [method for method in tuned if method.name in _KNOWN[engine]]
+    write, known = ENGINES[engine]
+    usable = [method for method in tuned if method.name in known]
     if not usable:
-        known = ", ".join(_KNOWN[engine])
-        raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {known}: name one with --methods")
+        raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
     best = max(usable, key=lambda method: method.speed)
-    made = ENGINES[engine](best, names)
+    made = write(best, names)
     lost = list(made.lost)
     if chosen == "ar":
         lost.insert(0, f"here plain decoding is the fastest: {best.name} is only the best of what {engine} has")
@@ -129,17 +129,11 @@ def _mlx(method: Tuned, names: Names) -> Export:
     return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {_length(method)}")
 
 
-ENGINES: Mapping[str, Callable[[Tuned, Names], Export]] = {
-    "transformers": _transformers,
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "llama.cpp": _llama_cpp,
-    "mlx": _mlx,
-}
-_KNOWN: Mapping[str, tuple[str, ...]] = {
-    "transformers": ("sd", "heuristic", "confidence", "lookup"),
-    "vllm": ("sd", "lookup"),
-    "sglang": ("sd", "lookup"),
-    "llama.cpp": ("sd", "confidence"),
-    "mlx": ("sd",),
+# how settings are written, and which methods the engine has
+ENGINES: Mapping[str, tuple[Callable[[Tuned, Names], Export], tuple[str, ...]]] = {
+    "transformers": (_transformers, ("sd", "heuristic", "confidence", "lookup")),
+    "vllm": (_vllm, ("sd", "lookup")),
+    "sglang": (_sglang, ("sd", "lookup")),
+    "llama.cpp": (_llama_cpp, ("sd", "confidence")),
+    "mlx": (_mlx, ("sd",)),
 }

@@ -62,8 +62,6 @@ class TuningOutcome:
     """
 
     methods: Sequence[Candidate]
-    chosen: Candidate
-    verdict: Verdict
     sampling: SamplingParams
     prompts: int
     costs: Mapping[str, Any]
@@ -72,26 +70,43 @@ class TuningOutcome:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def confirmed(self) -> bool:
-        """Whether the verdict rests on real runs."""
-        return self.verdict != "unconfirmed"
-
-    @property
     def plain(self) -> Candidate:
         return plain_of(self.methods)
 
     @property
     def best(self) -> Candidate:
-        return best_of(self.methods)
+        """The fastest lossless method that speculates; plain decoding where there is none.
+
+        Measured ones come first, by the lower end of their intervals: a method that is fast on some prompts and slow on others is
+        not a safe choice for prompts that were not measured.
+        """
+        others = [method for method in self.methods if method.name != PLAIN and method.lossless]
+        measured = [method for method in others if method.measured is not None]
+        if measured and all(method.low is not None for method in measured):
+            return max(measured, key=lambda method: method.low or 0.0)
+        return max(measured or others or [self.plain], key=lambda method: method.measured or method.predicted)
 
     @property
-    def speedup(self) -> float:
-        """The chosen method's speedup over plain decoding, the expected one where it was not run."""
-        return 1.0 if self.chosen.name == PLAIN else self.speedup_of(self.chosen)
+    def verdict(self) -> Verdict:
+        """Whether speculation pays: an interval that contains 1 is unclear, and without real runs nothing is confirmed."""
+        best = self.best
+        if best.name == PLAIN:
+            return "does not pay"
+        if best.speedup is None:
+            return "unconfirmed"
+        if (best.low or best.speedup) > 1:
+            return "pays"
+        return "does not pay" if (best.high or best.speedup) < 1 or best.speedup < 1 else "unclear"
 
-    def speedup_of(self, candidate: Candidate) -> float:
-        """The measured speedup, else the expected one."""
-        return candidate.speedup or candidate.predicted / self.plain.predicted
+    @property
+    def chosen(self) -> Candidate:
+        """The method to decode with: the best one where it pays or, unconfirmed, where its expected speedup is large enough."""
+        expected = self.verdict == "unconfirmed" and self.speedup_of(self.best) > EXPECTED_GAIN
+        return self.best if expected or self.verdict == "pays" else self.plain
+
+    def speedup_of(self, method: Candidate) -> float:
+        """The measured speedup over plain decoding, else the expected one."""
+        return 1.0 if method.name == PLAIN else method.speedup or method.predicted / self.plain.predicted
 
     @property
     def break_even_acceptance(self) -> float | None:
@@ -119,36 +134,6 @@ class TuningOutcome:
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:
     return next(candidate for candidate in candidates if candidate.name == PLAIN)
-
-
-def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest lossless method that speculates; plain decoding where there is none.
-
-    Measured ones come first, by the lower end of their intervals: a method that is fast on some prompts and slow on others is not
-    a safe choice for prompts that were not measured.
-    """
-    others = [candidate for candidate in candidates if candidate.name != PLAIN and candidate.lossless]
-    measured = [candidate for candidate in others if candidate.measured is not None]
-    if measured and all(candidate.low is not None for candidate in measured):
-        return max(measured, key=lambda candidate: candidate.low or 0.0)
-    return max(measured or others or [plain_of(candidates)], key=lambda candidate: candidate.measured or candidate.predicted)
-
-
-def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, Verdict]:
-    """The method to decode with, and whether speculation pays.
-
-    Real runs decide: an interval that contains 1 is unclear, and plain decoding is chosen. Without real runs the verdict is
-    `unconfirmed`, and the best method is chosen where its expected speedup is above `EXPECTED_GAIN`.
-    """
-    best, plain = best_of(candidates), plain_of(candidates)
-    if best.name == PLAIN:
-        return plain, "does not pay"
-    if best.speedup is None:
-        return best if best.predicted > EXPECTED_GAIN * plain.predicted else plain, "unconfirmed"
-    low, high = best.low or best.speedup, best.high or best.speedup
-    if low > 1:
-        return best, "pays"
-    return plain, "does not pay" if high < 1 or best.speedup < 1 else "unclear"
 
 
 def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:

@@ -79,25 +79,32 @@ class Sampling(_StrictModel):
     top_k: Annotated[int, Field(ge=0)]
 
 
+GivenSettings = dict[str, bool | int | float | str]
+
+
 class Choice(_StrictModel):
     """A method with its settings, both checked like those of a command line."""
 
     method: Word
-    settings: dict[str, bool | int | float | str]
+    settings: GivenSettings
 
     @model_validator(mode="after")
     def _is_known(self) -> Choice:
-        try:
-            methods.resolve(methods.find(self.method), self.settings)
-        except SpecgenError as error:
-            raise ValueError(error.message) from error
+        _check_method(self.method, self.settings)
         return self
+
+
+def _check_method(name: str, settings: GivenSettings, key: str = "") -> None:
+    try:
+        methods.resolve(methods.find(name), settings)
+    except SpecgenError as error:
+        raise ValueError(f"{key}{error.message}") from error
 
 
 class Tuned(_StrictModel):
     """The best settings of one method, as in `Candidate`: speeds are tokens per second."""
 
-    settings: dict[str, bool | int | float | str]
+    settings: GivenSettings
     predicted: Positive
     measured: Positive | None
     speedup: Positive | None
@@ -141,10 +148,7 @@ class Profile(_StrictModel):
     @model_validator(mode="after")
     def _methods_are_known(self) -> Profile:
         for name, tuned in self.methods.items():
-            try:
-                Choice(method=name, settings=tuned.settings)
-            except ValidationError as error:
-                raise ValueError(f"methods, {name}: {_first_error(error)}") from error
+            _check_method(name, tuned.settings, f"methods, {name}: ")
         return self
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
@@ -207,25 +211,22 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
 
 def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
     sampling = outcome.sampling
+    shared = ("predicted", "measured", "speedup", "tried", "perplexity")
     tuned = {
-        candidate.name: Tuned(
-            settings=dict(candidate.settings),
-            predicted=candidate.predicted,
-            measured=candidate.measured,
-            speedup=candidate.speedup,
-            speedup_low=candidate.low,
-            speedup_high=candidate.high,
-            tried=candidate.tried,
-            perplexity=candidate.perplexity,
+        each.name: Tuned(
+            settings=dict(each.settings),
+            speedup_low=each.low,
+            speedup_high=each.high,
+            **{name: getattr(each, name) for name in shared},
         )
-        for candidate in outcome.methods
+        for each in outcome.methods
     }
     return Profile(
         version=1,
         written=datetime.now(UTC).replace(microsecond=0),
         verdict=outcome.verdict,
         chosen=Choice(method=outcome.chosen.name, settings=dict(outcome.chosen.settings)),
-        speedup=outcome.speedup,
+        speedup=outcome.speedup_of(outcome.chosen),
         sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
         fits=key,
         methods=tuned,

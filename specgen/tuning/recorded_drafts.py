@@ -33,7 +33,7 @@ LONGEST = 40  # tokens of a rollout: the largest `max_draft` that is tried
 
 
 class Drafted(NamedTuple):
-    """A drafted token, and what a length policy reads of it."""
+    """A drafted token, and what a length policy reads of it. `_rollout` sets the position."""
 
     token: int
     step: DraftedToken
@@ -142,14 +142,10 @@ class Recorder:
     ) -> tuple[list[Drafted], list[float]]:
         """The draft's token for each position of the output, which is the output's own where it is accepted; and the acceptance
         probabilities. Logits are [tokens, vocabulary]."""
-        negative, tops = (figure.tolist() for figure in logits_ops.figures(draft_logits))
         if self._sampling.greedy:
-            tokens = draft_logits.argmax(dim=-1).tolist()
-            found = [
-                Drafted(token, DraftedToken(1, abs(entropy), math.exp(top)))
-                for token, entropy, top in zip(tokens, negative, tops, strict=True)
-            ]
+            found = self._chosen(draft_logits)
             return found, [float(drafted.token == token) for drafted, token in zip(found, token_ids, strict=True)]
+        negative = logits_ops.figures(draft_logits)[0].tolist()
         target_probs = logits_ops.warp(target_logits, self._sampling)
         draft_probs = logits_ops.warp(draft_logits, self._sampling)
         draft_probs = torch.nn.functional.pad(draft_probs, (0, target_probs.shape[-1] - draft_probs.shape[-1]))
@@ -160,7 +156,7 @@ class Recorder:
             accepted = self._rng.random() < probability or rejected[position] < 0
             drafted = token if accepted else rejected[position] if rejected[position] != token else -1
             prob = float(draft_probs[position, token if accepted else rejected[position]])
-            found.append(Drafted(drafted, DraftedToken(1, abs(negative[position]), prob)))
+            found.append(Drafted(drafted, DraftedToken(0, abs(negative[position]), prob)))
         return found, overlap.tolist()
 
     def _continuations(

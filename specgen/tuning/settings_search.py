@@ -16,7 +16,7 @@ from specgen.tuning.outcome import Candidate, by_speed, nearest_to_default
 from specgen.tuning.simulation import simulate
 
 if TYPE_CHECKING:
-    from specgen.tuning.deadline import Deadline
+    from specgen.tuning.request import Deadline
     from specgen.tuning.simulated_runs import SimulatedRun, SimulatedRuns
     from specgen.tuning.simulation import PairMeasurements
 
@@ -41,7 +41,7 @@ def simulate_grids(
     for name, settings in round_robin({name: grid(name) for name in names}):
         if tried % 20 == 0:
             announce(f"simulating, {tried} settings so far")
-        if name in found and deadline.passed:
+        if name in found and deadline.left < 0:
             complete = False
             break
         found.setdefault(name, []).append(expected(measurements, name, settings))
@@ -110,7 +110,7 @@ def search(
     lossy = {name: settings for name, settings in grids.items() if not METHODS[name].lossless}
     lossless = {name: settings for name, settings in grids.items() if name not in lossy}
     for name, settings in chain(round_robin(lossless), round_robin(lossy)):
-        if deadline.passed:
+        if deadline.left < 0:
             break
         if name in result.left_out:
             continue

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from specgen import factory, methods
 from specgen.engine.inference_mode import inference
 from specgen.traces.summary import Summary
-from specgen.tuning.deadline import ClockFunction, Deadline
 from specgen.tuning.memoised_runner import MemoisedRunner
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
-from specgen.tuning.round_timing import CostProbe, RepeatDrafter, RoundProbe
+from specgen.tuning.request import ClockFunction, Deadline
+from specgen.tuning.round_timing import RepeatDrafter, RoundProbe
 from specgen.tuning.simulation import SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run, runs_needed
 from specgen.types import Context
 
@@ -112,7 +112,7 @@ class SimulatedRuns:
         sampling: SamplingParams,
         plain: RoundCosts | None = None,
         *,
-        probe: Callable[..., CostProbe] = RoundProbe,
+        probe: Callable[..., RoundProbe] = RoundProbe,
         clock: ClockFunction = time.perf_counter,
     ) -> None:
         self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain

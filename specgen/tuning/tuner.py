@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.errors import SpecgenError
@@ -15,8 +15,9 @@ from specgen.speedup_model import SpeedupModel
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
 from specgen.tuning.cost_measurement import measure_costs
-from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, choose, plain_of, shortlist
+from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, plain_of, shortlist
 from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, mean_acceptance, record_reference
+from specgen.tuning.request import Progress, TuningRequest
 from specgen.tuning.settings_search import expected, search, simulate_grids
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import PairMeasurements, cost_kind
@@ -24,52 +25,13 @@ from specgen.tuning.skip_search import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.compare.prompts import Prompt
     from specgen.pair import Pair
-    from specgen.tuning.deadline import Deadline
+    from specgen.tuning.request import Deadline, TuningObserver
 
 # shares of the time that is left when a step begins
 RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.2, 0.6, 0.4
 SEARCH_PROMPTS = 4  # that the search runs on
 _DRAFTER_LABELS = {"model": "the draft's", "exit": "the exit layer's"}
-
-
-class TuningObserver(Protocol):
-    """Is notified of the progress, never while something is timed."""
-
-    def done(self, what: str, seconds: float) -> None: ...
-
-    def doing(self, what: str, seconds_left: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TuningRequest:
-    """What to tune: on which prompts, how to sample (without a seed: 0), until when, and which methods (None: all)."""
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
-    deadline: Deadline
-    names: Sequence[str] | None = None
-    chat: bool = False
-
-    @property
-    def seeded_sampling(self) -> SamplingParams:
-        return replace(self.sampling, seed=self.sampling.seed or 0)
-
-
-class Progress:
-    """Reports steps to the observer, each with the seconds since the one before."""
-
-    def __init__(self, observer: TuningObserver, deadline: Deadline) -> None:
-        self._observer, self._deadline, self._begin = observer, deadline, deadline.clock()
-
-    def announce(self, what: str) -> None:
-        self._observer.doing(what, self._deadline.left)
-
-    def done(self, what: str) -> None:
-        now = self._deadline.clock()
-        self._observer.done(what, now - self._begin)
-        self._begin = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +124,7 @@ def record_references(pair: Pair, request: TuningRequest, deadline: Deadline, pr
     references: list[ReferenceOutput] = []
     tokenizer, sampling = pair.tokenizer, request.seeded_sampling
     for prompt in request.prompts:
-        if len(references) >= FEWEST_PROMPTS and deadline.passed:
+        if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
             break
         progress.announce(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
         ids = tokenizer.chat(prompt.text, None) if request.chat else tokenizer.encode(prompt.text)
@@ -199,14 +161,14 @@ def choose_method(
     pair: Pair, request: TuningRequest, selection: Selection, measurements: PairMeasurements, progress: Progress
 ) -> TuningOutcome:
     """Simulate, search, shortlist and confirm."""
-    deadline, sampling, left_out = request.deadline, request.seeded_sampling, dict(selection.left_out)
+    deadline, left_out = request.deadline, dict(selection.left_out)
     grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), progress.announce)
     candidates = grids.candidates
     if not grids.complete:
         left_out["some settings"] = f"time was short: {grids.tried} were simulated"
     counted = f"{_counted(grids.tried, 'setting')} of {_counted(len(candidates), 'method')}"
     progress.done(f"{counted} simulated; best: {candidates[0].written}")
-    candidates, reasons = _search_shapes(pair, selection, measurements, candidates, sampling, deadline, progress)
+    candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, progress)
     left_out |= reasons
     if selection.skips:
         progress.announce("searching for layers to skip")
@@ -217,9 +179,7 @@ def choose_method(
         except SpecgenError as error:
             left_out["selfsd"] = error.message
     eligible = [each for each in candidates if each.name != PLAIN and (each.lossless or each.name in (request.names or ()))]
-    confirmation = confirm(
-        pair, request.prompts, sampling, candidates, shortlist(eligible), deadline, progress.announce, chat=request.chat
-    )
+    confirmation = confirm(pair, request, candidates, shortlist(eligible), progress)
     if confirmation.turns:
         runs = f"{_counted(confirmation.turns, 'turn')} of up to {confirmation.new_tokens} tokens"
         progress.done(f"{_counted(len(confirmation.ran), 'method')} and plain decoding really run, {runs}")
@@ -228,11 +188,10 @@ def choose_method(
 
 def _search_shapes(
     pair: Pair,
+    request: TuningRequest,
     selection: Selection,
     measurements: PairMeasurements,
     candidates: Sequence[Candidate],
-    sampling: SamplingParams,
-    deadline: Deadline,
     progress: Progress,
 ) -> tuple[Sequence[Candidate], Mapping[str, str]]:
     """Add draft trees, several drafts and beams, searched on a few of the prompts. Returns the candidates, and the reasons of the
@@ -243,9 +202,9 @@ def _search_shapes(
     if not grids:
         return candidates, {}
     few = measurements.references[:SEARCH_PROMPTS]
-    runs = SimulatedRuns(pair, few, sampling, measurements.costs["echo"], clock=deadline.clock)
+    runs = SimulatedRuns(pair, few, request.seeded_sampling, measurements.costs["echo"], clock=request.deadline.clock)
     share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
-    result = search(runs, grids, deadline.share(share), progress.announce)
+    result = search(runs, grids, request.deadline.share(share), progress.announce)
     plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
     merged = result.merged_with(candidates, plain_of(candidates).predicted / plain_on_few)
     if tried := result.tried.total():
@@ -258,8 +217,7 @@ def _search_shapes(
 def outcome_of(
     measurements: PairMeasurements, candidates: Sequence[Candidate], sampling: SamplingParams, left_out: Mapping[str, str]
 ) -> TuningOutcome:
-    """The choice among the candidates, with the figures that explain it."""
-    chosen, verdict = choose(candidates)
+    """The candidates, with the figures that explain the choice."""
     model = None
     draft = measurements.costs.get("model", measurements.costs.get("exit"))
     if draft is not None:
@@ -272,7 +230,7 @@ def outcome_of(
         | ({} if cost.together is None else {"together": cost.together})
         for kind, cost in measurements.costs.items()
     }
-    return TuningOutcome(candidates, chosen, verdict, sampling, len(measurements.references), costs, model, probability, left_out)
+    return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out)
 
 
 def _counted(count: int, noun: str) -> str:
