@@ -22,7 +22,7 @@ from specgen.tuning.candidates import SIMULATED, grid
 from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
 from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import Deadline, TuningRequest
-from specgen.tuning.round_timing import SIGNALS, WINDOWS, ParallelProbe, RoundProbe
+from specgen.tuning.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe
 from specgen.tuning.settings_search import simulate_grids
 from specgen.tuning.simulation import PairMeasurements, simulate
 from specgen.tuning.skip_search import tuned_skips
@@ -167,6 +167,15 @@ def test_real_rounds_of_each_length_are_timed(near: Pair) -> None:
     assert costs.looking >= 0
 
 
+def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:
+    sweep, lengths = LengthSweep((1, 3), frozenset()), []
+    sweep.start_run()
+    for _ in range(5):
+        lengths.append(sweep.length)
+        sweep.observe(0, 0)
+    assert lengths == [1, 1, 1, 3, 1]
+
+
 def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a machine that is slow for a moment would make one window slow. The costs add up to the measured seconds."""
     monkeypatch.setattr("specgen.tuning.round_timing.PARALLEL_ROUNDS", 2 * len(WINDOWS))
@@ -175,6 +184,7 @@ def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.Mon
     costs = probe.costs
     assert set(next(iter(costs.drafting.curves.values())).points) >= {0, *WINDOWS}
     assert costs.together is not None
+    assert max(next(iter(costs.judging.curves.values())).points) > 2, "passes over pending tokens are timed too"
     rounds = probe._timings[0][1].parallel_rounds
     taken = sum(seconds for *_, seconds in rounds)
     expected = sum(
@@ -248,6 +258,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     assert grids.complete
     outcome = outcome_of(found, grids.candidates, GREEDY, {})
     assert outcome.chosen.name == outcome.methods[0].name == "ar"
+    assert outcome.speedup_of(outcome.best) < 0.9
     assert outcome.verdict == "unconfirmed"
     assert (outcome.acceptance_probability or 0) < 0.5
     assert outcome.relative_draft_cost == 1

@@ -22,8 +22,7 @@ def _training(metavar: str | None, help: str, *names: str) -> Any:
 
 Train = Annotated[bool, _training(None, "Train EESD's exit layer and its predictor, or with -m sd the draft.", "--train")]
 Methods = Annotated[
-    str | None,
-    typer.Option("--methods", "-m", metavar="LIST", help="Only these, separated by commas; with --train: eesd or sd."),
+    str | None, typer.Option("--methods", "-m", metavar="LIST", help="Only these, separated by commas; with --train: eesd or sd.")
 ]
 Budget = Annotated[float, typer.Option(metavar="SECONDS", help="Time for everything, loading included.")]
 Limit = Annotated[int, typer.Option(metavar="N", help="Number of prompts, taken from each category in turn.")]

@@ -26,6 +26,7 @@ from specgen.ui.terminal import tune_report as view
 if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.tuning.outcome import TuningOutcome
+    from specgen.tuning.profile import Profile
 
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
@@ -77,12 +78,9 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
     parallel = models.has_draft and (names is None or any(methods.find(name).schedule == "parallel" for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
         if request.export is not None and request.may_reuse_profile:
-            profile = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet)
-            if profile is not None:
-                kept = [
-                    exports.Tuned(name, each.settings, each.measured or each.predicted) for name, each in profile.methods.items()
-                ]
-                _export(request.export, pair, kept, profile.chosen.method, err, quiet)
+            existing = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet)
+            if existing is not None:
+                _export(request.export, pair, existing, err, quiet)
                 return None
         from specgen.tuning import profile as profiles
         from specgen.tuning.request import Deadline, TuningRequest
@@ -94,12 +92,12 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
             progress.done(_headline(pair, sampling), time.perf_counter() - request.begin)
             outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress)
         folder = request.out or profiles.default_folder(key, sampling)
-        path = profiles.save(profiles.from_outcome(outcome, key), folder)
+        profile = profiles.from_outcome(outcome, key)
+        path = profiles.save(profile, folder)
         if not quiet:
             view.report(err, outcome, path)
         if request.export is not None:
-            found = [exports.Tuned(each.name, each.settings, each.measured or each.predicted) for each in outcome.methods]
-            _export(request.export, pair, found, outcome.chosen.name, err, quiet)
+            _export(request.export, pair, profile, err, quiet)
         elif as_json:
             text = escaped_json(jsonlib.dumps(json_line(outcome, path), ensure_ascii=False, allow_nan=False)) + "\n"
             sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
@@ -139,9 +137,10 @@ def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
     }
 
 
-def _export(engine: str, pair: Pair, tuned: list[exports.Tuned], chosen: str, err: Console, quiet: bool) -> None:
+def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
     names = exports.Names(pair.target.name, None if pair.draft is None else pair.draft.name)
-    made = exports.export(engine, tuned, chosen, names)
+    tuned = [exports.Tuned(name, each.settings, each.measured or each.predicted) for name, each in profile.methods.items()]
+    made = exports.export(engine, tuned, profile.chosen.method, names)
     print(made.text)
     for note in made.lost if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

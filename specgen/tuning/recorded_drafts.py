@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -104,17 +104,10 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        target: ModelRunner,
-        draft: DraftRunner,
-        sampling: SamplingParams,
-        seed: int = 0,
-        predictor: Predictor | None = None,
+        self, target: ModelRunner, draft: DraftRunner, sampling: SamplingParams, seed: int = 0, predictor: Predictor | None = None
     ) -> None:
-        self._target, self._draft, self._sampling = target, draft, sampling
-        self._predictor = predictor
-        self._rng = Random(seed)
-        self._generator = logits_ops.make_generator(draft.device, seed)
+        self._target, self._draft, self._sampling, self._predictor = target, draft, sampling, predictor
+        self._rng, self._generator = Random(seed), logits_ops.make_generator(draft.device, seed)
 
     @inference
     def record(self, reference: ReferenceOutput) -> RecordedDrafts:
@@ -202,31 +195,21 @@ class Recorder:
 
 
 def _rollout(
-    begin: int,
-    first: Sequence[Drafted],
-    continued: Mapping[int, Sequence[Drafted]],
-    scores: _Scores | None,
-    eos_ids: frozenset[int],
+    begin: int, first: Sequence[Drafted], continued: Mapping[int, list[Drafted]], scores: _Scores | None, eos_ids: frozenset[int]
 ) -> list[Drafted]:
     """The draft that begins at this position: along the output up to the first rejected token, then that token's continuation."""
+    end = next((position for position in range(begin, len(first)) if position in continued), len(first) - 1)
+    path = [(position, 0, first[position]) for position in range(begin, end + 1)]
+    path += [(end, level, drafted) for level, drafted in enumerate(continued.get(end, ()), start=1)]
     found: list[Drafted] = []
-    for position, level, drafted in _path(begin, first, continued):
+    for position, level, drafted in path[:LONGEST]:
         step = DraftedToken(len(found) + 1, drafted.step.entropy, drafted.step.prob)
         if scores is not None:
             step.agreement = scores.of(begin, position, level, step.position)
         found.append(Drafted(drafted.token, step))
-        if drafted.token in eos_ids or len(found) == LONGEST:
+        if drafted.token in eos_ids:
             break
     return found
-
-
-def _path(begin: int, first: Sequence[Drafted], continued: Mapping[int, Sequence[Drafted]]) -> Iterator[tuple[int, int, Drafted]]:
-    """A draft's tokens, each with its position in the output and its level after a rejected token there (0: none)."""
-    for position in range(begin, len(first)):
-        yield position, 0, first[position]
-        if position in continued:
-            yield from ((position, level, drafted) for level, drafted in enumerate(continued[position], start=1))
-            return
 
 
 class _Scores:

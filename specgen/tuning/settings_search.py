@@ -80,17 +80,6 @@ class SearchResult:
         if name not in self.best or speed > self.best[name].predicted:
             self.best[name] = Candidate(name, settings, lossless, speed, 1, rate, perplexity=perplexity)
 
-    def close(self, name: str, out_of_time: str) -> None:
-        """Give the reason where nothing of a method was found."""
-        if name in self.best or name in self.left_out:
-            return
-        if not (count := self.tried[name]):
-            self.left_out[name] = out_of_time
-            return
-        lowest = f", the lowest being {self.lowest[name]:.2f}" if name in self.lowest else ""
-        settings = f"{count} setting{'s' * (count != 1)}"
-        self.left_out[name] = f"none of {settings} keeps sd's perplexity of {self.perplexity_limit:.2f}{lowest}"
-
     def merged_with(self, candidates: Sequence[Candidate], scale: float) -> list[Candidate]:
         """`candidates` and what was found, the faster one where both have a method; found speeds are multiplied by `scale`."""
         merged = {candidate.name: candidate for candidate in candidates}
@@ -121,7 +110,11 @@ def search(
             result.add(name, settings, runs.run(name, settings))
         except SpecgenError as error:
             result.left_out[name] = error.message
-    for name in grids:
+    for name in [name for name in grids if name not in result.best and name not in result.left_out]:
         alone = ", or these --methods alone" if name in lossy and lossless else ""
-        result.close(name, f"time was short (a larger --budget helps{alone})")
+        result.left_out[name] = f"time was short (a larger --budget helps{alone})"
+        if count := result.tried[name]:
+            lowest = f", the lowest being {result.lowest[name]:.2f}" if name in result.lowest else ""
+            settings = f"{count} setting{'s' * (count != 1)}"
+            result.left_out[name] = f"none of {settings} keeps sd's perplexity of {result.perplexity_limit:.2f}{lowest}"
     return result

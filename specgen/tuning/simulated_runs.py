@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
+from specgen.decoding.sequential import sequential
 from specgen.engine.inference_mode import inference
 from specgen.traces.summary import Summary
 from specgen.tuning.memoised_runner import MemoisedRunner
@@ -185,7 +186,7 @@ class SimulatedRuns:
             verifier = factory.make_verifier(method, settings, components)
         runner = cast("MemoisedRunner", components.draft)
         drafter = PricedDrafter(factory.make_drafter(method, settings, components), runner, costs, clock, prefill_seconds)
-        return make_run(reference, target, drafter, factory.make_policy(settings, seed), verifier, clock)
+        return make_run(reference, target, drafter, factory.make_policy(settings, seed), verifier, clock, sequential)
 
     def _components_of(self, method: Method, number: int) -> tuple[factory.Components, float]:
         """A prompt's components, with memoised runners, and the seconds of the draft's prefill."""

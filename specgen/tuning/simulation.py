@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from specgen import factory, methods
 from specgen.cost_model import RoundCosts
@@ -23,7 +23,7 @@ from specgen.types import PHASES, Context, Draft, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.policies import LengthPolicy
-    from specgen.decoding.run import Clock, Schedule
+    from specgen.decoding.run import Schedule
     from specgen.methods import Method, Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 
@@ -220,13 +220,7 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
 
 
 def make_run(
-    reference: ReferenceOutput,
-    target: Any,
-    drafter: Any,
-    policy: LengthPolicy,
-    verifier: Any,
-    clock: SimulatedClock,
-    schedule: Schedule = sequential,
+    reference: ReferenceOutput, target: Any, drafter: Any, policy: LengthPolicy, verifier: Any, clock: Any, schedule: Schedule
 ) -> Run:
     """A run after the reference's prompt, with the same limit and end-of-sequence tokens."""
     return Run(
@@ -239,5 +233,5 @@ def make_run(
         limit=reference.limit,
         eos_ids=reference.eos_ids,
         stop_texts=None,
-        clock=cast("Clock", clock),
+        clock=clock,
     )

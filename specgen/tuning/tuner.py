@@ -26,7 +26,7 @@ from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
-    from specgen.tuning.request import Deadline, TuningObserver
+    from specgen.tuning.request import TuningObserver
 
 # shares of the time that is left when a step begins
 RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.2, 0.6, 0.4
@@ -69,10 +69,7 @@ def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
     reasons = {name: reason for name in asked if (reason := _obstacle(pair, name, asked=names is not None)) is not None}
     usable = [name for name in asked if name not in reasons]
     return Selection(
-        [name for name in usable if name in SIMULATED],
-        [name for name in usable if name in SEARCHED],
-        "selfsd" in usable,
-        reasons,
+        [name for name in usable if name in SIMULATED], [name for name in usable if name in SEARCHED], "selfsd" in usable, reasons
     )
 
 
@@ -103,7 +100,7 @@ def measure_pair(pair: Pair, request: TuningRequest, progress: Progress) -> tupl
             pair.plan([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
         except SpecgenError as error:
             selection = selection.without({"parallel": error.message})
-    references = record_references(pair, request, request.deadline.share(RECORDING), progress)
+    references = record_references(pair, request, progress)
     tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
     progress.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {_counted(len(references), 'prompt')}")
     progress.announce("recording what the draft model drafts")
@@ -119,10 +116,10 @@ def measure_pair(pair: Pair, request: TuningRequest, progress: Progress) -> tupl
     return selection.without(measured.failures), measurements
 
 
-def record_references(pair: Pair, request: TuningRequest, deadline: Deadline, progress: Progress) -> list[ReferenceOutput]:
+def record_references(pair: Pair, request: TuningRequest, progress: Progress) -> list[ReferenceOutput]:
     """The target's output for as many prompts as there is time for. Raises SpecgenError with the prompt's name."""
     references: list[ReferenceOutput] = []
-    tokenizer, sampling = pair.tokenizer, request.seeded_sampling
+    tokenizer, sampling, deadline = pair.tokenizer, request.seeded_sampling, request.deadline.share(RECORDING)
     for prompt in request.prompts:
         if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
             break
