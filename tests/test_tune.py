@@ -18,7 +18,7 @@ from specgen.pair import Pair
 from specgen.settings import written
 from specgen.traces.summary import Summary
 from specgen.tuning import tuner
-from specgen.tuning.candidates import SIMULATED, grid
+from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
 from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import Deadline, TuningRequest
@@ -135,9 +135,9 @@ def test_when_sampling_the_acceptance_probability_is_the_overlap(pair_of: PairOf
     assert mean_acceptance(found.drafts)["model"] == pytest.approx(real, abs=0.15)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [*SIMULATED, *SEARCHED])
 def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
-    settings = grid(name)
+    settings = [*grid(name), *(trees() if name == "sd" else ())]
     assert len({written(name, given) for given in settings}) == len(settings)
     for given in settings:
         resolve(METHODS[name], given, has_predictor=True)

@@ -47,23 +47,22 @@ def measure_costs(
     announce: Callable[[str], None],
 ) -> MeasuredCosts:
     """Time rounds of these kinds until the deadline. Raises SpecgenError where not even the target can be timed."""
-    seconds, failures = deadline.left / (len(kinds) * _TURNS), {}
+    seconds = deadline.left / (len(kinds) * _TURNS)
     probes = _probes(pair, kinds, references, sampling, seconds / 2)
-    for turn in range(_TURNS):
-        for kind, probe in list(probes.items()):
-            announce(f"timing rounds ({_LABELS[kind]})")
-            try:
-                probe.run(Deadline.after(seconds, deadline.clock))
-            except SpecgenError as error:
-                if kind == "echo":
-                    raise
-                del probes[kind]
-                failures[kind] = error.message
-        if turn == 0 and deadline.left < 0:
-            break
-    parallel = probes.get("parallel")
-    slowdown = parallel.slowdown if isinstance(parallel, ParallelProbe) else 1.0
-    return MeasuredCosts({kind: probe.costs for kind, probe in probes.items()}, slowdown, failures)
+    failures: dict[str, str] = {}
+    for position, kind in enumerate([*kinds] * _TURNS):
+        if kind in failures or (position >= len(kinds) and deadline.left < 0):
+            continue
+        announce(f"timing rounds ({_LABELS[kind]})")
+        try:
+            probes[kind].run(Deadline.after(seconds, deadline.clock))
+        except SpecgenError as error:
+            if kind == "echo":
+                raise
+            failures[kind] = error.message
+    timed = {kind: probe for kind, probe in probes.items() if kind not in failures}
+    slowdown = next((probe.slowdown for probe in timed.values() if isinstance(probe, ParallelProbe)), 1.0)
+    return MeasuredCosts({kind: probe.costs for kind, probe in timed.items()}, slowdown, failures)
 
 
 def _probes(

@@ -245,9 +245,5 @@ class _Scores:
 
 def mean_acceptance(drafts: Mapping[str, Sequence[RecordedDrafts]]) -> dict[str, float]:
     """The mean acceptance probability of each drafter's tokens after accepted ones; none where nothing was recorded."""
-    found = {}
-    for drafter, recorded in drafts.items():
-        probabilities = [probability for drafted in recorded for probability in drafted.acceptance_probabilities]
-        if probabilities:
-            found[drafter] = sum(probabilities) / len(probabilities)
-    return found
+    probabilities = {name: [p for each in recorded for p in each.acceptance_probabilities] for name, recorded in drafts.items()}
+    return {name: sum(values) / len(values) for name, values in probabilities.items() if values}

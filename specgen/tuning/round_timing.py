@@ -46,7 +46,7 @@ class LengthSweep:
 
     def __init__(self, lengths: Sequence[int], signals: Signals) -> None:
         choices = [frozenset(), signals] if signals else [frozenset()]
-        self._combinations = [(length, chosen) for length in lengths for chosen in choices]
+        self.combinations = [(length, chosen) for length in lengths for chosen in choices]
         self._current = self._warm_up_left = 0
         self.longest = max(lengths)
 
@@ -55,11 +55,11 @@ class LengthSweep:
 
     @property
     def length(self) -> int:
-        return self._combinations[self._current][0]
+        return self.combinations[self._current][0]
 
     @property
     def signals(self) -> Signals:
-        return self._combinations[self._current][1]
+        return self.combinations[self._current][1]
 
     def keep_drafting(self, step: DraftedToken) -> bool:
         return step.position < self.length
@@ -68,13 +68,10 @@ class LengthSweep:
         if self._warm_up_left:
             self._warm_up_left -= 1
         else:
-            self._current = (self._current + 1) % len(self._combinations)
+            self._current = (self._current + 1) % len(self.combinations)
 
     def state(self) -> None:
         return None
-
-    def __len__(self) -> int:
-        return len(self._combinations)
 
 
 class RepeatDrafter:
@@ -156,7 +153,7 @@ class RoundProbe:
             self._time(prompt, timings, deadline.share(1 / (len(self._timings) - position)))
 
     def _time(self, prompt: list[int], timings: _Timings, deadline: Deadline) -> None:
-        combinations, counted = len(self._sweep), 0
+        combinations, counted = len(self._sweep.combinations), 0
         while True:
             self._sweep.start_run()
             run = self._pair.plan(prompt, self._method, self._sampling, **self._settings).run

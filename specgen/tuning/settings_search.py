@@ -115,6 +115,6 @@ def search(
         result.left_out[name] = f"time was short (a larger --budget helps{alone})"
         if count := result.tried[name]:
             lowest = f", the lowest being {result.lowest[name]:.2f}" if name in result.lowest else ""
-            settings = f"{count} setting{'s' * (count != 1)}"
-            result.left_out[name] = f"none of {settings} keeps sd's perplexity of {result.perplexity_limit:.2f}{lowest}"
+            tried = f"{count} setting{'s' * (count != 1)}"
+            result.left_out[name] = f"none of {tried} keeps sd's perplexity of {result.perplexity_limit:.2f}{lowest}"
     return result

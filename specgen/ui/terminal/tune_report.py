@@ -67,7 +67,9 @@ class TuneProgress:
 def report(console: Console, outcome: TuningOutcome, path: Path) -> None:
     width = console.width if console.is_terminal else _PIPED_WIDTH
     headline, details = _verdict(outcome)
-    details += [("not tuned", f"{', '.join(names)}: {reason}") for reason, names in _by_reason(outcome).items()]
+    for reason in dict.fromkeys(outcome.left_out.values()):
+        names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
+        details.append(("not tuned", f"{names}: {reason}"))
     details.append(("saved", f"{_home(path.parent)}, used from now on"))
     paragraphs = [line for lead, text in details for line in _paragraph(lead, text, width)]
     for line in (Text(), *_table(outcome, width), Text(), Text(headline, "strong"), *paragraphs):
@@ -140,13 +142,6 @@ def _help(outcome: TuningOutcome) -> str:
     if outcome.speedup_model is None:
         ways.append("a draft model of the target's family: --draft MODEL")
     return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"
-
-
-def _by_reason(outcome: TuningOutcome) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for name, reason in outcome.left_out.items():
-        names.setdefault(reason, []).append(name)
-    return names
 
 
 def _paragraph(lead: str, text: str, width: int) -> Iterator[Text]:
