@@ -27,7 +27,7 @@ from specgen.pair import Pair
 from specgen.settings import written
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import TuningOutcome
-from specgen.tuning.request import Deadline, Progress, TuningRequest
+from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import simulate
 from specgen.tuning.tuner import choose_method, measure_pair
@@ -38,10 +38,10 @@ METHODS = [name for name in (*SIMULATED, *SEARCHED) if name != "ar"]
 
 
 class Steps:
-    def done(self, what: str, seconds: float) -> None:
-        print(f"  {what}  {seconds:.1f} s", flush=True)
+    def done(self, what: str) -> None:
+        print(f"  {what}", flush=True)
 
-    def doing(self, what: str, seconds_left: float) -> None: ...
+    def doing(self, what: str) -> None: ...
 
 
 def main() -> None:
@@ -64,9 +64,8 @@ def main() -> None:
         pair.settle()
         start = time.perf_counter()
         request = TuningRequest(known, sampling, Deadline(start + options.budget))
-        progress = Progress(Steps(), request.deadline)
-        selection, measurements = measure_pair(pair, request, progress)
-        outcome = choose_method(pair, request, selection, measurements, progress)
+        selection, measurements = measure_pair(pair, request, Steps())
+        outcome = choose_method(pair, request, selection, measurements, Steps())
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in (*selection.simulated, *selection.searched)]
         specs = [written(name, given) for name in names for given in spread(name, options.settings)]

@@ -201,10 +201,10 @@ class Steps:
     def __init__(self) -> None:
         self.finished: list[str] = []
 
-    def done(self, what: str, seconds: float) -> None:
+    def done(self, what: str) -> None:
         self.finished.append(what)
 
-    def doing(self, what: str, seconds_left: float) -> None: ...
+    def doing(self, what: str) -> None: ...
 
 
 TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +88,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         key = profiles.profile_key_of(pair)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
         with view.TuneProgress(err, request.begin, request.budget, quiet=quiet) as progress:
-            progress.done(_headline(pair, sampling), time.perf_counter() - request.begin)
+            progress.done(_headline(pair, sampling))
             outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress)
         folder = request.out or profiles.default_folder(key, sampling)
         profile = profiles.from_outcome(outcome, key)

@@ -13,7 +13,7 @@ from specgen.tuning.outcome import PLAIN, Candidate, plain_of
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
-    from specgen.tuning.request import Progress, TuningRequest
+    from specgen.tuning.request import TuningObserver, TuningRequest
 
 FEWEST_PROMPTS = 2  # that a method is run on
 MOST_REPEATS = 50  # of each prompt
@@ -33,12 +33,12 @@ class Confirmation:
 
 
 def confirm(
-    pair: Pair, request: TuningRequest, candidates: Sequence[Candidate], shortlisted: Sequence[Candidate], progress: Progress
+    pair: Pair, request: TuningRequest, candidates: Sequence[Candidate], selected: Sequence[Candidate], observer: TuningObserver
 ) -> Confirmation:
-    """Run plain decoding and as many of the shortlisted as there is time for."""
-    if not shortlisted:
+    """Run plain decoding and as many of the selected as there is time for."""
+    if not selected:
         return Confirmation(candidates)
-    listed, new_tokens = _affordable(request, candidates, shortlisted)
+    listed, new_tokens = _affordable(request, candidates, selected)
     if not listed:
         return Confirmation(candidates, left_out={"confirmation": OUT_OF_TIME})
     run_seconds = new_tokens * _token_seconds(candidates, listed)
@@ -47,7 +47,7 @@ def confirm(
     sampling = replace(request.seeded_sampling, max_new_tokens=new_tokens)
     config = BenchmarkConfig(specs, request.prompts, MOST_REPEATS, sampling, request.chat)
     for step in Runner(pair, config, results).steps():
-        progress.announce(f"really running {'' if step.spec is None else step.spec.written}")
+        observer.doing(f"really running {'' if step.spec is None else step.spec.written}")
         if request.deadline.left < run_seconds:
             break
     left_out = {written: error.message for written, error in results.failures.items()}
@@ -66,9 +66,9 @@ def confirm(
 
 
 def _affordable(
-    request: TuningRequest, candidates: Sequence[Candidate], shortlisted: Sequence[Candidate]
+    request: TuningRequest, candidates: Sequence[Candidate], selected: Sequence[Candidate]
 ) -> tuple[Sequence[Candidate], int]:
-    """The first of `shortlisted` that can run on `FEWEST_PROMPTS` at least, warm-up included, and the new tokens of each run.
+    """The first of `selected` that can run on `FEWEST_PROMPTS` at least, warm-up included, and the new tokens of each run.
 
     Runs are shortened by up to a half so that they cover all prompts: a speed on few prompts may not hold on others.
     """
@@ -78,7 +78,7 @@ def _affordable(
     def fitting(listed: Sequence[Candidate], prompts: int) -> float:
         return seconds / ((1 + prompts) * (len(listed) + 1) * _token_seconds(candidates, listed))
 
-    listed = shortlisted
+    listed = selected
     while listed and fitting(listed, FEWEST_PROMPTS) < shortest:
         listed = listed[:-1]
     return listed, min(most, max(shortest, int(fitting(listed, len(request.prompts)))))

@@ -53,23 +53,8 @@ class TuningRequest:
 
 
 class TuningObserver(Protocol):
-    """Is notified of the progress, never while something is timed."""
+    """Is notified of each step when it begins (`doing`) and when it is finished (`done`), never while something is timed."""
 
-    def done(self, what: str, seconds: float) -> None: ...
+    def doing(self, what: str) -> None: ...
 
-    def doing(self, what: str, seconds_left: float) -> None: ...
-
-
-class Progress:
-    """Reports steps to the observer, each with the seconds since the one before."""
-
-    def __init__(self, observer: TuningObserver, deadline: Deadline) -> None:
-        self._observer, self._deadline, self._begin = observer, deadline, deadline.clock()
-
-    def announce(self, what: str) -> None:
-        self._observer.doing(what, self._deadline.left)
-
-    def done(self, what: str) -> None:
-        now = self._deadline.clock()
-        self._observer.done(what, now - self._begin)
-        self._begin = now
+    def done(self, what: str) -> None: ...

@@ -198,7 +198,11 @@ class SimulatedRuns:
             if method.needs_exit_layer:
                 early = self._pair.early_exit(method)
                 target, draft = early.target, early.draft
-                predictor = self._recorded_predictor(target, reference)
+                layer = self._pair.exit_layer
+                if layer is not None and layer.predictor is not None:
+                    hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden
+                    assert hidden is not None
+                    predictor = RecordedPredictor(layer.predictor, hidden)
             if draft is None:
                 raise methods.no_draft_model(method)
             prefill_seconds = draft_prefill_seconds(target, draft, reference)
@@ -208,11 +212,3 @@ class SimulatedRuns:
             )
             self._components[key] = components, prefill_seconds
         return self._components[key]
-
-    def _recorded_predictor(self, target: ModelRunner, reference: ReferenceOutput) -> RecordedPredictor | None:
-        layer = self._pair.exit_layer
-        if layer is None or layer.predictor is None:
-            return None
-        hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden
-        assert hidden is not None
-        return RecordedPredictor(layer.predictor, hidden)

@@ -17,7 +17,7 @@ from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
 from specgen.tuning.cost_measurement import measure_costs
 from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, plain_of, shortlist
 from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, mean_acceptance, record_reference
-from specgen.tuning.request import Progress, TuningRequest
+from specgen.tuning.request import TuningObserver, TuningRequest
 from specgen.tuning.settings_search import expected, search, simulate_grids
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import PairMeasurements, cost_kind
@@ -26,7 +26,6 @@ from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
-    from specgen.tuning.request import TuningObserver
 
 # shares of the time that is left when a step begins
 RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.2, 0.6, 0.4
@@ -59,9 +58,8 @@ class Selection:
 
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> TuningOutcome:
     """Find the pair's fastest method and settings. Raises SpecgenError where plain decoding fails on a prompt."""
-    progress = Progress(observer, request.deadline)
-    selection, measurements = measure_pair(pair, request, progress)
-    return choose_method(pair, request, selection, measurements, progress)
+    selection, measurements = measure_pair(pair, request, observer)
+    return choose_method(pair, request, selection, measurements, observer)
 
 
 def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
@@ -91,39 +89,39 @@ def _has_predictor(pair: Pair) -> bool:
     return pair.exit_layer is not None and pair.exit_layer.predictor is not None
 
 
-def measure_pair(pair: Pair, request: TuningRequest, progress: Progress) -> tuple[Selection, PairMeasurements]:
+def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -> tuple[Selection, PairMeasurements]:
     """Record the target's output and the drafts, and measure round costs. The selection lacks what could not be measured."""
     selection, sampling = select_methods(pair, request.names), request.seeded_sampling
     if "pearl" in selection.simulated:  # a draft process that starts during a measurement would slow it
-        progress.announce("waiting for the draft's process")
+        observer.doing("waiting for the draft's process")
         try:
             pair.plan([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
         except SpecgenError as error:
             selection = selection.without({"parallel": error.message})
-    references = record_references(pair, request, progress)
+    references = record_references(pair, request, observer)
     tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
-    progress.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {_counted(len(references), 'prompt')}")
-    progress.announce("recording what the draft model drafts")
+    observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {_counted(len(references), 'prompt')}")
+    observer.doing("recording what the draft model drafts")
     drafts, failures = record_drafts(pair, selection, references, sampling)
     selection = selection.without(failures)
     accepted = [f"{mean:.0%} of {_DRAFTER_LABELS[drafter]} tokens" for drafter, mean in mean_acceptance(drafts).items()]
     if accepted:
-        progress.done(f"the target accepts {' and '.join(accepted)}")
+        observer.done(f"the target accepts {' and '.join(accepted)}")
     kinds = list(dict.fromkeys(map(cost_kind, selection.simulated)))
-    measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), progress.announce)
-    progress.done(measured.description)
+    measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
+    observer.done(measured.description)
     measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, _has_predictor(pair))
     return selection.without(measured.failures), measurements
 
 
-def record_references(pair: Pair, request: TuningRequest, progress: Progress) -> list[ReferenceOutput]:
+def record_references(pair: Pair, request: TuningRequest, observer: TuningObserver) -> list[ReferenceOutput]:
     """The target's output for as many prompts as there is time for. Raises SpecgenError with the prompt's name."""
     references: list[ReferenceOutput] = []
     tokenizer, sampling, deadline = pair.tokenizer, request.seeded_sampling, request.deadline.share(RECORDING)
     for prompt in request.prompts:
         if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
             break
-        progress.announce(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
+        observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
         ids = tokenizer.chat(prompt.text, None) if request.chat else tokenizer.encode(prompt.text)
         try:
             if not references:
@@ -155,31 +153,31 @@ def record_drafts(
 
 
 def choose_method(
-    pair: Pair, request: TuningRequest, selection: Selection, measurements: PairMeasurements, progress: Progress
+    pair: Pair, request: TuningRequest, selection: Selection, measurements: PairMeasurements, observer: TuningObserver
 ) -> TuningOutcome:
     """Simulate, search, shortlist and confirm."""
     deadline, left_out = request.deadline, dict(selection.left_out)
-    grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), progress.announce)
+    grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), observer.doing)
     candidates = grids.candidates
     if not grids.complete:
         left_out["some settings"] = f"time was short: {grids.tried} were simulated"
     counted = f"{_counted(grids.tried, 'setting')} of {_counted(len(candidates), 'method')}"
-    progress.done(f"{counted} simulated; best: {candidates[0].written}")
-    candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, progress)
+    observer.done(f"{counted} simulated; best: {candidates[0].written}")
+    candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, observer)
     left_out |= reasons
     if selection.skips:
-        progress.announce("searching for layers to skip")
+        observer.doing("searching for layers to skip")
         try:
             found = tuned_skips(pair, measurements.references, SKIPS * deadline.left)
             candidates = by_speed([*candidates, found])
-            progress.done(f"{_counted(found.tried, 'set')} of layers to skip really run; best: {found.written}")
+            observer.done(f"{_counted(found.tried, 'set')} of layers to skip really run; best: {found.written}")
         except SpecgenError as error:
             left_out["selfsd"] = error.message
     eligible = [each for each in candidates if each.name != PLAIN and (each.lossless or each.name in (request.names or ()))]
-    confirmation = confirm(pair, request, candidates, shortlist(eligible), progress)
+    confirmation = confirm(pair, request, candidates, shortlist(eligible), observer)
     if confirmation.turns:
         runs = f"{_counted(confirmation.turns, 'turn')} of up to {confirmation.new_tokens} tokens"
-        progress.done(f"{_counted(len(confirmation.ran), 'method')} and plain decoding really run, {runs}")
+        observer.done(f"{_counted(len(confirmation.ran), 'method')} and plain decoding really run, {runs}")
     return outcome_of(measurements, confirmation.candidates, request.sampling, {**left_out, **confirmation.left_out})
 
 
@@ -189,7 +187,7 @@ def _search_shapes(
     selection: Selection,
     measurements: PairMeasurements,
     candidates: Sequence[Candidate],
-    progress: Progress,
+    observer: TuningObserver,
 ) -> tuple[Sequence[Candidate], Mapping[str, str]]:
     """Add draft trees, several drafts and beams, searched on a few of the prompts. Returns the candidates, and the reasons of the
     methods without settings."""
@@ -201,13 +199,13 @@ def _search_shapes(
     few = measurements.references[:SEARCH_PROMPTS]
     runs = SimulatedRuns(pair, few, request.seeded_sampling, measurements.costs["echo"], clock=request.deadline.clock)
     share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
-    result = search(runs, grids, request.deadline.share(share), progress.announce)
+    result = search(runs, grids, request.deadline.share(share), observer.doing)
     plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
     merged = result.merged_with(candidates, plain_of(candidates).predicted / plain_on_few)
     if tried := result.tried.total():
         found = [candidate for candidate in merged if candidate.name in result.best]
         best = f"; best: {found[0].written}" if found else ""
-        progress.done(f"{_counted(tried, 'shape')} of trees, drafts and beams simulated{best}")
+        observer.done(f"{_counted(tried, 'shape')} of trees, drafts and beams simulated{best}")
     return merged, {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
 
 

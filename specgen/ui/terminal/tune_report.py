@@ -26,14 +26,16 @@ class TuneProgress:
 
     def __init__(self, console: Console, begin: float, budget: float, *, quiet: bool) -> None:
         self._console, self._begin, self._budget, self._quiet = console, begin, budget, quiet
+        self._finished = begin  # when the last step ended
         self._live: Live | None = None
         self._drawn = 0.0
         if not quiet and console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
-    def done(self, what: str, seconds: float) -> None:
+    def done(self, what: str) -> None:
         if self._quiet:
             return
+        seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
         line = Text("✓ ", "good").append(inline(what), "none")
         if self._console.is_terminal and self._console.width - line.cell_len > 8:
             line.append(f"{duration(seconds):>{self._console.width - line.cell_len - 1}}", "quiet")
@@ -41,14 +43,14 @@ class TuneProgress:
             line.append(f"  {duration(seconds)}", "quiet")
         self._console.print(line, soft_wrap=True)
 
-    def doing(self, what: str, seconds_left: float) -> None:
+    def doing(self, what: str) -> None:
         now = time.perf_counter()
         if self._live is None or now - self._drawn < _REDRAW_SECONDS:
             return
         self._drawn = now
         filled = min(BAR, round(BAR * (now - self._begin) / self._budget))
         tail = Text("  ").append("━" * filled, "bar").append("─" * (BAR - filled), "quiet")
-        tail.append(f"  ~{duration(max(0.0, seconds_left))} left")
+        tail.append(f"  ~{duration(max(0.0, self._begin + self._budget - now))} left")
         line = Text("▸ ").append(inline(what))
         line.truncate(max(self._console.width - tail.cell_len - 1, 2), overflow="ellipsis", pad=True)
         self._live.update(line.append_text(tail), refresh=True)
