@@ -79,10 +79,8 @@ def report(console: Console, outcome: TuningOutcome, path: Path) -> None:
 
 
 def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
-    """A line for each method: tokens per second as expected and as measured. Narrow windows omit the settings."""
-    names = [method.written for method in outcome.methods]
-    if max(map(len, names)) > width - _FIGURES:
-        names = [method.name for method in outcome.methods]
+    """A line for each method: tokens per second as expected and as measured. Settings that do not fit are omitted."""
+    names = [method.written if len(method.written) <= width - _FIGURES else method.name for method in outcome.methods]
     lead = max(map(len, names)) + 2
     yield Text(f"{'':{lead}}{'expected':>8}  {'measured':>8}  {'speedup':>7}", "quiet")
     for name, method in zip(names, outcome.methods, strict=True):
