@@ -203,7 +203,7 @@ def _search_shapes(
     plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
     merged = result.merged_with(candidates, plain_of(candidates).predicted / plain_on_few)
     if tried := result.tried.total():
-        found = [candidate for candidate in merged if candidate.name in result.best]
+        found = by_speed(list(result.best.values()))
         best = f"; best: {found[0].written}" if found else ""
         observer.done(f"{_counted(tried, 'shape')} of trees, drafts and beams simulated{best}")
     return merged, {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
