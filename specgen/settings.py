@@ -87,3 +87,12 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
             raise SpecgenError(f"cannot read the setting {pair!r}", "Write NAME=VALUE, for instance --set k=8")
         settings[name.strip()] = value.strip()
     return settings
+
+
+def written(name: str, settings: Mapping[str, Value]) -> str:
+    """A method with its settings as `compare --methods` reads it: `svip:threshold=0.4:max_draft=12`."""
+    return ":".join([name, *(f"{key}={_text(value)}" for key, value in settings.items())])
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,6 +1,6 @@
 """Is `specgen tune` right? Not a test: `python tests/measure_tune.py` prints figures.
 
-A grid of methods and settings is measured for real, runs taken in turn, and held against what replay expects of each and what
+A grid of methods and settings is measured by real runs in turn, and compared with what simulation expects of each and with what
 tuning chose: median error, rank correlation within the best quarter, whether the choice lies inside the interval of the best.
 With `--held-out` the tuning sees some categories, the measurement the others.
 """
@@ -24,30 +24,24 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import MethodResult, Results, method_results
 from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.pair import Pair
-from specgen.tuning.candidates import REPLAYED, RERUN, grid, trees, written
+from specgen.settings import written
+from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import TuningOutcome
+from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import simulate
-from specgen.tuning.tuner import Tuner, TuningRequest
+from specgen.tuning.tuner import choose_method, measure_pair
 from specgen.types import SamplingParams
 
 HELD_OUT = ("news", "chat")
-METHODS = [name for name in (*REPLAYED, *RERUN) if name != "ar"]
+METHODS = [name for name in (*SIMULATED, *SEARCHED) if name != "ar"]
 
 
-class Told:
-    def done(self, what: str, seconds: float) -> None:
-        print(f"  {what}  {seconds:.1f} s", flush=True)
+class Steps:
+    def done(self, what: str) -> None:
+        print(f"  {what}", flush=True)
 
-    def doing(self, what: str, seconds_left: float) -> None: ...
-
-
-class Opened(Tuner):
-    """A tuning that keeps what it knew, so that any setting's expected speed can be asked for."""
-
-    def _behaviour(self, answers):  # type: ignore[no-untyped-def]
-        self.known = super()._behaviour(answers)
-        return self.known
+    def doing(self, what: str) -> None: ...
 
 
 def main() -> None:
@@ -63,28 +57,29 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true")
     options = parser.parse_args()
     everything = load_prompts(None, limit=2 * options.prompts if options.held_out else options.prompts)
-    seen = [prompt for prompt in everything if not options.held_out or prompt.category not in HELD_OUT]
+    known = [prompt for prompt in everything if not options.held_out or prompt.category not in HELD_OUT]
     measured = [prompt for prompt in everything if not options.held_out or prompt.category in HELD_OUT]
     sampling = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature, seed=0)
     with tempfile.TemporaryDirectory() as folder, opened(options.draft, Path(folder)) as pair:
         pair.warm_up()
         start = time.perf_counter()
-        tuner = Opened(pair, TuningRequest(seen, sampling, start + options.budget), Told())
-        outcome = tuner.run()
+        request = TuningRequest(known, sampling, Deadline(start + options.budget))
+        selection, measurements = measure_pair(pair, request, Steps())
+        outcome = choose_method(pair, request, selection, measurements, Steps())
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
-        names = [name for name in options.methods.split(",") if name in tuner.names or name in tuner.rerun]
+        names = [name for name in options.methods.split(",") if name in (*selection.simulated, *selection.searched)]
         specs = [written(name, given) for name in names for given in spread(name, options.settings)]
         specs += [written("sd", given) for given in trees()[:: -(-len(trees()) // options.settings)] if "sd" in names]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         expected = {}
-        reruns = SimulatedRuns(pair, tuner.known.answers, sampling, tuner.known.costs["echo"])
+        runs = SimulatedRuns(pair, measurements.references, sampling, measurements.costs["echo"])
         for row in found:
             spec = row.spec
-            if spec.name in RERUN or "width" in spec.settings:
-                summary = reruns.run(spec.name, spec.settings).summary
+            if spec.name in SEARCHED or "width" in spec.settings:
+                summary = runs.run(spec.name, spec.settings).summary
             else:
-                summary = simulate(tuner.known, spec.name, spec.settings, has_predictor=True)
+                summary = simulate(measurements, spec.name, spec.settings)
             expected[spec.written] = summary.tokens_per_second or 0.0
         report(found, expected, outcome, held_out=options.held_out)
 
@@ -104,7 +99,7 @@ def opened(draft: str, folder: Path) -> Pair:
 
 
 def spread(name: str, count: int) -> list[dict[str, object]]:
-    """The usual settings, and others from all over the grid, whose order has no pattern."""
+    """The defaults and others from the whole grid, which is shuffled."""
     return [dict(given) for given in grid(name)[:count]]
 
 

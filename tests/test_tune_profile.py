@@ -1,4 +1,4 @@
-"""The profile: written whole, read strictly, used where it fits; and what is exported of it."""
+"""The profile: written atomically, read strictly, used where its key matches; the report; and exports."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from typer.testing import CliRunner
 import specgen
 from specgen import files
 from specgen.cli.app import app
+from specgen.cli.tune_run import json_line
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.tuning import profile as profiles
 from specgen.tuning.export import ENGINES, Names, Tuned, export
 from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
+from specgen.ui import theme
+from specgen.ui.terminal.tune_report import report
 
 CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012}}, "looking": 1e-5}
 
 
-def outcome(chosen: str = "svip", temperature: float = 0.0) -> TuningOutcome:
+def outcome() -> TuningOutcome:
     methods = [
         Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, True, 120.0, 40, 0.8, 118.0, 1.4, 1.2, 1.6),
         Candidate("sd", {"k": 3}, True, 100.0, 16, 0.6),
@@ -37,12 +40,7 @@ def outcome(chosen: str = "svip", temperature: float = 0.0) -> TuningOutcome:
         Candidate("lookup", {"k": 4, "ngram": 2}, True, 85.0, 32, 0.1),
         Candidate("ar", {}, True, 80.0, 1, None, 84.0, 1.0),
     ]
-    sampling = SamplingParams(max_new_tokens=64, temperature=temperature)
-    found = next(entry for entry in methods if entry.name == chosen)
-    verdict = "does not pay" if chosen == "ar" else "pays"
-    return TuningOutcome(
-        methods, found, verdict, sampling, 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8
-    )
+    return TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -50,14 +48,14 @@ def opened(pair: tuple[str, ...]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def fits(pair: tuple[str, ...]) -> profiles.ProfileKey:
+def key(pair: tuple[str, ...]) -> profiles.ProfileKey:
     with opened(pair) as loaded:
         return profiles.profile_key_of(loaded)
 
 
 @pytest.fixture
-def folder(fits: profiles.ProfileKey, tmp_path: Path) -> Path:
-    profiles.save(profiles.made_of(outcome(), fits), tmp_path)
+def folder(key: profiles.ProfileKey, tmp_path: Path) -> Path:
+    profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
     return tmp_path
 
 
@@ -78,7 +76,7 @@ DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a document, the inner ones before what holds them."""
+    """The paths of all values in a document, inner ones before the mappings that contain them."""
     if isinstance(value, dict):
         for key, entry in value.items():
             yield from leaves(entry, (*path, key))
@@ -100,18 +98,18 @@ def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict
 
 
 def _with_numbers(entry: dict[str, Any]) -> dict[Any, Any]:
-    """JSON's keys are texts; those of curves are numbers."""
+    """JSON's keys are strings; those of curves are numbers."""
     return {int(key) if key.isdigit() else key: value for key, value in entry.items()}
 
 
 def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
-    """Lists stand nowhere in a profile; a field less is no profile; nor is one with a field more."""
+    """A profile contains no lists; a missing field and an unknown field are errors."""
     path = folder / "profile.yaml"
     document = yaml.safe_load(path.read_text())
-    places_ = list(leaves(document))
-    assert len(places_) > 80
+    positions = list(leaves(document))
+    assert len(positions) > 80
     optional = {"together"}
-    for position in places_:
+    for position in positions:
         free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
         free |= position[:2] == ("chosen", "settings") and len(position) == 3
         free |= position[-1] == "perplexity"
@@ -119,7 +117,7 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
             position[-1] in optional or isinstance(position[-1], int) or position[-1] in ("echo", "parallel")
         )
         for value in (["broken"], None):
-            if value is None and free:  # a method, a setting, a measured point less is a profile still
+            if value is None and free:  # a profile without this method, setting or point is valid
                 continue
             path.write_text(yaml.dump(changed(document, position, value), Dumper=DUMPER))
             with pytest.raises(SpecgenError) as caught:
@@ -140,11 +138,11 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     [
         ("", "holds no settings"),
         ("- 1", "holds no settings"),
-        ("a: [", "no YAML"),
+        ("a: [", "not valid YAML"),
         ("a: &x 1\nb: *x", "aliases"),
         ("version: 2", "version 2"),
-        ("\x00", "no YAML"),
-        ("[" * 5000, "no YAML"),
+        ("\x00", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
     ],
 )
 def test_no_profile_at_all_is_one_line(tmp_path: Path, text: str, said: str) -> None:
@@ -164,7 +162,7 @@ def test_settings_out_of_bounds_are_refused(folder: Path) -> None:
         profiles.load(folder)
 
 
-def test_two_at_once_leave_a_whole_one(folder: Path) -> None:
+def test_two_writers_leave_a_complete_profile(folder: Path) -> None:
     found = profiles.load(folder)
     others = [found.model_copy(update={"speedup": float(number)}) for number in range(1, 9)]
     threads = [threading.Thread(target=lambda entry=entry: [profiles.save(entry, folder) for _ in range(5)]) for entry in others]
@@ -176,8 +174,8 @@ def test_two_at_once_leave_a_whole_one(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
 
 
-def test_a_kill_leaves_the_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whatever moment before the last: the file is written beside it first."""
+def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile is written to another file first, and then renamed."""
     before = (folder / "profile.yaml").read_text()
     found = profiles.load(folder).model_copy(update={"speedup": 9.0})
     for step in ("fsync", "replace"):
@@ -222,10 +220,10 @@ def generated(pair: tuple[str, ...], *more: str) -> str:
     return result.stderr
 
 
-def test_generate_goes_by_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:
+def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:
     named = ("--profile", str(folder))
-    assert "tuned: svip, c 0.15, h 0.45, max_draft 12  6 tokens" in generated(pair, *named)
-    assert "tuned: sd, k 3" in generated(pair, *named, "-m", "sd")
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12  6 tokens" in generated(pair, *named)
+    assert "tuned: sd:k=3" in generated(pair, *named, "-m", "sd")
     assert "tuned" not in generated(pair, *named, "-m", "sd", "--set", "k=2")
     assert "tuned" not in generated(pair, *named, "-m", "heuristic")
     assert "tuned" not in generated(pair, *named, "--set", "threshold=0.3")
@@ -239,12 +237,12 @@ def test_generate_finds_the_profile_by_itself(
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     found = profiles.load(folder)
-    own = profiles.default_folder(found.fits, 0.0, 1.0, 0)
+    own = profiles.default_folder(found.fits, SamplingParams())
     assert own.is_relative_to(tmp_path / "data")
     assert "tuned" not in generated(pair)
     profiles.save(found, own)
     assert "tuned: svip" in generated(pair)
-    assert profiles.default_folder(found.fits, 0.8, 1.0, 0) != own
+    assert profiles.default_folder(found.fits, SamplingParams(temperature=0.8)) != own
     (own / "profile.yaml").write_text("version: 1")
     said = generated(pair)
     assert "is damaged" in said
@@ -268,13 +266,13 @@ def test_a_stale_profile_is_said_to_be(
 ) -> None:
     path = folder / "profile.yaml"
     path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), position, value)))
-    told = generated(pair, "--profile", str(folder))
-    assert "is stale: " + said in told
-    assert "it is not used" in told
-    assert "tuned:" not in told
+    stderr = generated(pair, "--profile", str(folder))
+    assert "is stale: " + said in stderr
+    assert "it is not used" in stderr
+    assert "tuned:" not in stderr
 
 
-def test_a_profile_that_is_named_has_to_be_there(pair: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_named_profile_has_to_exist(pair: tuple[str, ...], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["generate", "abc", *pair, "--profile", str(tmp_path)])
     assert result.exit_code == 2
     assert "cannot read the profile" in result.stderr
@@ -286,12 +284,27 @@ def test_compare_takes_tuned_settings(pair: tuple[str, ...], folder: Path, tmp_p
     given = ["--prompts", str(prompts), "--repeats", "1", "-n", "4", "-m", "sd,sd:k=2,svip", "--trace", str(trace)]
     result = CliRunner().invoke(app, ["compare", *pair, "--device", "cpu", *given, "--profile", str(folder)])
     assert result.exit_code == 0, result.stderr
-    assert "tuned: sd, k 3; svip, c 0.15, h 0.45, max_draft 12" in result.stderr
+    assert "tuned: sd:k=3; svip:threshold=0.45:c=0.15:max_draft=12" in result.stderr
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     starts = {line["spec"]: line["settings"] for line in lines if line["type"] == "start"}
     assert starts["sd"]["k"] == 3
     assert starts["sd:k=2"]["k"] == 2
     assert starts["svip"]["threshold"] == 0.45
+
+
+def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey, tmp_path: Path) -> None:
+    """Even with a large expected speedup neither the report nor the profile nor --json says that speculation pays."""
+    methods = [Candidate("svip", {"threshold": 0.45}, True, 160.0, 40), Candidate("ar", {}, True, 80.0, 1)]
+    found = TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES})
+    path = profiles.save(profiles.from_outcome(found, key), tmp_path)
+    assert profiles.load(tmp_path).verdict == "unconfirmed"
+    line = json_line(found, path)
+    assert (line["verdict"], line["confirmed"], line["chosen"]["method"]) == ("unconfirmed", False, "svip")
+    console = theme.console(stderr=True, no_color=True)
+    with console.capture() as captured:
+        report(console, found, path)
+    assert "Not confirmed by real runs: 2.00× expected with svip." in captured.get()
+    assert "pays" not in captured.get()
 
 
 def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:
@@ -302,7 +315,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert result.exit_code == 0, result.stderr
     line = json.loads(result.stdout)
     assert line["type"] == "tune"
-    assert {"chosen", "speedup", "predicted", "costs", "profile"} <= line.keys()
+    assert {"chosen", "speedup", "predicted", "costs", "profile", "confirmed"} <= line.keys()
     assert line["profile"] == str(out / "profile.yaml")
     assert set(line["predicted"]) == {"ar", "sd", "lookup"}
     assert profiles.load(out).chosen.method == line["chosen"]["method"]
@@ -314,7 +327,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     )
     assert again.exit_code == 0, again.stderr
     assert f"--num-draft-tokens {profiles.load(out).settings_of('sd')['k']}" in again.stdout  # type: ignore[index]
-    assert "✓" not in again.stderr, "what was tuned is taken as it is"
+    assert "✓" not in again.stderr, "the existing profile is used"
 
 
 @pytest.mark.parametrize(
@@ -327,8 +340,8 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
         (["--prompts", "missing.yaml"], "missing.yaml"),
         (["--limit", "0"], "--limit is 0"),
         (["--temperature", "-1"], "temperature is -1"),
-        (["--steps", "3"], "stands without --train"),
-        (["--train", "--export", "mlx"], "stands beside --train"),
+        (["--steps", "3"], "needs --train"),
+        (["--train", "--export", "mlx"], "cannot be combined with --train"),
     ],
 )
 def test_mistakes_get_one_line(more: list[str], said: str) -> None:
@@ -343,9 +356,9 @@ NAMES = Names("org/target", "org/draft")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_engine_is_told_in_its_own_words(engine: str) -> None:
+def test_each_engine_gets_its_own_options(engine: str) -> None:
     made = export(engine, TUNED, "svip", NAMES)
-    assert any("svip" in lost for lost in made.lost), "the fastest does not carry over, and that is said"
+    assert any("svip" in lost for lost in made.lost), "a note says that the engine lacks the fastest method"
     expected = {
         "transformers": ('"num_assistant_tokens": 3', '"assistant_confidence_threshold": 0.0', '"constant"'),
         "vllm": ('"method": "draft_model"', '"model": "org/draft"', '"num_speculative_tokens": 3'),
@@ -367,7 +380,7 @@ def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
     assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", NAMES).text
     looked_up = [Tuned("lookup", {"k": 6, "ngram": 2}, 1.0)]
     assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", Names("t", None)).text
-    with pytest.raises(SpecgenError, match="none of the methods"):
+    with pytest.raises(SpecgenError, match="none of the tuned methods"):
         export("mlx", looked_up, "lookup", NAMES)
     plain = export("mlx", TUNED, "ar", NAMES)
     assert "plain decoding is the fastest" in plain.lost[0]

@@ -12,18 +12,17 @@ from rich.text import Text
 
 from specgen import demo, methods
 from specgen.errors import SpecgenError
+from specgen.settings import written
 from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
     from specgen.cli.model_options import ModelOptions
     from specgen.compare.method_specs import MethodSpec
     from specgen.pair import Pair
-    from specgen.settings import Value
     from specgen.tuning.profile import Profile
     from specgen.types import SamplingParams
 
 EXIT_FILE = "exit.safetensors"
-_SYMBOLS = {("svip", "threshold"): "h"}  # settings that a paper names by a letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console
     from specgen.tuning import profile as profiles
 
     key = profiles.profile_key_of(pair)
-    found_in = folder or profiles.default_folder(key, sampling.temperature, sampling.top_p, sampling.top_k)
+    found_in = folder or profiles.default_folder(key, sampling)
     path = found_in / profiles.FILE
     if not path.is_file() and (folder is None or (folder / EXIT_FILE).is_file()):
         return None
@@ -62,7 +61,7 @@ def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console
             raise
         _note(err, f"{error.message}; it is not used. {error.hint}", quiet)
         return None
-    if (why := profile.misfit(key)) is not None:
+    if (why := profile.mismatch(key)) is not None:
         _note(err, f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}", quiet)
     elif (why := _other_sampling(profile, sampling)) is not None:
         _note(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
@@ -96,18 +95,7 @@ def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Ma
         return Choice(method or pair.default_method, settings)
     name = method or profile.chosen.method
     tuned = profile.settings_of(name)
-    return Choice(name, settings) if tuned is None else Choice(name, tuned, f"tuned: {in_words(name, tuned)}")
-
-
-def in_words(name: str, settings: Mapping[str, Value]) -> str:
-    """A method with its settings, as in `svip, c 0.15, h 0.4`. A default longest draft is left out; another one comes last."""
-    method = methods.find(name)
-    longest = methods.known_settings(method, method.policy).get("max_draft")
-    parts = {_SYMBOLS.get((name, key), key): value for key, value in settings.items() if key != "max_draft"}
-    ordered = sorted(parts.items())
-    if "max_draft" in settings and (longest is None or settings["max_draft"] != longest.default):
-        ordered.append(("max_draft", settings["max_draft"]))
-    return ", ".join([name, *(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in ordered)])
+    return Choice(name, settings) if tuned is None else Choice(name, tuned, f"tuned: {written(name, tuned)}")
 
 
 def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, *, quiet: bool) -> list[MethodSpec]:
@@ -118,7 +106,7 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
     for spec in specs:
         settings = None if spec.is_baseline or spec.settings else profile.settings_of(spec.name)
         if settings:
-            notes.append(in_words(spec.name, settings))
+            notes.append(written(spec.name, settings))
             spec = replace(spec, settings={name: str(value) for name, value in settings.items()})
         completed.append(spec)
     if notes:

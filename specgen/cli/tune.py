@@ -1,10 +1,10 @@
-"""`specgen tune`: which method, with which settings, on this pair and machine? With `--train`, what drafts is trained."""
+"""`specgen tune`: find the fastest method and settings for a pair, or train an exit layer or a draft model with `--train`."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,86 +14,51 @@ from specgen.cli.train_run import DEFAULT_MINUTES
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
-_TRAINING = "Training"
 
-Train = Annotated[
-    bool,
-    typer.Option(
-        "--train", help="Train EESD's exit layer and its predictor, or with -m sd the draft.", rich_help_panel=_TRAINING
-    ),
-]
+def _training(metavar: str | None, help: str, *names: str) -> Any:
+    """An option in the help panel of training."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Training")
+
+
+Train = Annotated[bool, _training(None, "Train EESD's exit layer and its predictor, or with -m sd the draft.", "--train")]
 Methods = Annotated[
-    str | None, typer.Option("--methods", "-m", metavar="LIST", help="Only these, between commas; with --train eesd or sd.")
+    str | None, typer.Option("--methods", "-m", metavar="LIST", help="Only these, separated by commas; with --train: eesd or sd.")
 ]
-Budget = Annotated[float, typer.Option(metavar="SECONDS", help="How long to take for all of it, loading included.")]
-Limit = Annotated[int, typer.Option(metavar="N", help="So many prompts, taken from each category in turn.")]
+Budget = Annotated[float, typer.Option(metavar="SECONDS", help="Time for everything, loading included.")]
+Limit = Annotated[int, typer.Option(metavar="N", help="Number of prompts, taken from each category in turn.")]
 ExportTo = Annotated[
     str | None,
     typer.Option(
         "--export",
         metavar="ENGINE",
-        help="Print the tuned setting for transformers, vllm, sglang, llama.cpp or mlx; what was tuned before is taken as it is.",
+        help="Print the tuned settings for transformers, vllm, sglang, llama.cpp or mlx; an existing profile is used as it is.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="The profile's folder; without it one for this pair in your data folder."),
+    typer.Option("--out", metavar="DIR", help="The profile's folder; by default one for this pair in your data folder."),
 ]
-Minutes = Annotated[
-    float | None,
-    typer.Option(metavar="M", help=f"How long to train, all in all ({DEFAULT_MINUTES:g}).", rich_help_panel=_TRAINING),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(metavar="S", help="Or: optimizer steps, for the same weights every time.", rich_help_panel=_TRAINING),
-]
-Corpus = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Open text: plain, or JSON lines with text; demo: the bundled pair's own.", rich_help_panel=_TRAINING
-    ),
-]
+Minutes = Annotated[float | None, _training("M", f"Total training time ({DEFAULT_MINUTES:g}).")]
+Steps = Annotated[int | None, _training("S", "Optimizer steps instead of minutes: reproducible weights.")]
+Corpus = Annotated[Path | None, _training("FILE", "Training text: plain, or JSON lines with text; demo: the bundled pair's own.")]
 Prompts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="What to tune on, as compare reads it (without it examples.yaml); with --train what the target writes on from.",
+        help="Prompts to tune on, as compare reads them (default: examples.yaml); with --train: those that the target continues.",
     ),
 ]
-Layer = Annotated[
-    int | None,
-    typer.Option("--layer", metavar="N", help="The exit stands after layer N (7 % of the layers).", rich_help_panel=_TRAINING),
-]
-ExitLayers = Annotated[
-    int, typer.Option("--exit-layers", metavar="0|1|2", help="Layers in the exit; 0: a head alone.", rich_help_panel=_TRAINING)
-]
-Head = Annotated[
-    str, typer.Option("--head", metavar="own|target", help="Train a head, or take the target's.", rich_help_panel=_TRAINING)
-]
+Layer = Annotated[int | None, _training("N", "Put the exit after layer N (7 % of the layers).", "--layer")]
+ExitLayers = Annotated[int, _training("0|1|2", "Layers in the exit; 0: only a head.", "--exit-layers")]
+Head = Annotated[str, _training("own|target", "Train a head, or use the target's.", "--head")]
 SelfText = Annotated[
     float | None,
-    typer.Option(
-        "--self-text",
-        metavar="SHARE",
-        help="Share of rows with text of the target's own (0.5), for sd with its word on text (1).",
-        rich_help_panel=_TRAINING,
-    ),
+    _training("SHARE", "Share of sequences that the target generates (0.5; for sd: that it labels, 1).", "--self-text"),
 ]
-Batch = Annotated[
-    int | None,
-    typer.Option("--batch-size", metavar="B", help="Rows a step (64; on a CPU 16).", rich_help_panel=_TRAINING),
-]
-Window = Annotated[
-    int | None, typer.Option("--window", metavar="W", help="Tokens a row (2048; on a CPU 256).", rich_help_panel=_TRAINING)
-]
+Batch = Annotated[int | None, _training("B", "Sequences per step (64; on a CPU 16).", "--batch-size")]
+Window = Annotated[int | None, _training("W", "Tokens per sequence (2048; on a CPU 256).", "--window")]
 LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        "--learning-rate",
-        metavar="R",
-        help="The highest (0.001; for sd 0.0003), in the end a tenth.",
-        rich_help_panel=_TRAINING,
-    ),
+    float | None, _training("R", "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth.", "--learning-rate")
 ]
 
 
@@ -138,8 +103,8 @@ def tune(
     quiet: options.Quiet = False,
     no_color: options.NoColor = False,
 ) -> int | None:
-    """Find the fastest method and its settings for a pair, on this machine. With --train: train EESD's exit, or the draft."""
-    begun = time.perf_counter()
+    """Find the fastest method and its settings for a pair on this machine. With --train: train EESD's exit layer or the draft."""
+    begin = time.perf_counter()
     from specgen.cli import train_run, tune_run
     from specgen.cli.model_options import ModelOptions
     from specgen.ui import theme
@@ -150,21 +115,21 @@ def tune(
     )
     _check(train, export, (minutes, steps, corpus, layer))
     if train:
-        asked = train_run.request(
+        training = train_run.request(
             method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, layer=layer, seed=seed or 0,
             exit_layers=exit_layers, self_text=self_text, batch=batch_size, training_length=window,
             learning_rate=learning_rate, out=out,
         )  # fmt: skip
-        return train_run.train(models, asked, err, quiet=quiet, as_json=json)
+        return train_run.train(models, training, err, quiet=quiet, as_json=json)
     sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, (), ignore_eos)
-    asked_for = tune_run.TuneRequest(begun, budget, method_names, prompts, category, limit, chat, sampling, export, out)
-    return tune_run.tune_pair(models, asked_for, err, quiet=quiet, as_json=json)
+    request = tune_run.TuneRequest(begin, budget, method_names, prompts, category, limit, chat, sampling, export, out)
+    return tune_run.tune_pair(models, request, err, quiet=quiet, as_json=json)
 
 
-def _check(train: bool, export: object, trains: tuple[object, ...]) -> None:
-    """Refuse an option of tuning beside those of training, and the other way round."""
+def _check(train: bool, export: object, training_options: tuple[object, ...]) -> None:
+    """Refuse options of tuning with --train, and options of training without it."""
     hint = "Tune and train in turn: specgen tune --train, then specgen tune"
     if train and export is not None:
-        raise SpecgenError("--export stands beside --train", hint)
-    if not train and any(option is not None for option in trains):
-        raise SpecgenError("--minutes, --steps, --corpus or --layer stands without --train", hint)
+        raise SpecgenError("--export cannot be combined with --train", hint)
+    if not train and any(option is not None for option in training_options):
+        raise SpecgenError("--minutes, --steps, --corpus or --layer needs --train", hint)

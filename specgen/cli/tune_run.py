@@ -1,9 +1,9 @@
-"""`specgen tune` from its request to its report, the profile and what is exported."""
+"""Runs `specgen tune`: loads the pair, tunes it, writes the profile and the report, and exports the settings."""
 
 from __future__ import annotations
 
 import math
-import time
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from specgen.cli import profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.compare.prompts import load_prompts
 from specgen.errors import SpecgenError
-from specgen.json_lines import print_json
 from specgen.tuning import export as exports
 from specgen.types import SamplingParams
 from specgen.ui.terminal import tune_report as view
@@ -24,16 +23,17 @@ from specgen.ui.terminal import tune_report as view
 if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.tuning.outcome import TuningOutcome
+    from specgen.tuning.profile import Profile
 
 LEAST_BUDGET = 5.0
-_ENDING = 1.5  # seconds that are kept for the profile and the report
+_REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
 
 
 @dataclass(frozen=True, slots=True)
 class TuneRequest:
-    """What was asked for, checked as far as that can be done without a model. `begun` is by `time.perf_counter`."""
+    """The options of `tune`. `begin` is on the clock `time.perf_counter`. Raises SpecgenError where an option is wrong."""
 
-    begun: float
+    begin: float
     budget: float
     methods: str | None
     prompts: Path | None
@@ -56,46 +56,52 @@ class TuneRequest:
 
     @property
     def names(self) -> list[str] | None:
-        """The methods that were asked for; `eesd` stands for both of its policies."""
+        """The methods to tune, None for all; `eesd` stands for both of its policies."""
         if self.methods is None:
             return None
-        asked = [name.strip() for name in self.methods.split(",")]
-        return [*asked, *(["eesd-cali", "eesd-beta"] if "eesd" in asked else [])]
+        names = [name.strip() for name in self.methods.split(",")]
+        return [*names, *(["eesd-cali", "eesd-beta"] if "eesd" in names else [])]
+
+    @property
+    def may_reuse_profile(self) -> bool:
+        """Whether an export can use an existing profile: no option asks for another one."""
+        default = (self.methods, self.prompts, self.category) == (None, None, None)
+        return default and (self.out is None or (self.out / "profile.yaml").is_file())
 
 
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit)
-    names = request.names
-    parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
+    names, sampling = request.names, request.sampling
+    parallel = models.has_draft and (names is None or any(methods.find(name).schedule == "parallel" for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
-        if request.export is not None:
-            kept = profile_lookup.find(pair, request.sampling, request.out, err, quiet=quiet) if _is_kept(request) else None
-            if kept is not None:
-                speeds = [(name, tuned.settings, tuned.measured or tuned.predicted) for name, tuned in kept.methods.items()]
-                _export(request.export, pair, [exports.Tuned(*entry) for entry in speeds], kept.chosen.method, err, quiet)
+        if request.export is not None and request.may_reuse_profile:
+            existing = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet)
+            if existing is not None:
+                _export(request.export, pair, existing, err, quiet)
                 return None
-        from specgen.tuning import profile as files
-        from specgen.tuning.tuner import Tuner, TuningRequest
+        from specgen.tuning import profile as profiles
+        from specgen.tuning.request import Deadline, TuningRequest
+        from specgen.tuning.tuner import tune
 
-        fits = files.profile_key_of(pair)
-        sampling = request.sampling
-        folder = request.out or files.default_folder(fits, sampling.temperature, sampling.top_p, sampling.top_k)
-        deadline = request.begun + request.budget - _ENDING
-        with view.TuneProgress(err, request.begun, request.budget, quiet=quiet) as progress:
-            progress.done(_headline(pair, sampling), time.perf_counter() - request.begun)
-            outcome = Tuner(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress).run()
-        path = files.save(files.made_of(outcome, fits), folder)
-        _show(outcome, path, err, quiet=quiet, as_json=as_json, silent=request.export is not None)
+        key = profiles.profile_key_of(pair)
+        deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
+        with view.TuneProgress(err, request.begin, request.budget, quiet=quiet) as progress:
+            progress.done(_headline(pair, sampling))
+            outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress)
+        folder = request.out or profiles.default_folder(key, sampling)
+        profile = profiles.from_outcome(outcome, key)
+        path = profiles.save(profile, folder)
+        if not quiet:
+            view.report(err, outcome, path)
         if request.export is not None:
-            found = [exports.Tuned(entry.name, entry.settings, entry.measured or entry.predicted) for entry in outcome.methods]
-            _export(request.export, pair, found, outcome.chosen.name, err, quiet)
+            _export(request.export, pair, profile, err, quiet)
+        elif as_json:
+            text = escaped_json(jsonlib.dumps(json_line(outcome, path), ensure_ascii=False, allow_nan=False)) + "\n"
+            sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
+            sys.stdout.buffer.flush()
+        else:
+            print(outcome.chosen.written)
     return None
-
-
-def _is_kept(request: TuneRequest) -> bool:
-    """Whether there may be a profile to export from: nothing else was asked that would make another one."""
-    named = (request.methods, request.prompts, request.category)
-    return named == (None, None, None) and (request.out is None or (request.out / "profile.yaml").is_file())
 
 
 def _headline(pair: Pair, sampling: SamplingParams) -> str:
@@ -105,31 +111,22 @@ def _headline(pair: Pair, sampling: SamplingParams) -> str:
     return f"{models}, {pair.target.device} {pair.target.dtype_name}, {how}: loaded"
 
 
-def _show(outcome: TuningOutcome, path: Path, err: Console, *, quiet: bool, as_json: bool, silent: bool) -> None:
-    """The answer on standard output: one line, with `--json` all of it; the report on standard error."""
-    if not quiet:
-        view.report(err, outcome, path)
-    if silent:
-        return
-    if as_json:
-        print_json(_line(outcome, path))
-    else:
-        print(outcome.chosen.written)
-
-
-def _line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
+def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
+    """The output of `--json`."""
+    tuned = outcome.methods
     return {
         "type": "tune",
         "chosen": {"method": outcome.chosen.name, "settings": dict(outcome.chosen.settings)},
         "verdict": outcome.verdict,
-        "speedup": outcome.speedup,
+        "confirmed": outcome.verdict != "unconfirmed",
+        "speedup": outcome.speedup_of(outcome.chosen),
         "speedup_low": outcome.chosen.low,
         "speedup_high": outcome.chosen.high,
-        "predicted": {found.name: found.predicted for found in outcome.methods},
-        "measured": {found.name: found.measured for found in outcome.methods if found.measured is not None},
-        "perplexity": {found.name: found.perplexity for found in outcome.methods if found.perplexity is not None},
-        "settings": {found.name: dict(found.settings) for found in outcome.methods},
-        "acceptance": outcome.acceptance,
+        "predicted": {each.name: each.predicted for each in tuned},
+        "measured": {each.name: each.measured for each in tuned if each.measured is not None},
+        "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
+        "settings": {each.name: dict(each.settings) for each in tuned},
+        "acceptance": outcome.acceptance_probability,
         "pays_from": outcome.break_even_acceptance,
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
@@ -137,9 +134,10 @@ def _line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
     }
 
 
-def _export(engine: str, pair: Pair, tuned: list[exports.Tuned], chosen: str, err: Console, quiet: bool) -> None:
+def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
     names = exports.Names(pair.target.name, None if pair.draft is None else pair.draft.name)
-    made = exports.export(engine, tuned, chosen, names)
+    tuned = [exports.Tuned(name, each.settings, each.measured or each.predicted) for name, each in profile.methods.items()]
+    made = exports.export(engine, tuned, profile.chosen.method, names)
     print(made.text)
-    for lost in made.lost if not quiet else ():
-        err.print(Text(f"note: {lost}", "quiet"), soft_wrap=True)
+    for note in made.lost if not quiet else ():
+        err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 
-from specgen.decoding.policies import POLICIES
 from specgen.methods import METHODS, known_settings
 from specgen.settings import Value
 
-Given = Mapping[str, Value]
+GivenSettings = Mapping[str, Value]  # those that are not left at their defaults
 
-# The values that are tried of a method's settings. Other methods try the values of their policy's settings (`Setting.tuned`).
+# SVIP stops where c * H > h^2: only h^2 / c matters, so c keeps the authors' value and h varies.
 _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "ar": {},
     "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
@@ -25,58 +24,38 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
-TREES = {"width": (2, 3, 4), "depth": (2, 3, 4, 5)}
-RERUN = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
-REPLAYED = tuple(
-    name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd"
-)  # eesd is one of two others
+SEARCHED = ("eesd-tree", "spectr", "specinfer", "mtad", "bild")  # recorded chains do not hold what they draft
+SIMULATED = tuple(name for name in _GRIDS if name not in SEARCHED)
 
 
-def _tried(name: str) -> Mapping[str, Sequence[Value]]:
-    method = METHODS[name]
-    if name in _GRIDS or method.policy is None:
-        return _GRIDS[name]
-    return {setting: values.tuned for setting, values in POLICIES[method.policy].settings.items() if values.tuned}
-
-
-def grid(name: str) -> list[Given]:
-    """All settings of a method that are tried, in an order without a pattern: where time is short, what was tried is spread. The
-    usual ones come first."""
-    found = list(_combined(_tried(name)))
+def grid(name: str) -> list[GivenSettings]:
+    """All settings of a method that are tried: the defaults first, then the others shuffled, so that a search that runs out of
+    time has tried some from the whole range."""
+    found = list(_combinations(_GRIDS[name]))
     Random(0).shuffle(found)
-    return sorted(found, key=lambda given: distance_from_defaults(name, given) > 0)
+    return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
 
 
-def distance_from_defaults(name: str, given: Given) -> int:
-    """How many of a method's settings are not what they are where nobody sets them."""
+def distance_from_defaults(name: str, settings: GivenSettings) -> int:
+    """The number of settings that differ from the method's defaults."""
     method = METHODS[name]
     known = known_settings(method, method.policy)
-    return sum(known[key].default != value for key, value in given.items())
+    return sum(known[key].default != value for key, value in settings.items())
 
 
-def _combined(values: Mapping[str, Sequence[Value]]) -> Iterator[Given]:
+def _combinations(values: Mapping[str, Sequence[Value]]) -> Iterator[GivenSettings]:
     for chosen in product(*values.values()):
         yield dict(zip(values, chosen, strict=True))
 
 
-def trees() -> list[Given]:
-    """Shapes of draft trees, the largest first: what is recorded for one serves the smaller."""
-    found = sorted(_combined(TREES), key=lambda given: (-int(given["width"]), -int(given["depth"])))
-    return [{**given, "k": given["depth"]} for given in found]
+def trees() -> list[GivenSettings]:
+    """Shapes of draft trees, the largest first: the passes that are memoised for it serve the smaller ones."""
+    return [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
 
 
-def in_turn(grids: Mapping[str, Sequence[Given]]) -> Iterator[tuple[str, Given]]:
-    """The methods' settings in turn: where time runs out, each has had some."""
+def round_robin(grids: Mapping[str, Sequence[GivenSettings]]) -> Iterator[tuple[str, GivenSettings]]:
+    """One setting of each method in turn, so that a search that runs out of time has tried some of every method."""
     for position in range(max(map(len, grids.values()), default=0)):
         for name, settings in grids.items():
             if position < len(settings):
                 yield name, settings[position]
-
-
-def written(name: str, given: Given) -> str:
-    """A method with its settings, as `compare` takes it."""
-    return ":".join([name, *(f"{key}={_text(value)}" for key, value in given.items())])
-
-
-def _text(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

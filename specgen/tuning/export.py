@@ -1,4 +1,4 @@
-"""The tuned setting in other engines' own words. Imports no torch."""
+"""Tuned settings in the options of other engines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.errors import SpecgenError, nearest
-from specgen.tuning.candidates import Given
+from specgen.tuning.candidates import GivenSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What goes to the engine, and what of the tuning it has no word for."""
+    """The engine's options, and notes on what they cannot express."""
 
     text: str
     lost: tuple[str, ...] = ()
@@ -27,81 +27,81 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A method as it was tuned, and its tokens a second."""
+    """A method with its tuned settings and its tokens per second."""
 
     name: str
-    settings: Given
+    settings: GivenSettings
     speed: float
 
 
 def check(engine: str) -> None:
-    """Raises SpecgenError for an engine that is not known, with the nearest name."""
+    """Raises SpecgenError for an unknown engine, with the nearest name."""
     if engine not in ENGINES:
         known = ", ".join(ENGINES)
         raise SpecgenError(f"there is no engine {engine!r} to export to{nearest(engine, ENGINES)}", f"There are {known}")
 
 
 def export(engine: str, tuned: Sequence[Tuned], chosen: str, names: Names) -> Export:
-    """The fastest method that the engine has, as tuned here. Raises SpecgenError where it has none of those that were tuned."""
+    """The fastest tuned method that the engine has. Raises SpecgenError where it has none of them."""
     check(engine)
-    usable = [found for found in tuned if found.name in _KNOWN[engine]]
+    write, known = ENGINES[engine]
+    usable = [method for method in tuned if method.name in known]
     if not usable:
-        known = ", ".join(_KNOWN[engine])
-        raise SpecgenError(f"{engine} has none of the methods that were tuned", f"It has {known}: name one with --methods")
-    best = max(usable, key=lambda found: found.speed)
-    made = ENGINES[engine](best, names)
+        raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
+    best = max(usable, key=lambda method: method.speed)
+    made = write(best, names)
     lost = list(made.lost)
     if chosen == "ar":
         lost.insert(0, f"here plain decoding is the fastest: {best.name} is only the best of what {engine} has")
     elif best.name != chosen:
         lost.insert(0, f"{chosen}, the fastest here, is not in {engine}: this is {best.name}, the best of what it has")
-    lost.append("measured with specgen, one answer at a time: a server that batches has other costs")
+    lost.append("measured with specgen, one prompt at a time: a server that batches has other costs")
     return Export(made.text, tuple(lost))
 
 
-def _fixed(found: Tuned) -> int:
-    """How many tokens a draft has, or has at most."""
-    return int(found.settings["max_draft" if found.name == "confidence" else "k"])
+def _length(method: Tuned) -> int:
+    """The draft length, or its maximum."""
+    return int(method.settings["max_draft" if method.name == "confidence" else "k"])
 
 
-def _transformers(found: Tuned, names: Names) -> Export:
-    if found.name == "lookup":
+def _transformers(method: Tuned, names: Names) -> Export:
+    if method.name == "lookup":
         settings: Mapping[str, object] = {
-            "prompt_lookup_num_tokens": found.settings["k"],
-            "max_matching_ngram_size": found.settings["ngram"],
+            "prompt_lookup_num_tokens": method.settings["k"],
+            "max_matching_ngram_size": method.settings["ngram"],
         }
         text = json.dumps(settings, indent=2)
         return Export(text, ("this goes to the target's generate(): no assistant is needed",))
     settings = {
-        "num_assistant_tokens": _fixed(found),
-        "num_assistant_tokens_schedule": "heuristic" if found.name == "heuristic" else "constant",
-        "assistant_confidence_threshold": found.settings["threshold"] if found.name == "confidence" else 0.0,
+        "num_assistant_tokens": _length(method),
+        "num_assistant_tokens_schedule": "heuristic" if method.name == "heuristic" else "constant",
+        "assistant_confidence_threshold": method.settings["threshold"] if method.name == "confidence" else 0.0,
     }
-    lost = ["this goes into the assistant's generation_config: what generate() is given does not reach it"]
-    if found.name == "heuristic":
-        lost.append(f"transformers' schedule has no longest draft: {found.settings['max_draft']} is left out")
+    lost = ["this goes into the assistant's generation_config: arguments of generate() do not reach it"]
+    if method.name == "heuristic":
+        lost.append(f"transformers' schedule has no maximum draft length: {method.settings['max_draft']} is left out")
     return Export(json.dumps(settings, indent=2), tuple(lost))
 
 
-def _vllm(found: Tuned, names: Names) -> Export:
+def _vllm(method: Tuned, names: Names) -> Export:
     settings: dict[str, object]
-    if found.name == "lookup":
+    if method.name == "lookup":
         settings = {
             "method": "ngram",
-            "num_speculative_tokens": found.settings["k"],
-            "prompt_lookup_max": found.settings["ngram"],
+            "num_speculative_tokens": method.settings["k"],
+            "prompt_lookup_max": method.settings["ngram"],
             "prompt_lookup_min": 1,
         }
     else:
-        settings = {"method": "draft_model", "model": names.draft, "num_speculative_tokens": _fixed(found)}
+        settings = {"method": "draft_model", "model": names.draft, "num_speculative_tokens": _length(method)}
     return Export(f"vllm serve {shlex.quote(names.target)} --speculative-config {shlex.quote(json.dumps(settings))}")
 
 
-def _sglang(found: Tuned, names: Names) -> Export:
-    steps = _fixed(found)
-    if found.name == "lookup":
+def _sglang(method: Tuned, names: Names) -> Export:
+    steps = _length(method)
+    if method.name == "lookup":
         text = f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {steps}"
-        lost: tuple[str, ...] = (f"SGLang's n-gram search has settings of its own: ngram {found.settings['ngram']} is left out",)
+        lost: tuple[str, ...] = (f"SGLang's n-gram search has settings of its own: ngram {method.settings['ngram']} is left out",)
     else:
         text = (
             f"--speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(str(names.draft))} "
@@ -111,35 +111,29 @@ def _sglang(found: Tuned, names: Names) -> Export:
     return Export(f"python -m sglang.launch_server --model-path {shlex.quote(names.target)} {text}", lost)
 
 
-def _llama_cpp(found: Tuned, names: Names) -> Export:
-    longest = _fixed(found)
-    least = found.settings["threshold"] if found.name == "confidence" else 0.0
+def _llama_cpp(method: Tuned, names: Names) -> Export:
+    longest = _length(method)
+    least = method.settings["threshold"] if method.name == "confidence" else 0.0
     text = (
         f"llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple "
         f"--spec-draft-n-max {longest} --spec-draft-n-min 0 --spec-draft-p-min {least:g}"
     )
     lost = [f"convert {names.target} and {names.draft} to GGUF first; quantised weights have other costs and acceptances"]
-    if found.name == "confidence":
+    if method.name == "confidence":
         lost.append("llama.cpp drops a token under p-min where transformers and specgen keep it: drafts are one token shorter")
     return Export(text, tuple(lost))
 
 
-def _mlx(found: Tuned, names: Names) -> Export:
+def _mlx(method: Tuned, names: Names) -> Export:
     target, draft = shlex.quote(names.target), shlex.quote(str(names.draft))
-    return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {_fixed(found)}")
+    return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {_length(method)}")
 
 
-ENGINES: Mapping[str, Callable[[Tuned, Names], Export]] = {
-    "transformers": _transformers,
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "llama.cpp": _llama_cpp,
-    "mlx": _mlx,
-}
-_KNOWN: Mapping[str, tuple[str, ...]] = {
-    "transformers": ("sd", "heuristic", "confidence", "lookup"),
-    "vllm": ("sd", "lookup"),
-    "sglang": ("sd", "lookup"),
-    "llama.cpp": ("sd", "confidence"),
-    "mlx": ("sd",),
+# how settings are written, and which methods the engine has
+ENGINES: Mapping[str, tuple[Callable[[Tuned, Names], Export], tuple[str, ...]]] = {
+    "transformers": (_transformers, ("sd", "heuristic", "confidence", "lookup")),
+    "vllm": (_vllm, ("sd", "lookup")),
+    "sglang": (_sglang, ("sd", "lookup")),
+    "llama.cpp": (_llama_cpp, ("sd", "confidence")),
+    "mlx": (_mlx, ("sd",)),
 }

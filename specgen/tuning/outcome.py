@@ -1,4 +1,4 @@
-"""What tuning found, as the report, the JSON line and the profile are made from it. Imports no torch."""
+"""Candidates, how the best are selected, and what a tuning returns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from typing import Any, Literal
 
 from specgen.cost_model import SpeedupModel
 from specgen.methods import METHODS
-from specgen.tuning.candidates import Given, distance_from_defaults, written
+from specgen.settings import written
+from specgen.speedup_model import SpeedupModel
+from specgen.tuning.candidates import GivenSettings, distance_from_defaults
 from specgen.types import SamplingParams
 
-Verdict = Literal["pays", "does not pay", "unclear"]
+Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed"]
 PLAIN = "ar"
-AS_GOOD = 0.97
-FINALISTS = 3  # methods that are really run, plain decoding aside
-CLOSE = 0.75  # of the best one's expected speed: what is slower is not run
-HOPE = 1.25  # PEARL was off by as much, either way: two processes get their cores well in one minute, badly in another
+AS_FAST = 0.97  # of the best expected speed: settings above it count as equally fast
+EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a real run
+SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
+SHORTLIST_SPEED = 0.75  # of the best expected speed: slower methods are not run
+PARALLEL_MARGIN = 1.25  # expected speeds of PEARL were wrong by this factor: two processes share the cores well or badly
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A method with its best settings: expected tokens a second, and the measured ones where it was confirmed by real runs, with
-    the speedup over plain decoding in the same turns and its 95 % interval. `tried` settings were replayed. `perplexity` is of a
-    lossy method's output."""
+    """A method with settings, and its tokens per second.
+
+    `predicted` is the expected speed, `tried` the number of settings it was selected from. Where the method was really run,
+    `measured` is its speed and `speedup`, with the 95 % interval `low` to `high`, is relative to plain decoding in the same
+    turns. `perplexity` is that of a lossy method's output.
+    """
 
     name: str
-    settings: Given
+    settings: GivenSettings
     lossless: bool
     predicted: float
     tried: int
-    acceptance: float | None = None
+    acceptance_rate: float | None = None
     measured: float | None = None
     speedup: float | None = None
     low: float | None = None
@@ -42,92 +48,110 @@ class Candidate:
         return written(self.name, self.settings)
 
 
+def by_speed(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest expected one first."""
+    return sorted(candidates, key=lambda candidate: -candidate.predicted)
+
+
 @dataclass(frozen=True, slots=True)
 class TuningOutcome:
-    """`methods` are in the order of their expected speed, plain decoding among them. `left_out` says of other methods why they
-    were not tuned. `acceptance` is how often the target takes a draft's token, those before it being right."""
+    """The result of a tuning.
+
+    `methods` are sorted by expected speed and contain plain decoding. `prompts` is the number of prompts, `costs` are the round
+    costs by kind, `acceptance_probability` is the mean probability that the target accepts a draft's token after accepted ones.
+    `left_out` gives the reason for each method that was not tuned.
+    """
 
     methods: Sequence[Candidate]
-    chosen: Candidate
-    verdict: Verdict
     sampling: SamplingParams
     prompts: int
     costs: Mapping[str, Any]
     speedup_model: SpeedupModel | None = None
-    acceptance: float | None = None
+    acceptance_probability: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def plain(self) -> Candidate:
-        return next(found for found in self.methods if found.name == PLAIN)
+        return plain_of(self.methods)
 
     @property
     def best(self) -> Candidate:
-        """The fastest of the methods that speculate and keep the output: as measured, where it was, and then by the lower end of
-        its interval. What is fast on some prompts and slow on others is no safe choice for those that nobody has seen."""
-        others = [found for found in self.methods if found.name != PLAIN and found.lossless]
-        measured = [found for found in others if found.measured is not None]
-        if measured and all(found.low is not None for found in measured):
-            return max(measured, key=lambda found: found.low or 0.0)
-        return max(measured or others or [self.plain], key=lambda found: found.measured or found.predicted)
+        """The fastest lossless method that speculates; plain decoding where there is none.
+
+        Measured ones come first, by the lower end of their intervals: a method that is fast on some prompts and slow on others is
+        not a safe choice for prompts that were not measured.
+        """
+        others = [method for method in self.methods if method.name != PLAIN and method.lossless]
+        measured = [method for method in others if method.measured is not None]
+        if measured and all(method.low is not None for method in measured):
+            return max(measured, key=lambda method: method.low or 0.0)
+        return max(measured or others or [self.plain], key=lambda method: method.measured or method.predicted)
 
     @property
-    def speedup(self) -> float:
-        """The chosen method's over plain decoding, measured where it was."""
-        if self.chosen.name == PLAIN:
-            return 1.0
-        return self.chosen.speedup or self.chosen.predicted / self.plain.predicted
+    def verdict(self) -> Verdict:
+        """Whether speculation pays: an interval that contains 1 is unclear, and without real runs nothing is confirmed."""
+        best = self.best
+        if best.name == PLAIN:
+            return "does not pay"
+        if best.speedup is None:
+            return "unconfirmed"
+        if (best.low or best.speedup) > 1:
+            return "pays"
+        return "does not pay" if (best.high or best.speedup) < 1 or best.speedup < 1 else "unclear"
+
+    @property
+    def chosen(self) -> Candidate:
+        """The method to decode with: the best one where it pays or, unconfirmed, where its expected speedup is large enough."""
+        expected = self.verdict == "unconfirmed" and self.speedup_of(self.best) > EXPECTED_GAIN
+        return self.best if expected or self.verdict == "pays" else self.plain
+
+    def speedup_of(self, method: Candidate) -> float:
+        """The measured speedup over plain decoding, else the expected one."""
+        return 1.0 if method.name == PLAIN else method.speedup or method.predicted / self.plain.predicted
 
     @property
     def break_even_acceptance(self) -> float | None:
-        """The acceptance from which drafts of one token pay; None where no acceptance is enough."""
-        return None if self.speedup_model is None else self.speedup_model.break_even_acceptance(1)
+        """The acceptance from which drafts of one token pay; None where none is enough."""
+        return None if self.speedup_model is None else self.speedup_model.pays_from(1)
 
     @property
     def break_even_draft_cost(self) -> float | None:
-        """How long a draft pass may take, in target passes, to pay at the acceptance found here; None where nothing helps."""
-        if self.speedup_model is None or self.acceptance is None:
+        """The longest time of a draft pass, in target passes, that pays at the acceptance found here; None where none does."""
+        model, probability = self.speedup_model, self.acceptance_probability
+        if model is None or probability is None:
             return None
-        return self.speedup_model.break_even_draft_cost(self.acceptance)
+        single = model.target_seconds[1]
+        room = [
+            (sum(probability**position for position in range(k + 1)) * single - model.target_seconds[k + 1]) / k
+            for k in model.draft_lengths
+        ]
+        return max(room) / single if max(room, default=0.0) > 0 else None
 
     @property
     def relative_draft_cost(self) -> float | None:
-        """What a draft pass takes, in target passes."""
-        return None if self.speedup_model is None else self.speedup_model.relative_draft_cost
+        """The time of a draft pass in target passes."""
+        return None if self.speedup_model is None else self.speedup_model.draft_seconds / self.speedup_model.target_seconds[1]
 
 
-def judged(best: Candidate, plain: Candidate) -> Verdict:
-    """Whether speculation pays. An interval that holds 1 tells nothing; without real runs a tenth has to be gained at least."""
-    if best.name == PLAIN:
-        return "does not pay"
-    if best.speedup is None:
-        return "pays" if best.predicted > 1.1 * plain.predicted else "does not pay"
-    low, high = best.low or best.speedup, best.high or best.speedup
-    if low > 1:
-        return "pays"
-    return "does not pay" if high < 1 or best.speedup < 1 else "unclear"
+def plain_of(candidates: Sequence[Candidate]) -> Candidate:
+    return next(candidate for candidate in candidates if candidate.name == PLAIN)
 
 
 def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
-    """A method's best settings: the most usual of those that are expected to be as good as the best. What is a hair faster on
-    these prompts, by costs that were measured once, need not be on others."""
-    best = max(entry.predicted for entry in tried)
-    good = [entry for entry in tried if entry.predicted >= AS_GOOD * best]
-    chosen = min(good, key=lambda entry: (distance_from_defaults(entry.name, entry.settings), -entry.predicted))
+    """A method's best settings: of those with about the best expected speed, the ones closest to the defaults. A small advantage
+    on these prompts, at costs that were measured once, may not hold on others."""
+    best = max(candidate.predicted for candidate in tried)
+    fast = [candidate for candidate in tried if candidate.predicted >= AS_FAST * best]
+    chosen = min(fast, key=lambda candidate: (distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted))
     return replace(chosen, tried=len(tried))
 
 
-def better(chain: Candidate, tree: Candidate, tried: int) -> Candidate:
-    """The faster of a method's chains and its trees, of which so many were tried besides."""
-    best = max(chain, tree, key=lambda entry: entry.predicted)
-    return replace(best, tried=chain.tried + tried)
+def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The methods worth a real run, the most promising first."""
 
+    def possible(candidate: Candidate) -> float:
+        return candidate.predicted * (PARALLEL_MARGIN if METHODS[candidate.name].schedule == "parallel" else 1.0)
 
-def shortlist(rivals: Sequence[Candidate]) -> list[Candidate]:
-    """Those that are really run, the most hopeful first."""
-
-    def hoped(entry: Candidate) -> float:
-        return entry.predicted * (HOPE if METHODS[entry.name].is_parallel else 1.0)
-
-    best = max((entry.predicted for entry in rivals), default=0.0)
-    return sorted((entry for entry in rivals if hoped(entry) >= CLOSE * best), key=hoped, reverse=True)[:FINALISTS]
+    best = max((candidate.predicted for candidate in candidates), default=0.0)
+    promising = [candidate for candidate in candidates if possible(candidate) >= SHORTLIST_SPEED * best]
+    return sorted(promising, key=possible, reverse=True)[:SHORTLIST_SIZE]

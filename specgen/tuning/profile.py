@@ -1,4 +1,4 @@
-"""What tuning found, on disk: `profile.yaml` in a folder a pair, machine, device and way of sampling."""
+"""The result of a tuning on disk: `profile.yaml`, one for each pair, machine, device and way of sampling."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from specgen.errors import RunError, SpecgenError
 from specgen.files import load_yaml, write_whole
 from specgen.paths import pair_folder, readable
 from specgen.settings import Value
-from specgen.tuning.outcome import TuningOutcome
+from specgen.tuning.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair import Pair
+    from specgen.types import SamplingParams
 
 FILE = "profile.yaml"
 LARGEST = 1 << 20  # bytes
@@ -33,14 +35,14 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class _Part(BaseModel):
-    """Nothing unknown is read, and nothing is read as what it is not."""
+class _StrictModel(BaseModel):
+    """Unknown keys and values of other types are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Model(_Part):
-    """Which model it is: its name, a fingerprint of its weights and config, and how it ran."""
+class Model(_StrictModel):
+    """A model: its name, a fingerprint of its weights and config, and how it ran."""
 
     name: Word
     fingerprint: Word
@@ -48,21 +50,21 @@ class Model(_Part):
     dtype: Word
 
 
-class Machine(_Part):
+class Machine(_StrictModel):
     node: str
     processor: str
     cores: Count | None
 
 
-class Versions(_Part):
+class Versions(_StrictModel):
     specgen: Word
     python: Word
     torch: Word
     transformers: Word
 
 
-class ProfileKey(_Part):
-    """What a profile holds for. Where anything of it differs the profile is stale."""
+class ProfileKey(_StrictModel):
+    """What a profile is valid for. A profile whose key differs in any field is stale."""
 
     target: Model
     draft: Model | None
@@ -71,32 +73,38 @@ class ProfileKey(_Part):
     versions: Versions
 
 
-class Sampling(_Part):
+class Sampling(_StrictModel):
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
     top_k: Annotated[int, Field(ge=0)]
 
 
-class Choice(_Part):
-    """A method with its settings, both checked as those of a command line are."""
+GivenSettings = dict[str, bool | int | float | str]
+
+
+class Choice(_StrictModel):
+    """A method with its settings, both checked like those of a command line."""
 
     method: Word
-    settings: dict[str, bool | int | float | str]
+    settings: GivenSettings
 
     @model_validator(mode="after")
     def _is_known(self) -> Choice:
-        try:
-            methods.resolve(methods.find(self.method), self.settings)
-        except SpecgenError as error:
-            raise ValueError(error.message) from error
+        _check_method(self.method, self.settings)
         return self
 
 
-class Tuned(_Part):
-    """The best settings of one method: tokens a second that are expected, and measured where it was really run; of a lossy one
-    its output's perplexity."""
+def _check_method(name: str, settings: GivenSettings, key: str = "") -> None:
+    try:
+        methods.resolve(methods.find(name), settings)
+    except SpecgenError as error:
+        raise ValueError(f"{key}{error.message}") from error
 
-    settings: dict[str, bool | int | float | str]
+
+class Tuned(_StrictModel):
+    """The best settings of one method, as in `Candidate`: speeds are tokens per second."""
+
+    settings: GivenSettings
     predicted: Positive
     measured: Positive | None
     speedup: Positive | None
@@ -106,8 +114,8 @@ class Tuned(_Part):
     perplexity: Positive | None = None
 
 
-class DrafterCosts(_Part):
-    """Seconds by context length, then by tokens: of a draft so long, of a target's pass over so many and what belongs to it."""
+class DrafterCosts(_StrictModel):
+    """`RoundCosts` in seconds, by context length and then by tokens."""
 
     drafting: dict[int, dict[int, Seconds]]
     judging: dict[int, dict[int, Seconds]]
@@ -115,8 +123,8 @@ class DrafterCosts(_Part):
     together: Seconds | None = None
 
 
-class Measured(_Part):
-    """What tuning measured: on how many prompts, what rounds cost, how often the target takes a draft's token."""
+class Measured(_StrictModel):
+    """What tuning measured: `acceptance` is the mean probability that the target accepts a draft's token."""
 
     prompts: Count
     new_tokens: Count
@@ -124,12 +132,12 @@ class Measured(_Part):
     costs: dict[Kind, DrafterCosts]
 
 
-class Profile(_Part):
+class Profile(_StrictModel):
     """The whole file."""
 
     version: Literal[1]
     written: datetime
-    verdict: Literal["pays", "does not pay", "unclear"]
+    verdict: Verdict
     chosen: Choice
     speedup: Positive
     sampling: Sampling
@@ -140,24 +148,21 @@ class Profile(_Part):
     @model_validator(mode="after")
     def _methods_are_known(self) -> Profile:
         for name, tuned in self.methods.items():
-            try:
-                Choice(method=name, settings=tuned.settings)
-            except ValidationError as error:
-                raise ValueError(f"methods, {name}: {_said(error)}") from error
+            _check_method(name, tuned.settings, f"methods, {name}: ")
         return self
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
-        """The tuned settings of a method, None where it was not tuned."""
+        """The tuned settings of a method; None where it was not tuned."""
         if name == self.chosen.method:
             return self.chosen.settings
-        if name == "eesd":  # one of the two
+        if name == "eesd":  # stands for one of two methods
             eesd = [self.methods[other] for other in ("eesd-cali", "eesd-beta") if other in self.methods]
             return eesd[0].settings if eesd else None
         return self.methods[name].settings if name in self.methods else None
 
-    def misfit(self, found: ProfileKey) -> str | None:
-        """What differs from `found`, in a few words; None where the profile holds."""
-        ours, theirs = self.fits.model_dump(), found.model_dump()
+    def mismatch(self, now: ProfileKey) -> str | None:
+        """The first difference from the key `now`; None where the profile is valid."""
+        ours, theirs = self.fits.model_dump(), now.model_dump()
         for name in ("target", "draft", "exit_layer", "versions", "machine"):
             if ours[name] != theirs[name]:
                 return _difference(name.replace("_", " "), ours[name], theirs[name])
@@ -167,79 +172,75 @@ class Profile(_Part):
 def _difference(name: str, then: Any, now: Any) -> str:
     if isinstance(then, dict) and isinstance(now, dict):
         key = next(key for key in then if then[key] != now[key])
-        what = f"the {name}'s {key}" if name in ("target", "draft", "machine") else key
-        return f"{what} was {then[key]}, and is {now[key]}"
+        subject = f"the {name}'s {key}" if name in ("target", "draft", "machine") else key
+        return f"{subject} was {then[key]}, and is {now[key]}"
     shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (then, now)]
     return f"the {name} was {shown[0]}, and is {shown[1]}"
 
 
 def profile_key_of(pair: Pair) -> ProfileKey:
-    """What a profile of this pair would hold for, here and now."""
+    """The key of a profile of this pair on this machine."""
+    from specgen import measurement_cache
     from specgen.engine.devices import device_name
     from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.environment import machine, versions
+    from specgen.environment import versions
 
-    found = [
-        None
-        if model is None
-        else Model(
-            name=model.name,
-            fingerprint=weights_fingerprint(model.folder),
-            device=device_name(model.device),
-            dtype=model.dtype_name,
-        )
-        for model in (pair.target, pair.draft)
-    ]
-    assert found[0] is not None
-    exit_layer = None if pair.exit_description is None else pair.exit_description.digest
-    here, installed = Machine(**machine()), Versions(**versions())
-    return ProfileKey(target=found[0], draft=found[1], exit_layer=exit_layer, machine=here, versions=installed)
+    def described(model: LoadedModel) -> Model:
+        fingerprint = weights_fingerprint(model.folder)
+        return Model(name=model.name, fingerprint=fingerprint, device=device_name(model.device), dtype=model.dtype_name)
+
+    return ProfileKey(
+        target=described(pair.target),
+        draft=None if pair.draft is None else described(pair.draft),
+        exit_layer=None if pair.exit_description is None else pair.exit_description.digest,
+        machine=Machine(**measurement_cache.machine()),
+        versions=Versions(**versions()),
+    )
 
 
-def default_folder(fits: ProfileKey, temperature: float, top_p: float, top_k: int) -> Path:
-    """Where the profile of such a pair is kept: a folder a machine, device and way of sampling."""
-    own = pair_folder(fits.target.name, fits.target.fingerprint, None if fits.draft is None else fits.draft.name)
-    parts = [fits.machine.node, fits.target.device, fits.target.dtype]
-    if temperature:
-        parts += [f"t{temperature:g}", *([f"p{top_p:g}"] if top_p < 1 else []), *([f"k{top_k}"] if top_k else [])]
+def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
+    """The profile's folder in the data folder, named after the pair, machine, device and way of sampling."""
+    own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
+    parts = [key.machine.node, key.target.device, key.target.dtype]
+    if not sampling.greedy:
+        parts.append(f"t{sampling.temperature:g}")
+        parts += [f"p{sampling.top_p:g}"] if sampling.top_p < 1 else []
+        parts += [f"k{sampling.top_k}"] if sampling.top_k else []
     return own / readable("-".join(part.replace("/", "-") for part in parts if part))
 
 
-def made_of(outcome: TuningOutcome, fits: ProfileKey) -> Profile:
+def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
     sampling = outcome.sampling
+    shared = ("predicted", "measured", "speedup", "tried", "perplexity")
     tuned = {
-        found.name: Tuned(
-            settings=dict(found.settings),
-            predicted=found.predicted,
-            measured=found.measured,
-            speedup=found.speedup,
-            speedup_low=found.low,
-            speedup_high=found.high,
-            tried=found.tried,
-            perplexity=found.perplexity,
+        each.name: Tuned(
+            settings=dict(each.settings),
+            speedup_low=each.low,
+            speedup_high=each.high,
+            **{name: getattr(each, name) for name in shared},
         )
-        for found in outcome.methods
+        for each in outcome.methods
     }
     return Profile(
         version=1,
         written=datetime.now(UTC).replace(microsecond=0),
         verdict=outcome.verdict,
         chosen=Choice(method=outcome.chosen.name, settings=dict(outcome.chosen.settings)),
-        speedup=outcome.speedup,
+        speedup=outcome.speedup_of(outcome.chosen),
         sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
-        fits=fits,
+        fits=key,
         methods=tuned,
         measured=Measured(
             prompts=outcome.prompts,
             new_tokens=sampling.max_new_tokens,
-            acceptance=outcome.acceptance,
+            acceptance=outcome.acceptance_probability,
             costs={cast("Kind", kind): DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
         ),
     )
 
 
 def save(profile: Profile, folder: Path) -> Path:
-    """Whole or not at all, whatever else is written there at the time. Raises RunError where that fails."""
+    """Write the profile atomically. Raises RunError where that fails."""
     path = folder / FILE
     text = yaml.safe_dump(_rounded(profile.model_dump(mode="python")), sort_keys=False, allow_unicode=True, width=110)
     try:
@@ -252,7 +253,7 @@ def save(profile: Profile, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Profile:
-    """Raises SpecgenError with one clear line for whatever is wrong with the file."""
+    """Raises SpecgenError, in one line, where the file is missing, damaged or of another version."""
     path = folder / FILE
     try:
         with path.open("rb") as file:
@@ -268,7 +269,7 @@ def load(folder: Path) -> Profile:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it cannot be read"
-        raise SpecgenError(f"the profile {path}{where} is no YAML: {problem}", TUNE_AGAIN) from error
+        raise SpecgenError(f"the profile {path}{where} is not valid YAML: {problem}", TUNE_AGAIN) from error
     if not isinstance(found, dict):
         raise SpecgenError(f"the profile {path} holds no settings", TUNE_AGAIN)
     if isinstance(found.get("version"), int) and found["version"] != 1:
@@ -276,11 +277,11 @@ def load(folder: Path) -> Profile:
     try:
         return Profile.model_validate(found)
     except ValidationError as error:
-        raise SpecgenError(f"the profile {path} is damaged: {_said(error)}", TUNE_AGAIN) from error
+        raise SpecgenError(f"the profile {path} is damaged: {_first_error(error)}", TUNE_AGAIN) from error
 
 
-def _said(error: ValidationError) -> str:
-    """The first of pydantic's complaints as one line: where, what, and with which value."""
+def _first_error(error: ValidationError) -> str:
+    """The first of pydantic's errors in one line: the key, the problem and the value."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     what = str(first["msg"]).removeprefix("Value error, ")
@@ -294,7 +295,7 @@ def _shown(value: object) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with as many digits as anybody reads."""
+    """Numbers rounded to five digits."""
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
     if isinstance(value, float) and math.isfinite(value):

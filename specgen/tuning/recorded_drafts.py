@@ -1,21 +1,22 @@
-"""What a drafter would say from every position of the target's own output, recorded once: all that a length policy looks at.
+"""Records what a drafter drafts from every position of the target's own output: all that a length policy depends on.
 
-The draft runs over the target's output in one pass (teacher-forced), and goes on from each of its mistakes, all of them as the
-branches of one tree: a pass a level. Whatever a policy does, what it would have seen is among that.
+One teacher-forced pass of the draft model over the target's output gives its token at each position. Each token that the target
+would reject is continued, all of them as branches of one tree, one pass per level. So every draft that any policy stops anywhere
+is a prefix of a recorded one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from specgen.decoding import logits_ops, signals
+from specgen.decoding import logits_ops
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.pair import Pair
 
-AFTER = 16  # tokens that a draft is followed behind its first mistake
-LONGEST = 40  # tokens of a rollout: as long as a policy lets any draft become
+CONTINUATION = 16  # tokens recorded after a draft's first rejected token
+LONGEST = 40  # tokens of a rollout: the largest `max_draft` that is tried
 
 
 class Drafted(NamedTuple):
-    """A token that a draft would have, and the signals that a policy may read."""
+    """A drafted token, and what a length policy reads of it. `_rollout` sets the position."""
 
     token: int
     signals: Mapping[str, float]
@@ -39,226 +40,209 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """What the target says to a prompt by itself: `token_ids`, the first from the prompt's own pass; how long that pass took, and
-    all of it (seconds); `limit` is the number of tokens at which it would have ended at the latest, `eos_ids` what ends it
-    before."""
+    """The target's own output after a prompt. `limit` is the largest number of new tokens, `eos_ids` end the output earlier.
+
+    `prefill_seconds` is the time of the prompt's pass, which gives the first token; `seconds` is the time of the whole run.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]
     limit: int
     eos_ids: frozenset[int]
-    prefill: float
+    prefill_seconds: float
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedDrafts:
-    """A drafter's behaviour along one answer: `rollouts[t]` is its draft behind the first t new tokens (none for t = 0), as long
-    as any policy may ask. `chances` are how likely the target takes its first token, for t = 1, 2, ...: 0 or 1 in greedy
-    decoding, else the sum of min(p, q) of both warped distributions. `prefill` is what the draft's own look at the prompt takes
-    (seconds)."""
+    """A drafter's drafts along one reference output.
 
-    answer: ReferenceOutput
+    `rollouts[t]` is the draft after the first t new tokens (empty for t = 0), at most `LONGEST` tokens.
+    `acceptance_probabilities` are those of its first token, for t = 1, 2, ...: 0 or 1 in greedy decoding, else the sum of
+    min(p, q) of the warped distributions. `prefill_seconds` is the time of the draft model's pass over the prompt.
+    """
+
+    reference: ReferenceOutput
     rollouts: Sequence[Sequence[Drafted]]
-    chances: Sequence[float]
-    prefill: float = 0.0
-
-    @property
-    def acceptance(self) -> float | None:
-        """The mean chance of a token to be accepted, if those before it were."""
-        return sum(self.chances) / len(self.chances) if self.chances else None
+    acceptance_probabilities: Sequence[float]
+    prefill_seconds: float = 0.0
 
 
 @inference
-def record_answer(pair: Pair, prompt_ids: list[int], sampling: SamplingParams) -> ReferenceOutput:
-    """Decode plainly, from an empty cache."""
-    plan = pair.plan(prompt_ids, "ar", sampling)
+def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams) -> ReferenceOutput:
+    """Decode plainly with an empty cache."""
+    run = pair.plan(prompt_ids, "ar", sampling).run
     pair.forget()
-    rounds = list(plan.run.rounds())
+    rounds = list(run.rounds())
     ids = [token for round_ in rounds for token in round_.token_ids]
     seconds = [sum(round_.seconds.values()) for round_ in rounds]
-    return ReferenceOutput(prompt_ids, ids, plan.run.limit, frozenset(plan.run.eos_ids), seconds[0], sum(seconds))
+    return ReferenceOutput(prompt_ids, ids, run.limit, frozenset(run.eos_ids), seconds[0], sum(seconds))
+
+
+@inference
+def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
+    """Seconds of the draft model's pass over the prompt, less those of a pass over one token."""
+    target.logits(Context(reference.prompt_ids))  # an exit layer reads the first layers' hidden states from the target's pass
+    wait = synchronizer(draft.device) or (lambda: None)
+    context = Context(reference.prompt_ids)
+    seconds = []
+    for _ in range(2):  # the second pass finds all but the last token in the cache
+        wait()
+        start = time.perf_counter()
+        draft.logits(context)
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return max(0.0, seconds[0] - seconds[1])
 
 
 class Recorder:
-    """Records how a draft behaves along answers. `target` is the session that judges, `draft` the one that drafts; sampling's
-    fates are drawn from `seed`. `predictor` is an exit layer's, where there is one."""
+    """Records a drafter along reference outputs.
+
+    `target` and `draft` run the verifying and the drafting model. When sampling, which tokens are accepted is drawn with `seed`.
+    `predictor` is the exit layer's, if it has one.
+    """
 
     def __init__(
-        self,
-        target: ModelRunner,
-        draft: DraftRunner,
-        sampling: SamplingParams,
-        seed: int = 0,
-        predictor: Predictor | None = None,
+        self, target: ModelRunner, draft: DraftRunner, sampling: SamplingParams, seed: int = 0, predictor: Predictor | None = None
     ) -> None:
-        self._target, self._draft, self._sampling = target, draft, sampling
-        self._predictor = predictor
-        self._eos_ids: frozenset[int] = frozenset()  # of the answer that is being recorded
-        self._rng = Random(seed)
-        self._generator = logits_ops.make_generator(draft.device, seed)
+        self._target, self._draft, self._sampling, self._predictor = target, draft, sampling, predictor
+        self._rng, self._generator = Random(seed), logits_ops.make_generator(draft.device, seed)
 
     @inference
-    def tape(self, answer: ReferenceOutput) -> RecordedDrafts:
-        """Raises SpecgenError where the draft cannot follow at all: its context is shorter, or it does not know the tokens."""
-        self._eos_ids = answer.eos_ids
-        if len(answer.token_ids) < 2:
-            return RecordedDrafts(answer, [()] * len(answer.token_ids), [], 0.0)
-        room = self._draft.context_limit - len(answer.prompt_ids) - len(answer.token_ids) - AFTER
-        if room < 0 or max(*answer.prompt_ids, *answer.token_ids) >= self._draft.num_embeddings:
+    def record(self, reference: ReferenceOutput) -> RecordedDrafts:
+        """Raises SpecgenError where the draft model has too short a context, or does not know one of the tokens."""
+        if len(reference.token_ids) < 2:
+            return RecordedDrafts(reference, [()] * len(reference.token_ids), [])
+        room = self._draft.context_limit - len(reference.prompt_ids) - len(reference.token_ids) - CONTINUATION
+        if room < 0 or max(*reference.prompt_ids, *reference.token_ids) >= self._draft.known_ids:
             raise SpecgenError("the draft model cannot follow this prompt", "Take shorter prompts: --prompts FILE")
-        prefill = self.prefill(answer)
-        context = Context(answer.prompt_ids)
-        along = answer.token_ids[:-1]
-        target = self._target.logits(context, along)
-        judged, judged_hidden = target.logits.clone(), target.hidden_states  # a session's rows last until its next call
-        rows = self._draft.logits(context, along)
-        guesses = rows.logits[:, : self._target.vocab_size].clone()
-        scores = None if self._predictor is None else _Scores(self._predictor, judged_hidden, rows.hidden_states)
-        first, chances = self._first_guesses(answer.token_ids, guesses, judged)
-        wrong = [place for place in range(1, len(first)) if first[place].token != answer.token_ids[place]]
-        after = self._after(context, along, wrong, first, scores)
-        rollouts = [self._rollout(place, first, after, scores) for place in range(1, len(first))]
-        return RecordedDrafts(answer, [(), *rollouts], chances[1:], prefill)
+        prefill_seconds = draft_prefill_seconds(self._target, self._draft, reference)
+        context, generated = Context(reference.prompt_ids), reference.token_ids[:-1]
+        target = self._target.logits(context, generated)
+        target_logits, target_hidden = target.logits.clone(), target.hidden  # a runner's outputs are valid until its next call
+        draft = self._draft.logits(context, generated)
+        draft_logits = draft.logits[:, : self._target.vocab_size].clone()
+        scores = None if self._predictor is None else _Scores(self._predictor, target_hidden, draft.hidden)
+        first, probabilities = self._first_tokens(reference.token_ids, draft_logits, target_logits)
+        rejected = [position for position in range(1, len(first)) if first[position].token != reference.token_ids[position]]
+        continued = self._continuations(reference, rejected, first, scores)
+        rollouts = [_rollout(position, first, continued, scores, reference.eos_ids) for position in range(1, len(first))]
+        return RecordedDrafts(reference, [(), *rollouts], probabilities[1:], prefill_seconds)
 
-    @inference
-    def prefill(self, answer: ReferenceOutput) -> float:
-        """Seconds of the draft's pass over the prompt, beyond those of a single token."""
-        self._target.logits(Context(answer.prompt_ids))  # an exit finds the first layers' rows there
-        wait = synchronizer(self._draft.device) or (lambda: None)
-        context = Context(answer.prompt_ids)
-        taken = []
-        for _ in range(2):  # the second one finds all but the last token cached
-            wait()
-            start = time.perf_counter()
-            self._draft.logits(context)
-            wait()
-            taken.append(time.perf_counter() - start)
-        return max(0.0, taken[0] - taken[1])
-
-    def _first_guesses(
-        self, answer: Sequence[int], rows: torch.Tensor, judged: torch.Tensor
+    def _first_tokens(
+        self, token_ids: Sequence[int], draft_logits: torch.Tensor, target_logits: torch.Tensor
     ) -> tuple[list[Drafted], list[float]]:
-        """The draft's token after each prefix of the answer: the answer's own where it is accepted."""
+        """The draft's token for each position of the output, which is the output's own where it is accepted; and the acceptance
+        probabilities. Logits are [tokens, vocabulary]."""
         if self._sampling.greedy:
-            found = _with_signals(rows, rows.argmax(dim=-1))
-            return found, [float(guess.token == token) for guess, token in zip(found, answer, strict=True)]
-        target_probs = logits_ops.warp(judged, self._sampling)
-        draft_probs = logits_ops.warp(rows, self._sampling)
+            found = self._chosen(draft_logits)
+            return found, [float(drafted.token == token) for drafted, token in zip(found, token_ids, strict=True)]
+        negative = logits_ops.figures(draft_logits)[0].tolist()
+        target_probs = logits_ops.warp(target_logits, self._sampling)
+        draft_probs = logits_ops.warp(draft_logits, self._sampling)
         draft_probs = torch.nn.functional.pad(draft_probs, (0, target_probs.shape[-1] - draft_probs.shape[-1]))
         overlap = torch.minimum(target_probs, draft_probs).sum(dim=-1).clamp(0, 1)
         rejected = logits_ops.draw((draft_probs - target_probs).clamp_min(0), self._generator).tolist()
-        accepted = [self._rng.random() < chance or other < 0 for chance, other in zip(overlap.tolist(), rejected, strict=True)]
-        ids = [token if kept else other for kept, token, other in zip(accepted, answer, rejected, strict=True)]
-        found = _with_signals(rows, torch.tensor(ids, device=rows.device), draft_probs)
-        for place, (kept, token) in enumerate(zip(accepted, answer, strict=True)):
-            if not kept and ids[place] == token:  # rejected all the same: the recorded token must differ from the answer's
-                found[place] = found[place]._replace(token=-1)
+        found = []
+        for position, (probability, token) in enumerate(zip(overlap.tolist(), token_ids, strict=True)):
+            accepted = self._rng.random() < probability or rejected[position] < 0
+            drafted = token if accepted else rejected[position] if rejected[position] != token else -1
+            prob = float(draft_probs[position, token if accepted else rejected[position]])
+            found.append(Drafted(drafted, DraftedToken(0, abs(negative[position]), prob)))
         return found, overlap.tolist()
 
-    def _after(
-        self, context: Context, along: Sequence[int], wrong: Sequence[int], first: Sequence[Drafted], scores: _Scores | None
+    def _continuations(
+        self, reference: ReferenceOutput, rejected: Sequence[int], first: Sequence[Drafted], scores: _Scores | None
     ) -> dict[int, list[Drafted]]:
-        """What follows the mistakes at the places `wrong`, up to an end-of-sequence."""
-        after: dict[int, list[Drafted]] = {place: [] for place in wrong}
-        tokens, parents = list(along), list(range(-1, len(along) - 1))
-        growing = [(place, place - 1, first[place].token) for place in wrong if self._goes_on(first[place].token)]
-        for _ in range(AFTER):
+        """What the draft model drafts after the rejected tokens at these positions, up to an end-of-sequence."""
+        continued: dict[int, list[Drafted]] = {position: [] for position in rejected}
+        context, tokens = Context(reference.prompt_ids), reference.token_ids[:-1]
+        parents = list(range(-1, len(tokens) - 1))
+        growing = [(position, position - 1, first[position].token) for position in rejected]
+        for _ in range(CONTINUATION):
+            growing = [entry for entry in growing if entry[2] >= 0 and entry[2] not in reference.eos_ids]
             if not growing:
                 break
-            begun = len(tokens)
+            begin = len(tokens)
             tokens += [token for _, _, token in growing]
             parents += [parent for _, parent, _ in growing]
-            rows = self._draft.logits(context, tokens, parents, start=begun + 1)
+            output = self._draft.logits(context, tokens, parents, start=begin + 1)
             if scores is not None:
-                scores.add([place for place, _, _ in growing], rows.hidden_states)
-            chosen = self._chosen(rows.logits[:, : self._target.vocab_size])
-            for (place, _, _), drafted in zip(growing, chosen, strict=True):
-                after[place].append(drafted)
+                scores.add([position for position, _, _ in growing], output.hidden)
+            chosen = self._chosen(output.logits[:, : self._target.vocab_size])
+            for (position, _, _), drafted in zip(growing, chosen, strict=True):
+                continued[position].append(drafted)
             growing = [
-                (place, begun + node, drafted.token)
-                for node, ((place, _, _), drafted) in enumerate(zip(growing, chosen, strict=True))
-                if self._goes_on(drafted.token)
+                (position, begin + node, drafted.token)
+                for node, ((position, _, _), drafted) in enumerate(zip(growing, chosen, strict=True))
             ]
-        return after
+        return continued
 
-    def _goes_on(self, token: int) -> bool:
-        return token >= 0 and token not in self._eos_ids
-
-    def _chosen(self, rows: torch.Tensor) -> list[Drafted]:
-        """The draft's own choice from each of `rows`."""
+    def _chosen(self, logits: torch.Tensor) -> list[Drafted]:
+        """The draft model's own token for each row of logits [rows, vocabulary]."""
+        negative, tops = (figure.tolist() for figure in logits_ops.figures(logits))
         if self._sampling.greedy:
-            return _with_signals(rows, rows.argmax(dim=-1))
-        draft_probs = logits_ops.warp(rows, self._sampling)
-        return _with_signals(rows, logits_ops.draw(draft_probs, self._generator), draft_probs)
-
-    def _rollout(
-        self, begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]], scores: _Scores | None
-    ) -> list[Drafted]:
-        """The draft that begins at a place: along the answer up to the first mistake, then what follows it."""
-        found: list[Drafted] = []
-        for place, level, drafted in _path(begin, first, after):
-            if scores is not None:
-                score = scores.of(begin, place, level, len(found) + 1)
-                drafted = Drafted(drafted.token, {**drafted.signals, "predicted_acceptance": score})
-            found.append(drafted)
-            if drafted.token in self._eos_ids or len(found) == LONGEST:
-                break
-        return found
+            tokens, probs = logits.argmax(dim=-1).tolist(), [math.exp(top) for top in tops]
+        else:
+            draft_probs = logits_ops.warp(logits, self._sampling)
+            drawn = logits_ops.draw(draft_probs, self._generator)
+            tokens, probs = drawn.tolist(), draft_probs.gather(1, drawn[:, None])[:, 0].tolist()
+        return [
+            Drafted(token, DraftedToken(0, abs(entropy), prob))
+            for token, entropy, prob in zip(tokens, negative, probs, strict=True)
+        ]
 
 
-def _with_signals(rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> list[Drafted]:
-    """The tokens [n] chosen from the logits [n, vocabulary], and drawn from `probs` if given, with all their signals."""
-    chosen = signals.ChosenTokens(rows, tokens, probs)
-    computed = {name: value.tolist() for name, value in signals.compute(frozenset(signals.SIGNALS), chosen).items()}
-    return [
-        Drafted(token, dict(zip(computed, values, strict=True)))
-        for token, *values in zip(tokens.tolist(), *computed.values(), strict=True)
-    ]
-
-
-def _path(begin: int, first: Sequence[Drafted], after: dict[int, list[Drafted]]) -> Iterator[tuple[int, int, Drafted]]:
-    """Each token with the place whose row it came from, and how far behind a mistake there it stands (0: not at all)."""
-    for place in range(begin, len(first)):
-        yield place, 0, first[place]
-        if place in after:
-            yield from ((place, level, drafted) for level, drafted in enumerate(after[place], start=1))
-            return
+def _rollout(
+    begin: int, first: Sequence[Drafted], continued: Mapping[int, list[Drafted]], scores: _Scores | None, eos_ids: frozenset[int]
+) -> list[Drafted]:
+    """The draft that begins at this position: along the output up to the first rejected token, then that token's continuation."""
+    end = next((position for position in range(begin, len(first)) if position in continued), len(first) - 1)
+    path = [(position, 0, first[position]) for position in range(begin, end + 1)]
+    path += [(end, level, drafted) for level, drafted in enumerate(continued.get(end, ()), start=1)]
+    found: list[Drafted] = []
+    for position, level, drafted in path[:LONGEST]:
+        step = DraftedToken(len(found) + 1, drafted.step.entropy, drafted.step.prob)
+        if scores is not None:
+            step.agreement = scores.of(begin, position, level, step.position)
+        found.append(Drafted(drafted.token, step))
+        if drafted.token in eos_ids:
+            break
+    return found
 
 
 class _Scores:
-    """A predictor's scores along an answer. They depend on where a draft began, so its two parts are kept apart: the rows
-    of the target [places, PLACES] and of the draft [places]."""
+    """A predictor's scores along an output, from hidden states of the target and of the draft, each [tokens, width].
+
+    A score depends on the position where the draft began, so the target's part and the draft's part are kept separately.
+    """
 
     def __init__(self, predictor: Predictor, target: torch.Tensor | None, draft: torch.Tensor | None) -> None:
         assert target is not None
         assert draft is not None
         self._predictor = predictor
-        # row i of the target is what the answer's token i came from: a draft behind i + 1 tokens begins with it
+        # row i of the target produced the output's token i: a draft after i + 1 tokens begins with it
         self._offsets = predictor.offsets(target).tolist()
-        self._along: list[float] = self._part(draft)
-        self._after: dict[int, list[float]] = {}
+        self._first: list[float] = self._draft_part(draft)
+        self._continued: dict[int, list[float]] = {}
 
-    def add(self, positions: Sequence[int], rows: torch.Tensor | None) -> None:
-        assert rows is not None
-        for place, part in zip(positions, self._part(rows), strict=True):
-            self._after.setdefault(place, []).append(part)
+    def add(self, positions: Sequence[int], hidden: torch.Tensor | None) -> None:
+        assert hidden is not None
+        for position, part in zip(positions, self._draft_part(hidden), strict=True):
+            self._continued.setdefault(position, []).append(part)
 
-    def of(self, begin: int, place: int, level: int, position: int) -> float:
-        """The score of a draft's token at `position` (from 1), when the draft began at `begin`."""
-        part = self._along[place] if level == 0 else self._after[place][level - 1]
-        offset = self._offsets[begin - 1][min(position, self._predictor.POSITIONS) - 1]
+    def of(self, begin: int, position: int, level: int, drafted: int) -> float:
+        """The score of the draft's token number `drafted` (from 1), where the draft began at `begin`."""
+        part = self._first[position] if level == 0 else self._continued[position][level - 1]
+        offset = self._offsets[begin - 1][min(drafted, self._predictor.PLACES) - 1]
         return 1 / (1 + math.exp(-(part + offset)))
 
-    def _part(self, rows: torch.Tensor) -> list[float]:
-        found: list[float] = (rows.to(self._predictor.bias.dtype) @ self._predictor.draft_weights).tolist()
-        return found
+    def _draft_part(self, hidden: torch.Tensor) -> list[float]:
+        parts: list[float] = (hidden.to(self._predictor.bias.dtype) @ self._predictor.draft_weights).tolist()
+        return parts
 
 
-def acceptances(tapes: Mapping[str, Sequence[RecordedDrafts]]) -> dict[str, float | None]:
-    """How often the target takes each drafter's tokens, those before being right; None where nothing was recorded."""
-    found: dict[str, float | None] = {}
-    for drafter, along in tapes.items():
-        chances = [chance for tape in along for chance in tape.chances]
-        found[drafter] = sum(chances) / len(chances) if chances else None
-    return found
+def mean_acceptance(drafts: Mapping[str, Sequence[RecordedDrafts]]) -> dict[str, float]:
+    """The mean acceptance probability of each drafter's tokens after accepted ones; none where nothing was recorded."""
+    probabilities = {name: [p for each in recorded for p in each.acceptance_probabilities] for name, recorded in drafts.items()}
+    return {name: sum(values) / len(values) for name, values in probabilities.items() if values}

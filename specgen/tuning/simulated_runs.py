@@ -1,27 +1,26 @@
-"""Methods that no tape can hold (trees, several drafts, beams, lossy verifiers), run again along the recorded answers.
+"""Simulated runs of methods whose drafts cannot be recorded once for all settings: trees, several drafts, beams, lossy verifiers.
 
-Their own drafters and, where the answer does not decide, their own verifiers run on rows that are kept; only the seconds are
-looked up, in what rounds of that shape were measured to take.
+Their own drafters, and verifiers where the reference output does not decide, run on memoised model outputs. Only the seconds are
+simulated: they come from real rounds of the same shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
-from specgen.decoding.components import Components
-from specgen.decoding.policies import is_random, signals_of
-from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.engine.inference_mode import inference
 from specgen.traces.summary import Summary
 from specgen.tuning.memoised_runner import MemoisedRunner
 from specgen.tuning.outcome import PLAIN
-from specgen.tuning.recorded_drafts import Recorder
-from specgen.tuning.round_timing import RoundProbe
-from specgen.tuning.simulation import THROWS, SimulatedClock, SimulatedTarget, SimulatedVerifier
+from specgen.tuning.recorded_drafts import draft_prefill_seconds
+from specgen.tuning.request import ClockFunction, Deadline
+from specgen.tuning.round_timing import RepeatDrafter, RoundProbe
+from specgen.tuning.simulation import SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run, runs_needed
 from specgen.types import Context
 
 if TYPE_CHECKING:
@@ -30,45 +29,48 @@ if TYPE_CHECKING:
     from specgen.cost_model import RoundCosts
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.policies import LengthPolicy
-    from specgen.decoding.run import Clock
-    from specgen.decoding.verifiers import Verifier
+    from specgen.decoding.run import Run
     from specgen.engine.exit_layer import Predictor
     from specgen.engine.model_runner import ModelRunner
     from specgen.methods import Method
     from specgen.pair import Pair
     from specgen.settings import Settings
     from specgen.tuning.recorded_drafts import ReferenceOutput
-    from specgen.types import Draft, Round, SamplingParams
+    from specgen.types import Draft, SamplingParams
 
-_BREADTHS = ("width", "beams", "drafts")
-_LENGTHS, _PROBED = (2, 3, 5), 0.3  # tokens of the drafts that are timed, and how long (seconds)
-_PACED = 0.05  # seconds for passes of the target alone, before and after
-_ENDLESS: Mapping[str, Mapping[str, Any]] = {"bild": {"fallback": 0.0}, "eesd-tree": {"depth": 64}}  # no draft ends by itself
+_SHAPE_SETTINGS = ("width", "beams", "drafts")
+_LENGTHS = (2, 3, 5)  # of the drafts that are timed
+_SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
+_WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
+    "bild": {"fallback": 0.0},
+    "eesd-tree": {"depth": 64},
+}  # drafts reach any length
 
 
 class PricedDrafter:
-    """A drafter, itself: only what its passes cost is looked up."""
+    """The method's drafter; each pass of its draft runner costs what was measured."""
 
     def __init__(
-        self, drafter: Drafter, runner: MemoisedRunner, costs: RoundCosts, meter: SimulatedClock, prefill: float
+        self, drafter: Drafter, runner: MemoisedRunner, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float
     ) -> None:
-        self._drafter, self._runner, self._costs, self._meter, self._prefill = drafter, runner, costs, meter, prefill
+        self._drafter, self._runner, self._costs, self._clock = drafter, runner, costs, clock
+        self._prefill_seconds = prefill_seconds
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        before = self._runner.calls
+        calls_before = self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = self._runner.calls - before
-        looking = self._costs.signal_cost * passes if policy.signals else 0.0
-        self._meter.add("draft", self._prefill + self._costs.draft_cost.at(passes, len(context)) + looking)
-        self._prefill = 0.0
+        passes = self._runner.calls - calls_before
+        signal_seconds = self._costs.looking * passes if policy.signals else 0.0
+        self._clock.add("draft", self._prefill_seconds + self._costs.drafting.at(passes, len(context)) + signal_seconds)
+        self._prefill_seconds = 0.0
         return draft
 
 
 class PricedTarget(SimulatedTarget):
-    """The target, itself: only what its passes cost is looked up."""
+    """The target's runner; each pass costs what was measured."""
 
-    def __init__(self, runner: ModelRunner, costs: RoundCosts, meter: SimulatedClock, prefill: float) -> None:
-        super().__init__(costs, meter, prefill)
+    def __init__(self, runner: ModelRunner, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float) -> None:
+        super().__init__(costs, clock, prefill_seconds)
         self._runner = runner
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
@@ -76,15 +78,15 @@ class PricedTarget(SimulatedTarget):
         return self._runner.logits(context, draft, parents)
 
 
-class RecordedAcceptance:
-    """A predictor along an answer whose target rows [tokens, width] are known (`AcceptancePredictor`)."""
+class RecordedPredictor:
+    """An `AcceptancePredictor` along a reference output, given the target's hidden states [tokens, width] there."""
 
-    def __init__(self, predictor: Predictor, rows: torch.Tensor) -> None:
-        self._predictor, self._every = predictor, predictor.offsets(rows)
-        self._offsets = self._every[0]
+    def __init__(self, predictor: Predictor, hidden: torch.Tensor) -> None:
+        self._predictor, self._all_offsets = predictor, predictor.offsets(hidden)
+        self._offsets = self._all_offsets[0]
 
     def begin(self, context: Context) -> None:
-        self._offsets = self._every[len(context) - context.prompt_length - 1]
+        self._offsets = self._all_offsets[len(context) - context.prompt_length - 1]
 
     def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
         return self._predictor.score(self._offsets, draft_row, position)
@@ -92,141 +94,122 @@ class RecordedAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """`perplexity` of a lossy method's output, under the target at temperature 1."""
+    """`perplexity` is that of a lossy method's output under the target at temperature 1."""
 
     summary: Summary
     perplexity: float | None = None
 
 
 class SimulatedRuns:
-    """Runs behind the prompts of `answers`. Raises SpecgenError where a method cannot be had with this pair.
+    """Simulated runs on the prompts of `references`.
 
-    A shape is timed in one moment. `plain`, what passes of the target alone took when all else was timed, says how much slower or
-    faster the machine is in it.
+    A shape (a method with its width, beams or drafts) is timed at one moment. `plain`, the costs of the target's passes measured
+    together with those of all other methods, corrects for the speed of the machine at that moment. `probe` times rounds.
     """
 
     def __init__(
-        self, pair: Pair, answers: Sequence[ReferenceOutput], sampling: SamplingParams, plain: RoundCosts | None = None
+        self,
+        pair: Pair,
+        references: Sequence[ReferenceOutput],
+        sampling: SamplingParams,
+        plain: RoundCosts | None = None,
+        *,
+        probe: Callable[..., RoundProbe] = RoundProbe,
+        clock: ClockFunction = time.perf_counter,
     ) -> None:
-        self._pair, self._answers, self._sampling, self._plain = pair, answers, sampling, plain
+        self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain
+        self._probe, self._clock = probe, clock
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
-
-    def price(self, name: str, given: Mapping[str, Any]) -> None:
-        """Time real rounds of that method's shape, unless that was done. Raises SpecgenError as planning does."""
-        settings = self._resolved(name, given)[1]
-        shape = _shape(settings)
-        if (name, *shape.values()) in self._costs:
-            return
-        signals = signals_of(settings)
-        behind = [min((answer.prompt_ids for answer in self._answers), key=len)]
-        fixed = {**shape, **_ENDLESS.get(name, {})}
-        probe = RoundProbe(self._pair, name, behind, self._sampling, lengths=_LENGTHS, looks=signals, settings=fixed)
-        self._costs[name, *shape.values()] = self._timed(probe, behind)
-
-    def _timed(self, probe: RoundProbe, behind: Sequence[list[int]]) -> RoundCosts:
-        if self._plain is None:
-            probe.run(_PROBED)
-            return probe.costs
-        alone = RoundProbe(self._pair, PLAIN, behind, self._sampling, lengths=(0,), echo=True)
-        alone.run(_PACED)
-        probe.run(_PROBED)
-        alone.run(_PACED)
-        ((length, now),) = alone.costs.verification_cost.curves.items()
-        return probe.costs.times(self._plain.verification_cost.at(1, length) / now.at(1))
+        self._components: dict[tuple[bool, int], tuple[factory.Components, float]] = {}
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> SimulatedRun:
-        """Behind every prompt, once, or where the policy throws dice a few times; folded."""
-        self.price(name, given)
-        method, settings = self._resolved(name, given)
+        """One run on each prompt, several where the policy draws random numbers, as one summary. `given` are the settings.
+
+        Raises SpecgenError where the method cannot run with this pair.
+        """
+        layer, method = self._pair.exit_layer, methods.find(name)
+        settings = methods.resolve(method, given, has_predictor=layer is not None and layer.predictor is not None)
+        costs = self._costs_of(method, settings)
         summary = Summary(name)
-        for seed in range(THROWS if is_random(settings) else 1):
-            for number, answer in enumerate(self._answers):
-                run = self._run(method, settings, number, seed)
-                ids = [token for round_ in run.rounds() for token in _counted(summary, round_)]
+        for seed in range(runs_needed(settings)):
+            for number, reference in enumerate(self._references):
+                ids: list[int] = []
+                for round_ in self._run(method, settings, costs, number, seed).rounds():
+                    summary.add(round_)
+                    ids += round_.token_ids
                 if not method.lossless:
-                    summary.add_log_likelihood(self._pair.log_likelihood(answer.prompt_ids, ids))
+                    summary.add_log_likelihood(self._pair.log_likelihood(reference.prompt_ids, ids))
         return SimulatedRun(summary, summary.perplexity)
 
     @property
     def plain_perplexity(self) -> float:
-        """Of the answers themselves, which is `sd`'s too: a lossless method's output is the target's own."""
-        summary = Summary("ar")
-        for answer in self._answers:
-            summary.token_ids += answer.token_ids
-            summary.add_log_likelihood(self._pair.log_likelihood(answer.prompt_ids, answer.token_ids))
+        """Perplexity of the reference outputs, which every lossless method has."""
+        summary = Summary(PLAIN)
+        for reference in self._references:
+            summary.token_ids += reference.token_ids
+            summary.add_log_likelihood(self._pair.log_likelihood(reference.prompt_ids, reference.token_ids))
         return summary.perplexity or 0.0
 
-    def _resolved(self, name: str, given: Mapping[str, Any]) -> tuple[Method, Settings]:
-        layer = self._pair.exit_layer
-        method = methods.find(name)
-        return method, methods.resolve(method, given, has_predictor=layer is not None and layer.predictor is not None)
+    def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
+        """The costs of rounds of that method and shape, measured on the first call."""
+        shape = {key: settings.values[key] for key in _SHAPE_SETTINGS if key in settings.values}
+        key = (method.name, *shape.values())
+        if key not in self._costs:
+            policy = settings.policy
+            signals = frozenset() if policy is None else methods.POLICIES[policy].needs_with(settings.values)
+            prompts = [min((reference.prompt_ids for reference in self._references), key=len)]
+            fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
+            common = (prompts, self._sampling)
+            probe = self._probe(self._pair, method.name, *common, lengths=_LENGTHS, signals=signals, settings=fixed)
+            if self._plain is None:
+                probe.run(Deadline.after(_SHAPE_SECONDS, self._clock))
+                self._costs[key] = probe.costs
+            else:
+                plain = self._probe(self._pair, PLAIN, *common, lengths=(0,), drafter=RepeatDrafter())
+                for timed, seconds in ((plain, _PLAIN_SECONDS), (probe, _SHAPE_SECONDS), (plain, _PLAIN_SECONDS)):
+                    timed.run(Deadline.after(seconds, self._clock))
+                ((length, now),) = plain.costs.judging.curves.items()
+                self._costs[key] = probe.costs.times(self._plain.judging.at(1, length) / now.at(1))
+        return self._costs[key]
 
-    def _run(self, method: Method, settings: Settings, number: int, seed: int) -> Run:
-        answer = self._answers[number]
-        components, prefill = self._made(method, number)
+    def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, seed: int) -> Run:
+        reference, clock = self._references[number], SimulatedClock()
+        components, prefill_seconds = self._components_of(method, number)
         components = replace(components, seed=seed)
-        costs, meter = self._costs[method.name, *_shape(settings).values()], SimulatedClock()
         target: Any
-        verifier: Verifier
-        # In sampling an answer is a draw: it says what becomes of fixed candidates, not of drawn ones.
-        if method.lossless and (self._sampling.greedy or settings.drafts_tree):
-            target, verifier = SimulatedTarget(costs, meter, answer.prefill), cast("Verifier", SimulatedVerifier(answer))
+        verifier: Any
+        # When sampling, the reference output is one draw: it decides on fixed candidates, not on drawn ones.
+        if method.lossless and (self._sampling.greedy or factory.branches(settings)):
+            target, verifier = SimulatedTarget(costs, clock, reference.prefill_seconds), SimulatedVerifier(reference)
         else:
-            target = PricedTarget(components.target, costs, meter, answer.prefill)
+            target = PricedTarget(components.target, costs, clock, reference.prefill_seconds)
             verifier = factory.make_verifier(method, settings, components)
         runner = cast("MemoisedRunner", components.draft)
-        drafter = PricedDrafter(factory.make_drafter(method, settings, components), runner, costs, meter, prefill)
-        return Run(
-            context=Context(answer.prompt_ids),
-            target=target,
-            drafter=drafter,
-            policy=factory.make_policy(settings, seed),
-            verifier=verifier,
-            schedule=sequential,
-            limit=answer.limit,
-            eos_ids=answer.eos_ids,
-            stop_texts=None,
-            clock=cast("Clock", meter),
-        )
+        drafter = PricedDrafter(factory.make_drafter(method, settings, components), runner, costs, clock, prefill_seconds)
+        return make_run(reference, target, drafter, factory.make_policy(settings, seed), verifier, clock, sequential)
 
-    def _made(self, method: Method, number: int) -> tuple[Components, float]:
-        """The sessions of a prompt, which remember, and the seconds of the draft's own look at that prompt."""
+    def _components_of(self, method: Method, number: int) -> tuple[factory.Components, float]:
+        """A prompt's components, with memoised runners, and the seconds of the draft's prefill."""
         key = method.needs_exit_layer, number
         if key not in self._components:
-            answer = self._answers[number]
+            reference = self._references[number]
             target, draft = self._pair.runners
             predictor = None
             if method.needs_exit_layer:
-                both = self._pair.early_exit(method)
-                target, draft = both.target, both.draft
-                predictor = self._predictor(target, answer)
+                early = self._pair.early_exit(method)
+                target, draft = early.target, early.draft
+                layer = self._pair.exit_layer
+                if layer is not None and layer.predictor is not None:
+                    hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden
+                    assert hidden is not None
+                    predictor = RecordedPredictor(layer.predictor, hidden)
             if draft is None:
                 raise methods.no_draft_model(method)
-            prefill = Recorder(target, draft, self._sampling).prefill(answer)
-            remembered = cast("ModelRunner", MemoisedRunner(target))
-            own, vocab_size = MemoisedRunner(draft), target.vocab_size
-            components = Components(
-                remembered, own, self._sampling, answer.eos_ids, vocab_size, 0, acceptance_predictor=predictor
+            prefill_seconds = draft_prefill_seconds(target, draft, reference)
+            memoised = cast("ModelRunner", MemoisedRunner(target)), MemoisedRunner(draft)
+            components = factory.Components(
+                *memoised, self._sampling, reference.eos_ids, target.vocab_size, 0, agreement=predictor
             )
-            self._components[key] = components, prefill
+            self._components[key] = components, prefill_seconds
         return self._components[key]
-
-    def _predictor(self, target: ModelRunner, answer: ReferenceOutput) -> RecordedAcceptance | None:
-        layer = self._pair.exit_layer
-        if layer is None or layer.predictor is None:
-            return None
-        rows = target.logits(Context(answer.prompt_ids), answer.token_ids).hidden_states
-        assert rows is not None
-        return RecordedAcceptance(layer.predictor, rows)
-
-
-def _shape(settings: Settings) -> dict[str, Any]:
-    """How broad drafts are: rounds of one method that are as broad cost the same."""
-    return {key: settings.values[key] for key in _BREADTHS if key in settings.values}
-
-
-def _counted(summary: Summary, round_: Round) -> list[int]:
-    summary.add(round_)
-    return round_.token_ids

@@ -1,13 +1,13 @@
-"""A method's run over recorded behaviour: the real schedules, policies and drafters, with a tape where the models were.
+"""Simulates runs: a method's real schedule, policy and verification rule on recorded drafts, with measured costs as the clock.
 
-The clock is told what each step costs here, so the rounds that come out carry the seconds that they are expected to take.
+The rounds of a simulated run have the tokens that a real run would have, and the seconds that it is expected to take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from specgen import factory, methods
 from specgen.cost_model import RoundCosts, Window
@@ -22,19 +22,16 @@ from specgen.types import PHASES, Context, Draft, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.policies import LengthPolicy
-    from specgen.decoding.run import Clock, Schedule
-    from specgen.decoding.verifiers import Verifier
-    from specgen.engine.model_runner import ModelRunner
-    from specgen.methods import Method
-    from specgen.settings import Settings
+    from specgen.decoding.run import Schedule
+    from specgen.methods import Method, Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 
-THROWS = 3
-_BEYOND = 1 << 40  # stands for what the target would say behind the end of its answer: nothing drafted is like it
+RANDOM_RUNS = 3  # of a policy that draws random numbers
+_NO_TOKEN = 1 << 40  # the target's token after the end of its output: unlike any drafted one
 
 
 class SimulatedClock:
-    """A run's clock whose seconds are added up, not measured."""
+    """A `decoding.run.Clock` whose seconds are added by what is simulated instead of measured."""
 
     def __init__(self) -> None:
         self.start()
@@ -46,81 +43,86 @@ class SimulatedClock:
         self._phases[phase] += seconds
 
     def lap(self, phase: str, *, synchronize: bool = False) -> None:
-        """Time passes by being added."""
+        """Does nothing: time advances by `add` only."""
 
     def seconds(self) -> dict[str, float]:
         return self._phases
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What stands for a target's rows: where they begin in the answer, and the parents of the drafted nodes."""
+class _SimulatedOutput:
+    """In place of the target's logits: the number of tokens generated before the pass, and the parents of the drafted nodes."""
 
-    first: int
+    generated: int
     parents: Sequence[int]
 
 
 class SimulatedTarget:
-    """In the target's place: it knows its answer, and what a pass costs."""
+    """A target whose passes cost what was measured, and whose output `SimulatedVerifier` reads."""
 
-    def __init__(self, costs: RoundCosts, meter: SimulatedClock, prefill: float) -> None:
-        self._costs, self._meter, self._prefill = costs, meter, prefill
-        self.beside = 0.0  # seconds of the last pass
+    def __init__(self, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float) -> None:
+        self._costs, self._clock, self._prefill_seconds = costs, clock, prefill_seconds
+        self.pass_seconds = 0.0  # of the last pass
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
-        first = len(context) - context.prompt_length
-        if first == 0:
-            self._meter.add("prefill", self._prefill)
+        generated = len(context) - context.prompt_length
+        if generated == 0:
+            self._clock.add("prefill", self._prefill_seconds)
         else:
-            self.beside = self._costs.verification_cost.at(len(draft) + 1, len(context))
-            self._meter.add("verify", self.beside)
-        return _Place(first, parents)
+            self.pass_seconds = self._costs.judging.at(len(draft) + 1, len(context))
+            self._clock.add("verify", self.pass_seconds)
+        return _SimulatedOutput(generated, parents)
 
 
 class SimulatedVerifier:
-    """Accepts what the answer holds: the rule of greedy decoding, on fates that in sampling were drawn already."""
+    """Accepts the drafted tokens that the reference output contains: the rule of greedy decoding. For sampling, the recorded
+    drafts already decide which of their tokens are accepted."""
 
     lossless = True
 
-    def __init__(self, answer: ReferenceOutput) -> None:
-        self._answer = answer.token_ids
+    def __init__(self, reference: ReferenceOutput) -> None:
+        self._token_ids = reference.token_ids
 
     def verify(self, draft: Draft, rows: Any) -> Verdict:
-        position: _Place = rows
-        choices = [self._said(position.first)]
-        choices += [self._said(position.first + depth + 1) for depth in depths(position.parents)]
+        output: _SimulatedOutput = rows
+        choices = [self._token(output.generated)]
+        choices += [self._token(output.generated + depth + 1) for depth in depths(output.parents)]
         return match_argmax_path(draft, choices)
 
-    def _said(self, position: int) -> int:
-        return self._answer[position] if position < len(self._answer) else _BEYOND
+    def _token(self, position: int) -> int:
+        return self._token_ids[position] if position < len(self._token_ids) else _NO_TOKEN
 
 
 class SimulatedDrafter:
-    """In a draft model's place: what it said then, for as long as the policy wants."""
+    """Drafts what was recorded, for as long as the policy continues."""
 
-    def __init__(self, tape: RecordedDrafts, costs: RoundCosts, meter: SimulatedClock) -> None:
-        self._tape, self._costs, self._meter = tape, costs, meter
-        self._prefill = tape.prefill
+    def __init__(self, recorded: RecordedDrafts, costs: RoundCosts, clock: SimulatedClock) -> None:
+        self._recorded, self._costs, self._clock = recorded, costs, clock
+        self._prefill_seconds = recorded.prefill_seconds
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         draft = self.draft(context, policy, limit)
-        self._meter.add("draft", self._prefill + self.cost(draft, policy, context))
-        self._prefill = 0.0
+        self._clock.add("draft", self._prefill_seconds + self.cost(draft, policy, context))
+        self._prefill_seconds = 0.0
         return draft
 
-    def draft(self, context: Context, policy: LengthPolicy, limit: int, unverified: int = 0) -> Draft:
-        """`unverified` tokens precede the draft."""
-        rollout = self._tape.rollouts[len(context) - context.prompt_length]
+    def draft(self, context: Context, policy: LengthPolicy, limit: int, pending: int = 0) -> Draft:
+        """`pending` is the number of unverified tokens between the context and the draft."""
+        rollout = self._recorded.rollouts[len(context) - context.prompt_length]
         tokens: list[int] = []
-
-        def extend(position: int) -> DraftedToken | str:
-            at = unverified + position - 1
-            drafted = rollout[min(at, len(rollout) - 1)]
-            tokens.append(drafted.token if at < len(rollout) else _BEYOND)  # after a recorded mistake: always rejected
-            return "eos" if drafted.token in self._tape.answer.eos_ids else DraftedToken(position, drafted.signals)
-
-        reason = extend_draft(policy, limit, extend)
-        return Draft.chain(tokens, stop_reason=reason)
+        reason = "length"
+        while len(tokens) < limit:
+            position = pending + len(tokens)
+            drafted = rollout[min(position, len(rollout) - 1)]
+            tokens.append(drafted.token if position < len(rollout) else _NO_TOKEN)  # a rollout ends after a rejected token
+            if drafted.token in self._recorded.reference.eos_ids:
+                reason = "eos"
+                break
+            step = drafted.step if drafted.step.position == len(tokens) else replace(drafted.step, position=len(tokens))
+            if not policy.keep_drafting(step):
+                reason = policy.reason
+                break
+        return Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
 
     def cost(self, draft: Draft, policy: LengthPolicy, context: Context) -> float:
         length = len(draft.tokens)
@@ -128,84 +130,107 @@ class SimulatedDrafter:
 
 
 class SimulatedParallelDrafter(SimulatedDrafter):
-    """The same beside the target: a round lasts as long as the slower of both."""
+    """A `ParallelDrafter` on recorded drafts: a round takes as long as the slower of the draft and the target's pass."""
 
     def __init__(
-        self, tape: RecordedDrafts, costs: RoundCosts, meter: SimulatedClock, policy: LengthPolicy, target: SimulatedTarget
+        self, recorded: RecordedDrafts, costs: RoundCosts, clock: SimulatedClock, policy: LengthPolicy, target: SimulatedTarget
     ) -> None:
-        super().__init__(tape, costs, meter)
+        super().__init__(recorded, costs, clock)
         self.policy, self._target, self.seconds = policy, target, 0.0
 
     def prefill(self, context: Context) -> None:
-        """The prompt's passes go on side by side too: `SimulatedTarget` is told how long that takes."""
+        """Costs nothing here: the time of both prefills is that of `SimulatedTarget`."""
 
-    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
-        self._made = self.draft(context, self.policy, limit, len(unverified))
-        self.seconds = self.cost(self._made, self.policy, context)
-        self._target.beside = 0.0
+    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
+        self._draft = self.draft(context, self.policy, limit, len(pending))
+        self.seconds = self.cost(self._draft, self.policy, context)
+        self._target.pass_seconds = 0.0
 
     def finish(self) -> Draft:
-        self._meter.add("draft", max(0.0, self.seconds - self._target.beside) + (self._costs.synchronisation_overhead or 0.0))
-        return self._made
+        self._clock.add("draft", max(0.0, self.seconds - self._target.pass_seconds) + (self._costs.together or 0.0))
+        return self._draft
 
     def close(self) -> None:
-        """There is nothing to give up."""
+        """Does nothing: no draft is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
-class Behaviour:
-    """All that was recorded of a pair: the target's answers; of each drafter (`model`, `exit`) a tape an answer; what rounds cost
-    with each drafter (`echo` is no draft model at all, `parallel` PEARL), and how many times as long a prompt's pass takes with
-    PEARL, whose draft reads it at the same time."""
+class PairMeasurements:
+    """What a simulation needs to know about a pair.
 
-    answers: Sequence[ReferenceOutput]
-    tapes: Mapping[str, Sequence[RecordedDrafts]]
+    `references` has the target's output for each prompt, `drafts` what each drafter (`model`, `exit`) drafts along each of them.
+    `costs` are the round costs by kind: `echo` without a draft model, `model`, `exit`, and `parallel` for PEARL, which makes the
+    prompt's pass longer by the factor `slowdown`, because the draft model processes the prompt at the same time.
+    """
+
+    references: Sequence[ReferenceOutput]
+    drafts: Mapping[str, Sequence[RecordedDrafts]]
     costs: Mapping[str, RoundCosts]
     slowdown: float = 1.0
+    has_predictor: bool = False  # of the exit layer
+
+
+def cost_kind(name: str) -> str:
+    method = methods.find(name)
+    if method.schedule == "parallel":
+        return "parallel"
+    return "echo" if method.drafter in ("none", "lookup") else method.drafter
 
 
 @inference
-def simulate(behaviour: Behaviour, name: str, given: Mapping[str, object], *, has_predictor: bool = False) -> Summary:
-    """The method's run along every answer, folded; its seconds are the expected ones. `given` are its settings.
+def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, object]) -> Summary:
+    """The method's simulated runs on all prompts as one summary, with expected seconds. `given` are its settings.
 
-    A policy that throws dice is run a few times.
+    A policy that draws random numbers is run `RANDOM_RUNS` times.
     """
     method = methods.find(name)
-    settings = methods.resolve(method, given, has_predictor=has_predictor)
+    settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
     summary = Summary(name)
-    throws = THROWS if is_random(settings) else 1
-    for seed in range(throws):
-        for number, answer in enumerate(behaviour.answers):
-            for round_ in _run(behaviour, method, settings, number, answer, seed).rounds():
+    for seed in range(runs_needed(settings)):
+        for number in range(len(measurements.references)):
+            for round_ in _run(measurements, method, settings, number, seed).rounds():
                 summary.add(round_)
     return summary
 
 
-def _run(behaviour: Behaviour, method: Method, settings: Settings, number: int, answer: ReferenceOutput, seed: int) -> Run:
-    costs, meter = behaviour.costs[method.cost_kind], SimulatedClock()
+def runs_needed(settings: Settings) -> int:
+    return RANDOM_RUNS if settings.policy is not None and methods.POLICIES[settings.policy].random else 1
+
+
+def _run(measurements: PairMeasurements, method: Method, settings: Settings, number: int, seed: int) -> Run:
+    reference, costs, clock = measurements.references[number], measurements.costs[cost_kind(method.name)], SimulatedClock()
     policy = factory.make_policy(settings, seed)
     parallel = method.schedule == "parallel"
-    target = SimulatedTarget(costs, meter, answer.prefill * (behaviour.slowdown if parallel else 1.0))
+    target = SimulatedTarget(costs, clock, reference.prefill_seconds * (measurements.slowdown if parallel else 1.0))
     schedule: Schedule = sequential
     drafter: Any
     if parallel:
-        drafter = SimulatedParallelDrafter(behaviour.tapes[method.drafter.name][number], costs, meter, policy, target)
+        drafter = SimulatedParallelDrafter(measurements.drafts["model"][number], costs, clock, policy, target)
         size = int(settings.values["window"])
         flags = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
         schedule = Parallel(drafter, Window(size, size), *flags)
-    elif method.drafter.source is DraftSource.NOTHING:
-        drafter = method.drafter.make(DraftSetup(None, eos_ids=answer.eos_ids), settings)
+    elif method.drafter == "lookup":
+        drafter = PromptLookupDrafter(int(settings.values["ngram"]), reference.eos_ids)
+    elif method.drafter == "none":
+        drafter = NoDrafter()
     else:
-        drafter = SimulatedDrafter(behaviour.tapes[method.drafter.name][number], costs, meter)
+        drafter = SimulatedDrafter(measurements.drafts[method.drafter][number], costs, clock)
+    return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
+
+
+def make_run(
+    reference: ReferenceOutput, target: Any, drafter: Any, policy: LengthPolicy, verifier: Any, clock: Any, schedule: Schedule
+) -> Run:
+    """A run after the reference's prompt, with the same limit and end-of-sequence tokens."""
     return Run(
-        context=Context(answer.prompt_ids),
-        target=cast("ModelRunner", target),
+        context=Context(reference.prompt_ids),
+        target=target,
         drafter=drafter,
         policy=policy,
-        verifier=cast("Verifier", SimulatedVerifier(answer)),
+        verifier=verifier,
         schedule=schedule,
-        limit=answer.limit,
-        eos_ids=answer.eos_ids,
+        limit=reference.limit,
+        eos_ids=reference.eos_ids,
         stop_texts=None,
-        clock=cast("Clock", meter),
+        clock=clock,
     )

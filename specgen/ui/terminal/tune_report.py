@@ -1,4 +1,4 @@
-"""How tuning goes and what it found, on stderr. Nothing is drawn while anything is timed, and no thread redraws."""
+"""The progress and the report of `specgen tune`, on stderr. Nothing is drawn while something is timed, and no thread redraws."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome
+from specgen.tuning.outcome import PLAIN, TuningOutcome
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.live_table import BAR, duration
 
-_LEAD = 11  # columns before what a line of the verdict says
+_LEAD = 11  # columns of the first word of a line of the verdict
+_FIGURES = 38  # columns of the table after the method
 _PIPED_WIDTH = 100
-_OFTEN = 0.2  # seconds between two drawings
+_REDRAW_SECONDS = 0.2  # at least, between two drawings
 
 
 class TuneProgress:
-    """A context manager: a line with ✓ for each step that is over, and on a terminal a bar with the time that is left."""
+    """Context manager and `TuningObserver`: a line with ✓ for each finished step, and on a terminal a bar with the time left."""
 
-    def __init__(self, console: Console, begun: float, budget: float, *, quiet: bool) -> None:
-        self._console, self._begun, self._budget, self._quiet = console, begun, budget, quiet
+    def __init__(self, console: Console, begin: float, budget: float, *, quiet: bool) -> None:
+        self._console, self._begin, self._budget, self._quiet = console, begin, budget, quiet
+        self._finished = begin  # when the last step ended
         self._live: Live | None = None
         self._drawn = 0.0
         if not quiet and console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
-    def done(self, what: str, seconds: float) -> None:
+    def done(self, what: str) -> None:
         if self._quiet:
             return
+        seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
         line = Text("✓ ", "good").append(inline(what), "none")
         if self._console.is_terminal and self._console.width - line.cell_len > 8:
             line.append(f"{duration(seconds):>{self._console.width - line.cell_len - 1}}", "quiet")
@@ -40,14 +43,14 @@ class TuneProgress:
             line.append(f"  {duration(seconds)}", "quiet")
         self._console.print(line, soft_wrap=True)
 
-    def doing(self, what: str, seconds_left: float) -> None:
+    def doing(self, what: str) -> None:
         now = time.perf_counter()
-        if self._live is None or now - self._drawn < _OFTEN:
+        if self._live is None or now - self._drawn < _REDRAW_SECONDS:
             return
         self._drawn = now
-        filled = min(BAR, round(BAR * (now - self._begun) / self._budget))
+        filled = min(BAR, round(BAR * (now - self._begin) / self._budget))
         tail = Text("  ").append("━" * filled, "bar").append("─" * (BAR - filled), "quiet")
-        tail.append(f"  ~{duration(max(0.0, seconds_left))} left")
+        tail.append(f"  ~{duration(max(0.0, self._begin + self._budget - now))} left")
         line = Text("▸ ").append(inline(what))
         line.truncate(max(self._console.width - tail.cell_len - 1, 2), overflow="ellipsis", pad=True)
         self._live.update(line.append_text(tail), refresh=True)
@@ -65,119 +68,84 @@ class TuneProgress:
 
 def report(console: Console, outcome: TuningOutcome, path: Path) -> None:
     width = console.width if console.is_terminal else _PIPED_WIDTH
-    for line in (Text(), *_table(outcome, width), Text(), *_verdict(outcome, path, width)):
+    headline, details = _verdict(outcome)
+    for reason in dict.fromkeys(outcome.left_out.values()):
+        names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
+        details.append(("not tuned", f"{names}: {reason}"))
+    details.append(("saved", f"{_home(path.parent)}, used from now on"))
+    paragraphs = [line for lead, text in details for line in _paragraph(lead, text, width)]
+    for line in (Text(), *_table(outcome, width), Text(), Text(headline, "strong"), *paragraphs):
         console.print(line, soft_wrap=True)
 
 
 def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
-    """A row a method: its settings, tokens a second as expected and as measured. Narrow windows lose the settings."""
-    rows = [_row(found, outcome) for found in outcome.methods]
-    names = max(len(row[0]) for row in rows)
-    room = width - names - 2 - 36
-    settings = max(len("settings"), *(len(row[1]) for row in rows))
-    with_settings = settings <= room
-    lead = names + 2 + (settings + 2 if with_settings else 0)
-    yield Text(" " * lead + f"{'expected':>8}  {'measured':>8}  {'speedup':>7}", "quiet")
-    for found, row in zip(outcome.methods, rows, strict=True):
-        line = Text(f"{row[0]:{names}}  ", "strong" if found == outcome.chosen else "none")
-        if with_settings:
-            line.append(f"{row[1]:{settings}}  ", "quiet")
-        yield line.append(f"{row[2]:>8}  {row[3]:>8}  {row[4]:>7}  ", "none").append(row[5], "quiet")
+    """A line for each method: tokens per second as expected and as measured. Settings that do not fit are omitted."""
+    names = [method.written if len(method.written) <= width - _FIGURES else method.name for method in outcome.methods]
+    lead = max(map(len, names)) + 2
+    yield Text(f"{'':{lead}}{'expected':>8}  {'measured':>8}  {'speedup':>7}", "quiet")
+    for name, method in zip(names, outcome.methods, strict=True):
+        measured = "" if method.measured is None else f"{method.measured:.1f}"
+        speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
+        remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
+        remarks += [] if method.lossless else ["lossy"]
+        remarks += [f"perplexity {method.perplexity:.2f}"] if method.perplexity else []
+        line = Text(f"{name:{lead}}", "strong" if method == outcome.chosen else "none")
+        line.append(f"{method.predicted:>8.1f}  {measured:>8}  {speedup:>7}  ", "none")
+        yield line.append(", ".join(remarks), "quiet")
 
 
-def _row(found: Candidate, outcome: TuningOutcome) -> tuple[str, ...]:
-    settings = ", ".join(f"{name} {_number(value)}" for name, value in found.settings.items())
-    measured = "" if found.measured is None else f"{found.measured:.1f}"
-    speedup = "" if found.speedup is None else f"{found.speedup:.2f}×"
-    interval = f"{found.low:.2f}–{found.high:.2f}" if found.low is not None and found.high is not None else ""
-    lossy = [] if found.lossless else ["lossy", *([f"perplexity {found.perplexity:.2f}"] if found.perplexity else [])]
-    remarks = ", ".join([*([interval] if interval else []), *lossy])
-    return found.name, settings, f"{found.predicted:.1f}", measured, speedup, remarks
-
-
-def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
-
-
-def _verdict(outcome: TuningOutcome, path: Path, width: int) -> Iterator[Text]:
-    best, times = outcome.best, _times(outcome.best, outcome)
+def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
+    """The headline, and lines of a first word and a text."""
+    best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
+    if best.name == PLAIN:
+        lossy = [f"{method.written}: -m {method.name} uses these settings" for method in outcome.methods if not method.lossless]
+        reason = "No method that keeps the output was tuned." if lossy else "No method here can speculate."
+        return f"{reason} So generate decodes plainly.", [("lossy", " · ".join(lossy))] if lossy else []
+    interval = f" (95%: {best.low:.2f}–{best.high:.2f})" if best.low is not None and best.high is not None else ""
+    best_line = f"{best.written}: {speedup} plain decoding{interval}"
+    if outcome.verdict == "unconfirmed":
+        use = "generate decodes plainly" if outcome.chosen.name == PLAIN else f"generate uses {best.name}"
+        headline = f"Not confirmed by real runs: {speedup} expected with {best.name}. Until then {use}."
+        return headline, [("best found", f"{best_line}, expected"), *_reasons(outcome), ("would help", "a larger --budget")]
     if outcome.verdict == "pays":
-        yield Text(f"Speculation pays here: {times} with {best.name}.", "strong")
-        yield from _said("best", f"{_named(best)}: {times} plain decoding{_interval(best)}, the same output", width)
-        others = [found for found in outcome.methods if found.name not in (PLAIN, best.name) and found.lossless]
-        others.sort(key=lambda found: -(found.speedup or found.predicted / outcome.plain.predicted))
-        if others:
-            said = " · ".join(f"{_named(found)}: {_times(found, outcome)}" for found in others[:3])
-            yield from _said("next", said, width)
-        yield from _why(outcome, width)
-    elif best.name == PLAIN:
-        lossy = [found for found in outcome.methods if not found.lossless]
-        why = "Nothing that keeps the output was tuned." if lossy else "There is nothing here to speculate with."
-        yield Text(f"{why} So generate decodes plainly.", "strong")
-        if lossy:
-            yield from _said("lossy", " · ".join(f"{_named(found)}: -m {found.name} takes these" for found in lossy), width)
-    elif outcome.verdict == "unclear":
-        yield Text(f"No clear gain here: {times} at best{_interval(best)}. So generate decodes plainly.", "strong")
-        yield from _why(outcome, width)
-        yield from _said("would tell", f"more repeats: specgen compare --methods {best.written} --repeats 10", width)
-    else:
-        yield Text(f"Speculation does not pay here: {times} at best. So generate decodes plainly for this pair.", "strong")
-        slower = ", so slower" if (best.speedup or 1) < 1 else ""
-        yield from _said("best found", f"{_named(best)}: {times} plain decoding{_interval(best)}{slower}", width)
-        yield from _why(outcome, width)
-        yield from _said("would help", _help(outcome), width)
-    for reason, names in _by_reason(outcome).items():
-        yield from _said("not tuned", f"{', '.join(names)}: {reason}", width)
-    yield from _said("saved", f"{_home(path.parent)}, used from now on", width)
+        others = [method for method in outcome.methods if method.name not in (PLAIN, best.name) and method.lossless]
+        others.sort(key=lambda method: -outcome.speedup_of(method))
+        rest = " · ".join(f"{method.written}: {outcome.speedup_of(method):.2f}×" for method in others[:3])
+        details = [("best", f"{best_line}, the same output"), *([("next", rest)] if rest else []), *_reasons(outcome)]
+        return f"Speculation pays here: {speedup} with {best.name}.", details
+    if outcome.verdict == "unclear":
+        headline = f"No clear gain here: {speedup} at best{interval}. So generate decodes plainly."
+        return headline, [*_reasons(outcome), ("would tell", f"specgen compare --methods {best.written} --repeats 10")]
+    headline = f"Speculation does not pay here: {speedup} at best. So generate decodes plainly for this pair."
+    return headline, [("best found", best_line), *_reasons(outcome), ("would help", _help(outcome))]
 
 
-def _why(outcome: TuningOutcome, width: int) -> Iterator[Text]:
+def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
     if outcome.relative_draft_cost is None:
-        return
-    said = f"a draft token costs {outcome.relative_draft_cost:.2f} of a target pass"
-    pays_from = outcome.break_even_acceptance
-    said += ": no acceptance makes one pay" if pays_from is None else f": pays from {pays_from:.0%} acceptance"
-    if outcome.acceptance is not None:
-        said += f", here {outcome.acceptance:.0%}"
-    yield from _said("why", said, width)
+        return []
+    text = f"a draft token costs {outcome.relative_draft_cost:.2f} of a target pass"
+    needed = outcome.break_even_acceptance
+    text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
+    if outcome.acceptance_probability is not None:
+        text += f", here {outcome.acceptance_probability:.0%}"
+    return [("why", text)]
 
 
 def _help(outcome: TuningOutcome) -> str:
     ways = []
-    needed = outcome.break_even_draft_cost
-    if needed is not None and outcome.relative_draft_cost is not None and needed < outcome.relative_draft_cost:
-        ways.append(f"a faster draft (under {needed:.2f} of a target pass)")
-    pays_from = outcome.break_even_acceptance
-    if pays_from is not None and outcome.acceptance is not None and outcome.acceptance < pays_from:
-        ways.append(f"one closer to the target (an acceptance above {pays_from:.0%})")
+    cost, cost_needed = outcome.relative_draft_cost, outcome.break_even_draft_cost
+    if cost is not None and cost_needed is not None and cost_needed < cost:
+        ways.append(f"a faster draft (under {cost_needed:.2f} of a target pass)")
+    acceptance, acceptance_needed = outcome.acceptance_probability, outcome.break_even_acceptance
+    if acceptance is not None and acceptance_needed is not None and acceptance < acceptance_needed:
+        ways.append(f"one closer to the target (an acceptance above {acceptance_needed:.0%})")
     if outcome.speedup_model is None:
         ways.append("a draft model of the target's family: --draft MODEL")
     return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"
 
 
-def _by_reason(outcome: TuningOutcome) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, reason in outcome.left_out.items():
-        found.setdefault(reason, []).append(name)
-    return found
-
-
-def _named(found: Candidate) -> str:
-    return ", ".join([found.name, *(f"{name} {_number(value)}" for name, value in found.settings.items())])
-
-
-def _times(found: Candidate, outcome: TuningOutcome) -> str:
-    return f"{found.speedup or found.predicted / outcome.plain.predicted:.2f}×"
-
-
-def _interval(found: Candidate) -> str:
-    if found.speedup is None:
-        return " (expected, not measured)"
-    return f" (95%: {found.low:.2f}–{found.high:.2f})" if found.low is not None and found.high is not None else ""
-
-
-def _said(lead: str, what: str, width: int) -> Iterator[Text]:
-    lines = Text(inline(what)).wrap(Console(width=width), max(20, min(width, _PIPED_WIDTH) - _LEAD))
+def _paragraph(lead: str, text: str, width: int) -> Iterator[Text]:
+    lines = Text(inline(text)).wrap(Console(width=width), max(20, min(width, _PIPED_WIDTH) - _LEAD))
     for number, line in enumerate(lines):
         line.rstrip()
         yield Text().append(f"{lead if number == 0 else '':{_LEAD}}", "quiet").append_text(line)
