@@ -10,15 +10,15 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from specgen.cost_model import Window
-from specgen.decoding.components import Components, DraftSetup
+from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.policies import POLICIES, Always, LengthPolicy, signals_of
 from specgen.methods import METHODS, Method, no_draft_model, no_exit_layer, no_predictor
 from specgen.settings import Settings
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafters import Drafter
-    from specgen.decoding.parallel import Parallel
+    from specgen.decoding.drafters import Drafter, DraftSetup
+    from specgen.decoding.parallel import DraftWorker, Parallel
     from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
     from specgen.types import Context
@@ -34,6 +34,9 @@ def make_drafter(method: Method, settings: Settings, components: Components) -> 
 
 
 def draft_setup(components: Components) -> DraftSetup:
+    """What the run's drafter is constructed from."""
+    from specgen.decoding.drafters import DraftSetup
+
     return DraftSetup(
         runner=components.draft,
         sampling=components.sampling,
@@ -77,17 +80,17 @@ def make_verifier(method: Method, settings: Settings, components: Components) ->
     return verifiers.RejectionSampling(*common)
 
 
-def make_parallel(settings: Settings, components: Components) -> Parallel:
-    """PEARL's schedule with its drafter. `components` need the worker and, if the setting `window` is `auto`, the window."""
+def make_parallel(settings: Settings, components: Components, worker: DraftWorker | None) -> Parallel:
+    """PEARL's schedule with its drafter. If the setting `window` is `auto`, `components` need the window."""
     from specgen.decoding.parallel import Parallel
 
-    if components.worker is None:
+    if worker is None:
         raise no_draft_model(METHODS["pearl"])
     window = components.window
     if window is None:
         size = int(settings.values["window"])
         window = Window(size, size)
-    drafter = components.worker.drafter(settings, components, window.size)
+    drafter = worker.drafter(settings, components, window.size)
     return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 
 
@@ -99,8 +102,9 @@ def make_run(
     limit: int,
     stop_texts: StopTexts | None,
     clock: Clock,
+    worker: DraftWorker | None = None,
 ) -> Run:
-    """A run of the method on a context that ends after at most `limit` new tokens."""
+    """A run of the method on a context that ends after at most `limit` new tokens. A parallel method needs the `worker`."""
     from specgen.decoding.run import Run
     from specgen.decoding.sequential import sequential
     from specgen.decoding.verifiers import RecordingVerifier
@@ -108,7 +112,7 @@ def make_run(
     schedule: Schedule
     drafter: Drafter
     if method.is_parallel:
-        schedule = parallel = make_parallel(settings, components)
+        schedule = parallel = make_parallel(settings, components, worker)
         drafter, policy = parallel.drafter, parallel.drafter.policy
     else:
         schedule, drafter = sequential, make_drafter(method, settings, components)

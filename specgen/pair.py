@@ -173,7 +173,7 @@ class Pair:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = replace(self._components(sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
-        costs = None
+        worker = costs = None
         if chosen.needs_exit_layer:
             components = self._with_early_exit(chosen, components)
         elif chosen.skips_layers:
@@ -181,7 +181,7 @@ class Pair:
                 settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
             components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
         elif chosen.is_parallel and self.draft is not None:
-            components = replace(components, worker=self._worker)
+            worker = self._worker
             if settings.values["window"] == "auto":
                 costs = prepared(chosen, self._parallel_costs.get(self._bucket(request.typical_length, sampling)))
                 components = replace(components, window=costs.window)
@@ -189,7 +189,7 @@ class Pair:
         prompt_ids, limit = request.prompt_ids, request.limit
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
-        run = factory.make_run(chosen, settings, components, Context(prompt_ids), limit, stops, clock)
+        run = factory.make_run(chosen, settings, components, Context(prompt_ids), limit, stops, clock, worker)
         info = RunInfo(
             chosen.name,
             settings.as_dict(with_policy=chosen.any_policy),

@@ -13,7 +13,7 @@ from specgen.traces.statistics import TraceStatistics
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import read_trace
 from specgen.traces.trace_writer import TraceWriter, round_line, start_line, summary_line
-from specgen.ui.html.trace_page import Shown
+from specgen.ui.recorded_methods import RecordedMethod
 from specgen.ui.svg_export import BACKGROUNDS, recorder
 from specgen.ui.terminal import trace_report
 from specgen.ui.terminal.answer_stream import AnswerText, AnswerView
@@ -68,7 +68,7 @@ def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
     shown = []
     for path in paths:
         run = next(read_trace(path))
-        shown.append(Shown(run.method, path.name, TraceStatistics(run.method), run))
+        shown.append(RecordedMethod(run.method, path.name, TraceStatistics(run.method), run))
         shown[-1].statistics.add(run)
     console = recorder(WIDTH, flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))

@@ -117,9 +117,9 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, worker=WORKER, acceptance_predictor=Guesses())  # type: ignore[arg-type]
+    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, acceptance_predictor=Guesses())  # type: ignore[arg-type]
     run = factory.make_run(
-        method, methods.resolve(method, settings), components, Context(PROMPT), sampling.max_new_tokens, None, Clock(None)
+        method, methods.resolve(method, settings), components, Context(PROMPT), sampling.max_new_tokens, None, Clock(None), WORKER
     )
     return tuple(token for round_ in run.rounds() for token in round_.token_ids)
 
@@ -234,11 +234,9 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     worker = ThreadWorker(runners[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        components = factory.Components(
-            *runners, sampling, frozenset(), size, seed, worker=worker, acceptance_predictor=Guesses()
-        )
+        components = factory.Components(*runners, sampling, frozenset(), size, seed, acceptance_predictor=Guesses())
         made = factory.make_run(
-            method, methods.resolve(method, SETTINGS[name]), components, Context(PROMPT), TOKENS, None, Clock(None)
+            method, methods.resolve(method, SETTINGS[name]), components, Context(PROMPT), TOKENS, None, Clock(None), worker
         )
         return tuple(token for round_ in made.rounds() for token in round_.token_ids)
 

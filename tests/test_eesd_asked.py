@@ -17,8 +17,7 @@ from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableRunner,
 import specgen
 from specgen import factory, methods
 from specgen.decoding import logits_ops
-from specgen.decoding.components import DraftSetup
-from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.policies import DraftedToken, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree_drafter import TopKTreeDrafter

@@ -15,7 +15,7 @@ from test_distributions import VOCAB, TableRunner
 from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
-from specgen.decoding.components import DraftSetup
+from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.mtad_drafter import BeamSearchDrafter
 from specgen.decoding.mtad_verifier import JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed

@@ -13,7 +13,7 @@ from test_distributions import TableRunner
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops, multi_draft
-from specgen.decoding.components import DraftSetup
+from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.multi_draft import Acceptance, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Clock

@@ -41,8 +41,8 @@ class RandomSession:
 def decode(name: str, target: RandomSession, draft: RandomSession, limit: int, eos: set[int], **given_: object) -> list[Round]:
     method = methods.find(name)
     worker = ThreadWorker(draft)  # type: ignore[arg-type]
-    components = factory.Components(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1, worker=worker)  # type: ignore[arg-type]
-    run = factory.make_run(method, methods.resolve(method, given_), components, Context([0, 1]), limit, None, Clock(None))
+    components = factory.Components(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1)  # type: ignore[arg-type]
+    run = factory.make_run(method, methods.resolve(method, given_), components, Context([0, 1]), limit, None, Clock(None), worker)
     rounds = list(run.rounds())
     worker.close()
     assert run.finish_reason in ("length", "eos")

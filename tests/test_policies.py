@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from specgen.decoding.components import DraftSetup
-from specgen.decoding.drafters import ModelDrafter, PromptLookupDrafter
+from specgen.decoding.drafters import DraftSetup, ModelDrafter, PromptLookupDrafter
 from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, DraftedToken, Fixed, Heuristic, LengthPolicy, SelfSD
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError, SpecgenError

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from specgen import factory, methods
 from specgen.cli.app import app
 from specgen.decoding import policies
-from specgen.decoding.components import DraftSetup
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
+from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.policies import DraftedToken, LengthPolicy
 from specgen.decoding.run import Clock
 from specgen.errors import SpecgenError

@@ -71,10 +71,9 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
             eos,
             VOCAB,
             seed=0,
-            worker=worker,
             acceptance_predictor=Guesses(),
         )
-        run = factory.make_run(chosen, resolved, components, Context(PROMPT), limit, None, Clock(None))
+        run = factory.make_run(chosen, resolved, components, Context(PROMPT), limit, None, Clock(None), worker)
         rounds = list(run.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == expected
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")

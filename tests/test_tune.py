@@ -9,7 +9,6 @@ from itertools import count
 
 import pytest
 from families import EOS
-from specgen.tuning.skip_search import tuned_skips
 
 from specgen.compare.prompts import Prompt
 from specgen.cost_model import CostTable, Curve, RoundCosts
@@ -26,6 +25,7 @@ from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe
 from specgen.tuning.settings_search import simulate_grids
 from specgen.tuning.simulation import PairMeasurements, simulate
+from specgen.tuning.skip_tuning import tuned_skips
 from specgen.tuning.tuner import outcome_of, select_methods, tune
 from specgen.types import SamplingParams
 
@@ -46,7 +46,7 @@ def measured(pair: Pair, sampling: SamplingParams = GREEDY) -> PairMeasurements:
     assert draft is not None
     references = [record_reference(pair, prompt, sampling) for prompt in PROMPTS]
     recorder = Recorder(target, draft, sampling)
-    costs = {"echo": COSTS, "model": COSTS, "parallel": replace(COSTS, together=0.5)}
+    costs = {"echo": COSTS, "model": COSTS, "parallel": replace(COSTS, synchronisation_overhead=0.5)}
     return PairMeasurements(references, {"model": [recorder.record(reference) for reference in references]}, costs)
 
 
@@ -163,8 +163,8 @@ def test_real_rounds_of_each_length_are_timed(near: Pair) -> None:
     curve = next(iter(costs.draft_cost.curves.values()))
     assert set(curve.points) == {0, 1, 3}
     assert all(curve.points[length] > 0 for length in (1, 3))
-    assert set(next(iter(costs.judging.curves.values())).points) == {2, 4}
-    assert costs.looking >= 0
+    assert set(next(iter(costs.verification_cost.curves.values())).points) == {2, 4}
+    assert costs.signal_cost >= 0
 
 
 def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:
@@ -182,14 +182,17 @@ def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.Mon
     probe = ParallelProbe(near, PROMPTS[:1], GREEDY)
     probe.run(Deadline.after(0, count().__next__))
     costs = probe.costs
-    assert set(next(iter(costs.drafting.curves.values())).points) >= {0, *WINDOWS}
-    assert costs.together is not None
-    assert max(next(iter(costs.judging.curves.values())).points) > 2, "passes over pending tokens are timed too"
+    assert set(next(iter(costs.draft_cost.curves.values())).points) >= {0, *WINDOWS}
+    assert costs.synchronisation_overhead is not None
+    assert max(next(iter(costs.verification_cost.curves.values())).points) > 2, "passes over pending tokens are timed too"
     rounds = probe._timings[0][1].parallel_rounds
     taken = sum(seconds for *_, seconds in rounds)
     expected = sum(
-        max(next(iter(costs.drafting.curves.values())).at(drafted), next(iter(costs.judging.curves.values())).at(tokens))
-        + costs.together
+        max(
+            next(iter(costs.draft_cost.curves.values())).at(drafted),
+            next(iter(costs.verification_cost.curves.values())).at(tokens),
+        )
+        + costs.synchronisation_overhead
         for drafted, tokens, _ in rounds
     )
     assert expected == pytest.approx(taken) if costs.synchronisation_overhead else expected >= taken

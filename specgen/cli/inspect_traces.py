@@ -19,7 +19,7 @@ from specgen.ui import theme
 from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
-    from specgen.ui.html.trace_page import Shown
+    from specgen.ui.recorded_methods import RecordedMethod
 
 START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")
 
@@ -113,9 +113,9 @@ def _group(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedR
     return groups.setdefault(key, _Group(path, name, TraceStatistics(run.method)))
 
 
-def _labelled(groups: Sequence[_Group], number: int) -> Iterator[Shown]:
+def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]:
     """Each group with a unique label: the method, the settings or the file where several groups share it, and `(lossy)`."""
-    from specgen.ui.html.trace_page import Shown
+    from specgen.ui.recorded_methods import RecordedMethod
 
     for group in groups:
         run, statistics = group.run, group.statistics
@@ -130,7 +130,7 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[Shown]:
             label += f" ({group.path.stem})"
         if run.start.get("lossless") is False:
             label += " (lossy)"
-        yield Shown(label, group.path.name, statistics, run, group.ranges())
+        yield RecordedMethod(label, group.path.name, statistics, run, group.ranges())
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from specgen.cli import profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.compare.prompts import load_prompts
 from specgen.errors import SpecgenError
+from specgen.json_lines import print_json
 from specgen.tuning import export as exports
 from specgen.types import SamplingParams
 from specgen.ui.terminal import tune_report as view
@@ -96,9 +96,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         if request.export is not None:
             _export(request.export, pair, profile, err, quiet)
         elif as_json:
-            text = escaped_json(jsonlib.dumps(json_line(outcome, path), ensure_ascii=False, allow_nan=False)) + "\n"
-            sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
-            sys.stdout.buffer.flush()
+            print_json(json_line(outcome, path))
         else:
             print(outcome.chosen.written)
     return None

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.decoding.components import DraftSetup
-from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.policies import Signals
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.inference_mode import inference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.types import SamplingParams
@@ -10,7 +10,6 @@ from specgen.types import SamplingParams
 if TYPE_CHECKING:
     from specgen.cost_model import Window
     from specgen.decoding.drafters import AcceptancePredictor
-    from specgen.decoding.parallel import DraftWorker
     from specgen.engine.model_runner import DraftRunner, ModelRunner
 
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 class Components:
     """What a pair provides for one run.
 
-    `vocab_size` is the width of the target's logits, `capacity` the number of tokens to allocate caches for. PEARL needs the
-    `worker`, and the `window` if that was measured. `record` keeps both models' distributions. `acceptance_predictor` belongs to
+    `vocab_size` is the width of the target's logits, `capacity` the number of tokens to allocate caches for. `window`
+    is PEARL's where it was measured. `record` keeps both models' distributions. `acceptance_predictor` belongs to
     an exit layer; None if there is none.
     """
 
@@ -30,23 +29,6 @@ class Components:
     vocab_size: int
     seed: int
     capacity: int = 0
-    worker: DraftWorker | None = None
     window: Window | None = None
     record: bool = False
-    acceptance_predictor: AcceptancePredictor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSetup:
-    """What a drafter is constructed from. `runner` is None for drafters without a model, which read nothing but `eos_ids`.
-
-    `vocab_size` is the width of the target's logits, `seed` the drafter's own; `keep_logits` keeps each draft's logits.
-    """
-
-    runner: DraftRunner | None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    eos_ids: frozenset[int] = frozenset()
-    vocab_size: int = 0
-    seed: int = 0
-    keep_logits: bool = False
     acceptance_predictor: AcceptancePredictor | None = None

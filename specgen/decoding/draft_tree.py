@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.decoding.components import DraftSetup
-from specgen.decoding.drafters import draft_statistics
+from specgen.decoding.drafters import DraftSetup, draft_statistics
 from specgen.types import Context, Draft
 
 

@@ -14,8 +14,7 @@ from specgen.decoding.policies import Signals
 from specgen.settings import Settings
 
 if TYPE_CHECKING:
-    from specgen.decoding.components import DraftSetup
-    from specgen.decoding.drafters import Drafter
+    from specgen.decoding.drafters import Drafter, DraftSetup
 
 
 class DraftSource(Enum):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from specgen.decoding import logits_ops, signals
-from specgen.decoding.components import DraftSetup
 from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
-from specgen.types import Context, Draft
+from specgen.types import Context, Draft, SamplingParams
 
 if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner
@@ -37,6 +37,22 @@ class AcceptancePredictor(Protocol):
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
         """theta_M [] of the token at `position`, from 1, that was chosen from the hidden state [width]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """What a drafter is constructed from. `runner` is None for drafters without a model, which read nothing but `eos_ids`.
+
+    `vocab_size` is the width of the target's logits, `seed` the drafter's own; `keep_logits` keeps each draft's logits.
+    """
+
+    runner: DraftRunner | None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    eos_ids: frozenset[int] = frozenset()
+    vocab_size: int = 0
+    seed: int = 0
+    keep_logits: bool = False
+    acceptance_predictor: AcceptancePredictor | None = None
 
 
 def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]) -> str:

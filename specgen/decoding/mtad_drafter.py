@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.decoding.components import DraftSetup
 from specgen.decoding.draft_tree import DraftTree
-from specgen.decoding.drafters import ModelDrafterBase, extend_draft
+from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.policies import DraftedToken, LengthPolicy
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits

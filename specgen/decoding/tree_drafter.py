@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from specgen.decoding import signals
-from specgen.decoding.components import DraftSetup
 from specgen.decoding.draft_tree import DraftTree
-from specgen.decoding.drafters import ModelDrafterBase, extend_draft
+from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft

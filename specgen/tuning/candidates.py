@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 
+from specgen.decoding.policies import POLICIES
 from specgen.methods import METHODS, known_settings
 from specgen.settings import Value
 
 GivenSettings = Mapping[str, Value]  # those that are not left at their defaults
 
-# SVIP stops where c * H > h^2: only h^2 / c matters, so c keeps the authors' value and h varies.
 _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "ar": {},
     "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
@@ -24,14 +24,24 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
-SEARCHED = ("eesd-tree", "spectr", "specinfer", "mtad", "bild")  # recorded chains do not hold what they draft
-SIMULATED = tuple(name for name in _GRIDS if name not in SEARCHED)
+SEARCHED = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
+SIMULATED = tuple(
+    name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd"
+)  # eesd is one of two others
+
+
+def _tried(name: str) -> Mapping[str, Sequence[Value]]:
+    """The values that are tried of a method's settings: its own, or those of its policy's settings (`Setting.tuned`)."""
+    method = METHODS[name]
+    if name in _GRIDS or method.policy is None:
+        return _GRIDS[name]
+    return {setting: values.tuned for setting, values in POLICIES[method.policy].settings.items() if values.tuned}
 
 
 def grid(name: str) -> list[GivenSettings]:
     """All settings of a method that are tried: the defaults first, then the others shuffled, so that a search that runs out of
     time has tried some from the whole range."""
-    found = list(_combinations(_GRIDS[name]))
+    found = list(_combinations(_tried(name)))
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
 

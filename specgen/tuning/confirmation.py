@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specgen.compare.method_specs import parse_spec
-from specgen.compare.results import Results, rows
+from specgen.compare.results import Results, method_results
 from specgen.compare.runner import BenchmarkConfig, Runner
 from specgen.tuning.outcome import PLAIN, Candidate, plain_of
 
@@ -51,10 +51,10 @@ def confirm(
         if request.deadline.left < run_seconds:
             break
     left_out = {written: error.message for written, error in results.failures.items()}
-    turns = len(results.whole_turns())
+    turns = len(results.complete_repeats())
     if not turns:
         return Confirmation(candidates, left_out=left_out | {"confirmation": OUT_OF_TIME})
-    figures = {row.spec.written: row.overall for row in rows(results) if row.overall is not None}
+    figures = {made.spec.written: made.overall for made in method_results(results) if made.overall is not None}
     measured = []
     for candidate in candidates:
         found = figures.get(candidate.written)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
 from specgen.tuning.request import Deadline
 from specgen.tuning.round_timing import LENGTHS, SIGNALS, ParallelProbe, RepeatDrafter, RoundProbe
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 SHORT_PROMPT = 48  # tokens of the shorter context
 _SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))  # draft lengths, fewer where a pass is slow
 _TURNS = 2  # of each kind
-_LABELS = {"echo": "the target alone", "model": "with the draft", "exit": "with the exit layer", "parallel": "pearl"}
+_LABELS = {"echo": "the target alone", "parallel": "pearl"} | {kind.cost_kind: f"with {kind.title}" for kind in (MODEL, EXIT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class MeasuredCosts:
 
     @property
     def description(self) -> str:
-        target = self.costs["echo"].judging
+        target = self.costs["echo"].verification_cost
         length = min(target.curves)
         wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
         return f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}"
@@ -74,12 +75,12 @@ def _probes(
     room = seconds / len(prompts)
     lengths = next((sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < room), _SWEEPS[-1])
     has_predictor = pair.exit_layer is not None and pair.exit_layer.predictor is not None
-    exit_signals = frozenset({"agreement"} if has_predictor else ())
+    exit_signals = frozenset({"predicted_acceptance"} if has_predictor else ())
     given = (prompts, sampling)
     makers: Mapping[str, Callable[[], RoundProbe | ParallelProbe]] = {
         "echo": lambda: RoundProbe(pair, "ar", *given, lengths=(0, *lengths), drafter=RepeatDrafter()),
-        "model": lambda: RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
-        "exit": lambda: RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),
+        MODEL.cost_kind: lambda: RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
+        EXIT.cost_kind: lambda: RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),
         "parallel": lambda: ParallelProbe(pair, *given),
     }
     return {kind: makers[kind]() for kind in kinds}

@@ -55,6 +55,8 @@ class MemoisedRunner:
         for position, key in enumerate(keys):
             if self._bytes < MOST_BYTES and key not in self._outputs:
                 logits = computed.logits[position].clone()
-                self._outputs[key] = _Output(logits, None if computed.hidden is None else computed.hidden[position].clone())
+                self._outputs[key] = _Output(
+                    logits, None if computed.hidden_states is None else computed.hidden_states[position].clone()
+                )
                 self._bytes += logits.numel() * logits.element_size()
         return computed

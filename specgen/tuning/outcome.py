@@ -9,7 +9,6 @@ from typing import Any, Literal
 from specgen.cost_model import SpeedupModel
 from specgen.methods import METHODS
 from specgen.settings import written
-from specgen.speedup_model import SpeedupModel
 from specgen.tuning.candidates import GivenSettings, distance_from_defaults
 from specgen.types import SamplingParams
 
@@ -112,7 +111,7 @@ class TuningOutcome:
     @property
     def break_even_acceptance(self) -> float | None:
         """The acceptance from which drafts of one token pay; None where none is enough."""
-        return None if self.speedup_model is None else self.speedup_model.pays_from(1)
+        return None if self.speedup_model is None else self.speedup_model.break_even_acceptance(1)
 
     @property
     def break_even_draft_cost(self) -> float | None:

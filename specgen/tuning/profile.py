@@ -180,10 +180,9 @@ def _difference(name: str, then: Any, now: Any) -> str:
 
 def profile_key_of(pair: Pair) -> ProfileKey:
     """The key of a profile of this pair on this machine."""
-    from specgen import measurement_cache
     from specgen.engine.devices import device_name
     from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.environment import versions
+    from specgen.environment import machine, versions
 
     def described(model: LoadedModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)
@@ -193,7 +192,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
         exit_layer=None if pair.exit_description is None else pair.exit_description.digest,
-        machine=Machine(**measurement_cache.machine()),
+        machine=Machine(**machine()),
         versions=Versions(**versions()),
     )
 

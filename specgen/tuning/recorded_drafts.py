@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from specgen.decoding import logits_ops
+from specgen.decoding import logits_ops, signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
@@ -32,7 +32,7 @@ LONGEST = 40  # tokens of a rollout: the largest `max_draft` that is tried
 
 
 class Drafted(NamedTuple):
-    """A drafted token, and what a length policy reads of it. `_rollout` sets the position."""
+    """A drafted token, and the signals that a length policy may read."""
 
     token: int
     signals: Mapping[str, float]
@@ -114,15 +114,18 @@ class Recorder:
         if len(reference.token_ids) < 2:
             return RecordedDrafts(reference, [()] * len(reference.token_ids), [])
         room = self._draft.context_limit - len(reference.prompt_ids) - len(reference.token_ids) - CONTINUATION
-        if room < 0 or max(*reference.prompt_ids, *reference.token_ids) >= self._draft.known_ids:
+        if room < 0 or max(*reference.prompt_ids, *reference.token_ids) >= self._draft.num_embeddings:
             raise SpecgenError("the draft model cannot follow this prompt", "Take shorter prompts: --prompts FILE")
         prefill_seconds = draft_prefill_seconds(self._target, self._draft, reference)
         context, generated = Context(reference.prompt_ids), reference.token_ids[:-1]
         target = self._target.logits(context, generated)
-        target_logits, target_hidden = target.logits.clone(), target.hidden  # a runner's outputs are valid until its next call
+        target_logits, target_hidden = (
+            target.logits.clone(),
+            target.hidden_states,
+        )  # a runner's outputs are valid until its next call
         draft = self._draft.logits(context, generated)
         draft_logits = draft.logits[:, : self._target.vocab_size].clone()
-        scores = None if self._predictor is None else _Scores(self._predictor, target_hidden, draft.hidden)
+        scores = None if self._predictor is None else _Scores(self._predictor, target_hidden, draft.hidden_states)
         first, probabilities = self._first_tokens(reference.token_ids, draft_logits, target_logits)
         rejected = [position for position in range(1, len(first)) if first[position].token != reference.token_ids[position]]
         continued = self._continuations(reference, rejected, first, scores)
@@ -135,20 +138,20 @@ class Recorder:
         """The draft's token for each position of the output, which is the output's own where it is accepted; and the acceptance
         probabilities. Logits are [tokens, vocabulary]."""
         if self._sampling.greedy:
-            found = self._chosen(draft_logits)
+            found = _with_signals(draft_logits, draft_logits.argmax(dim=-1))
             return found, [float(drafted.token == token) for drafted, token in zip(found, token_ids, strict=True)]
-        negative = logits_ops.figures(draft_logits)[0].tolist()
         target_probs = logits_ops.warp(target_logits, self._sampling)
         draft_probs = logits_ops.warp(draft_logits, self._sampling)
         draft_probs = torch.nn.functional.pad(draft_probs, (0, target_probs.shape[-1] - draft_probs.shape[-1]))
         overlap = torch.minimum(target_probs, draft_probs).sum(dim=-1).clamp(0, 1)
         rejected = logits_ops.draw((draft_probs - target_probs).clamp_min(0), self._generator).tolist()
-        found = []
-        for position, (probability, token) in enumerate(zip(overlap.tolist(), token_ids, strict=True)):
-            accepted = self._rng.random() < probability or rejected[position] < 0
-            drafted = token if accepted else rejected[position] if rejected[position] != token else -1
-            prob = float(draft_probs[position, token if accepted else rejected[position]])
-            found.append(Drafted(drafted, DraftedToken(0, abs(negative[position]), prob)))
+        pairs = zip(overlap.tolist(), rejected, strict=True)
+        accepted = [self._rng.random() < probability or other < 0 for probability, other in pairs]
+        ids = [token if kept else other for kept, token, other in zip(accepted, token_ids, rejected, strict=True)]
+        found = _with_signals(draft_logits, torch.tensor(ids, device=draft_logits.device), draft_probs)
+        for position, (kept, token) in enumerate(zip(accepted, token_ids, strict=True)):
+            if not kept and ids[position] == token:  # rejected all the same: the recorded token must differ from the output's
+                found[position] = found[position]._replace(token=-1)
         return found, overlap.tolist()
 
     def _continuations(
@@ -168,7 +171,7 @@ class Recorder:
             parents += [parent for _, parent, _ in growing]
             output = self._draft.logits(context, tokens, parents, start=begin + 1)
             if scores is not None:
-                scores.add([position for position, _, _ in growing], output.hidden)
+                scores.add([position for position, _, _ in growing], output.hidden_states)
             chosen = self._chosen(output.logits[:, : self._target.vocab_size])
             for (position, _, _), drafted in zip(growing, chosen, strict=True):
                 continued[position].append(drafted)
@@ -180,17 +183,20 @@ class Recorder:
 
     def _chosen(self, logits: torch.Tensor) -> list[Drafted]:
         """The draft model's own token for each row of logits [rows, vocabulary]."""
-        negative, tops = (figure.tolist() for figure in logits_ops.figures(logits))
         if self._sampling.greedy:
-            tokens, probs = logits.argmax(dim=-1).tolist(), [math.exp(top) for top in tops]
-        else:
-            draft_probs = logits_ops.warp(logits, self._sampling)
-            drawn = logits_ops.draw(draft_probs, self._generator)
-            tokens, probs = drawn.tolist(), draft_probs.gather(1, drawn[:, None])[:, 0].tolist()
-        return [
-            Drafted(token, DraftedToken(0, abs(entropy), prob))
-            for token, entropy, prob in zip(tokens, negative, probs, strict=True)
-        ]
+            return _with_signals(logits, logits.argmax(dim=-1))
+        draft_probs = logits_ops.warp(logits, self._sampling)
+        return _with_signals(logits, logits_ops.draw(draft_probs, self._generator), draft_probs)
+
+
+def _with_signals(logits: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> list[Drafted]:
+    """The tokens [n] chosen from the logits [n, vocabulary], and drawn from `probs` if given, with all their signals."""
+    chosen = signals.ChosenTokens(logits, tokens, probs)
+    computed = {name: value.tolist() for name, value in signals.compute(frozenset(signals.SIGNALS), chosen).items()}
+    return [
+        Drafted(token, dict(zip(computed, values, strict=True)))
+        for token, *values in zip(tokens.tolist(), *computed.values(), strict=True)
+    ]
 
 
 def _rollout(
@@ -202,10 +208,10 @@ def _rollout(
     path += [(end, level, drafted) for level, drafted in enumerate(continued.get(end, ()), start=1)]
     found: list[Drafted] = []
     for position, level, drafted in path[:LONGEST]:
-        step = DraftedToken(len(found) + 1, drafted.step.entropy, drafted.step.prob)
         if scores is not None:
-            step.agreement = scores.of(begin, position, level, step.position)
-        found.append(Drafted(drafted.token, step))
+            score = scores.of(begin, position, level, len(found) + 1)
+            drafted = Drafted(drafted.token, {**drafted.signals, "predicted_acceptance": score})
+        found.append(drafted)
         if drafted.token in eos_ids:
             break
     return found
@@ -234,7 +240,7 @@ class _Scores:
     def of(self, begin: int, position: int, level: int, drafted: int) -> float:
         """The score of the draft's token number `drafted` (from 1), where the draft began at `begin`."""
         part = self._first[position] if level == 0 else self._continued[position][level - 1]
-        offset = self._offsets[begin - 1][min(drafted, self._predictor.PLACES) - 1]
+        offset = self._offsets[begin - 1][min(drafted, self._predictor.POSITIONS) - 1]
         return 1 / (1 + math.exp(-(part + offset)))
 
     def _draft_part(self, hidden: torch.Tensor) -> list[float]:

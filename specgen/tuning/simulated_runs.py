@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen import factory, methods
+from specgen.decoding.components import Components
+from specgen.decoding.policies import signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.inference_mode import inference
 from specgen.traces.summary import Summary
@@ -60,8 +62,8 @@ class PricedDrafter:
         calls_before = self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
         passes = self._runner.calls - calls_before
-        signal_seconds = self._costs.looking * passes if policy.signals else 0.0
-        self._clock.add("draft", self._prefill_seconds + self._costs.drafting.at(passes, len(context)) + signal_seconds)
+        signal_seconds = self._costs.signal_cost * passes if policy.signals else 0.0
+        self._clock.add("draft", self._prefill_seconds + self._costs.draft_cost.at(passes, len(context)) + signal_seconds)
         self._prefill_seconds = 0.0
         return draft
 
@@ -120,7 +122,7 @@ class SimulatedRuns:
         self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain
         self._probe, self._clock = probe, clock
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._components: dict[tuple[bool, int], tuple[factory.Components, float]] = {}
+        self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> SimulatedRun:
@@ -156,12 +158,10 @@ class SimulatedRuns:
         shape = {key: settings.values[key] for key in _SHAPE_SETTINGS if key in settings.values}
         key = (method.name, *shape.values())
         if key not in self._costs:
-            policy = settings.policy
-            signals = frozenset() if policy is None else methods.POLICIES[policy].needs_with(settings.values)
             prompts = [min((reference.prompt_ids for reference in self._references), key=len)]
             fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
             common = (prompts, self._sampling)
-            probe = self._probe(self._pair, method.name, *common, lengths=_LENGTHS, signals=signals, settings=fixed)
+            probe = self._probe(self._pair, method.name, *common, lengths=_LENGTHS, signals=signals_of(settings), settings=fixed)
             if self._plain is None:
                 probe.run(Deadline.after(_SHAPE_SECONDS, self._clock))
                 self._costs[key] = probe.costs
@@ -169,8 +169,8 @@ class SimulatedRuns:
                 plain = self._probe(self._pair, PLAIN, *common, lengths=(0,), drafter=RepeatDrafter())
                 for timed, seconds in ((plain, _PLAIN_SECONDS), (probe, _SHAPE_SECONDS), (plain, _PLAIN_SECONDS)):
                     timed.run(Deadline.after(seconds, self._clock))
-                ((length, now),) = plain.costs.judging.curves.items()
-                self._costs[key] = probe.costs.times(self._plain.judging.at(1, length) / now.at(1))
+                ((length, now),) = plain.costs.verification_cost.curves.items()
+                self._costs[key] = probe.costs.times(self._plain.verification_cost.at(1, length) / now.at(1))
         return self._costs[key]
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, seed: int) -> Run:
@@ -180,7 +180,7 @@ class SimulatedRuns:
         target: Any
         verifier: Any
         # When sampling, the reference output is one draw: it decides on fixed candidates, not on drawn ones.
-        if method.lossless and (self._sampling.greedy or factory.branches(settings)):
+        if method.lossless and (self._sampling.greedy or settings.drafts_tree):
             target, verifier = SimulatedTarget(costs, clock, reference.prefill_seconds), SimulatedVerifier(reference)
         else:
             target = PricedTarget(components.target, costs, clock, reference.prefill_seconds)
@@ -189,7 +189,7 @@ class SimulatedRuns:
         drafter = PricedDrafter(factory.make_drafter(method, settings, components), runner, costs, clock, prefill_seconds)
         return make_run(reference, target, drafter, factory.make_policy(settings, seed), verifier, clock, sequential)
 
-    def _components_of(self, method: Method, number: int) -> tuple[factory.Components, float]:
+    def _components_of(self, method: Method, number: int) -> tuple[Components, float]:
         """A prompt's components, with memoised runners, and the seconds of the draft's prefill."""
         key = method.needs_exit_layer, number
         if key not in self._components:
@@ -201,15 +201,15 @@ class SimulatedRuns:
                 target, draft = early.target, early.draft
                 layer = self._pair.exit_layer
                 if layer is not None and layer.predictor is not None:
-                    hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden
+                    hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden_states
                     assert hidden is not None
                     predictor = RecordedPredictor(layer.predictor, hidden)
             if draft is None:
                 raise methods.no_draft_model(method)
             prefill_seconds = draft_prefill_seconds(target, draft, reference)
             memoised = cast("ModelRunner", MemoisedRunner(target)), MemoisedRunner(draft)
-            components = factory.Components(
-                *memoised, self._sampling, reference.eos_ids, target.vocab_size, 0, agreement=predictor
+            components = Components(
+                *memoised, self._sampling, reference.eos_ids, target.vocab_size, 0, acceptance_predictor=predictor
             )
             self._components[key] = components, prefill_seconds
         return self._components[key]

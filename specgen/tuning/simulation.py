@@ -6,12 +6,15 @@ The rounds of a simulated run have the tokens that a real run would have, and th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specgen import factory, methods
 from specgen.cost_model import RoundCosts, Window
+from specgen.decoding.drafter_kinds import DraftSource
+from specgen.decoding.drafters import DraftSetup, extend_draft
 from specgen.decoding.parallel import Parallel
+from specgen.decoding.policies import DraftedToken, is_random
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.decoding.verifiers import match_argmax_path
@@ -23,7 +26,8 @@ from specgen.types import PHASES, Context, Draft, Verdict
 if TYPE_CHECKING:
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.run import Schedule
-    from specgen.methods import Method, Settings
+    from specgen.methods import Method
+    from specgen.settings import Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 
 RANDOM_RUNS = 3  # of a policy that draws random numbers
@@ -69,7 +73,7 @@ class SimulatedTarget:
         if generated == 0:
             self._clock.add("prefill", self._prefill_seconds)
         else:
-            self.pass_seconds = self._costs.judging.at(len(draft) + 1, len(context))
+            self.pass_seconds = self._costs.verification_cost.at(len(draft) + 1, len(context))
             self._clock.add("verify", self.pass_seconds)
         return _SimulatedOutput(generated, parents)
 
@@ -106,23 +110,19 @@ class SimulatedDrafter:
         self._prefill_seconds = 0.0
         return draft
 
-    def draft(self, context: Context, policy: LengthPolicy, limit: int, pending: int = 0) -> Draft:
-        """`pending` is the number of unverified tokens between the context and the draft."""
+    def draft(self, context: Context, policy: LengthPolicy, limit: int, unverified: int = 0) -> Draft:
+        """`unverified` is the number of unverified tokens between the context and the draft."""
         rollout = self._recorded.rollouts[len(context) - context.prompt_length]
         tokens: list[int] = []
-        reason = "length"
-        while len(tokens) < limit:
-            position = pending + len(tokens)
-            drafted = rollout[min(position, len(rollout) - 1)]
-            tokens.append(drafted.token if position < len(rollout) else _NO_TOKEN)  # a rollout ends after a rejected token
-            if drafted.token in self._recorded.reference.eos_ids:
-                reason = "eos"
-                break
-            step = drafted.step if drafted.step.position == len(tokens) else replace(drafted.step, position=len(tokens))
-            if not policy.keep_drafting(step):
-                reason = policy.reason
-                break
-        return Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
+
+        def extend(position: int) -> DraftedToken | str:
+            index = unverified + position - 1
+            drafted = rollout[min(index, len(rollout) - 1)]
+            tokens.append(drafted.token if index < len(rollout) else _NO_TOKEN)  # a rollout ends after a rejected token
+            return "eos" if drafted.token in self._recorded.reference.eos_ids else DraftedToken(position, drafted.signals)
+
+        reason = extend_draft(policy, limit, extend)
+        return Draft.chain(tokens, stop_reason=reason)
 
     def cost(self, draft: Draft, policy: LengthPolicy, context: Context) -> float:
         length = len(draft.tokens)
@@ -141,13 +141,15 @@ class SimulatedParallelDrafter(SimulatedDrafter):
     def prefill(self, context: Context) -> None:
         """Costs nothing here: the time of both prefills is that of `SimulatedTarget`."""
 
-    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
-        self._draft = self.draft(context, self.policy, limit, len(pending))
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self._draft = self.draft(context, self.policy, limit, len(unverified))
         self.seconds = self.cost(self._draft, self.policy, context)
         self._target.pass_seconds = 0.0
 
     def finish(self) -> Draft:
-        self._clock.add("draft", max(0.0, self.seconds - self._target.pass_seconds) + (self._costs.together or 0.0))
+        self._clock.add(
+            "draft", max(0.0, self.seconds - self._target.pass_seconds) + (self._costs.synchronisation_overhead or 0.0)
+        )
         return self._draft
 
     def close(self) -> None:
@@ -170,13 +172,6 @@ class PairMeasurements:
     has_predictor: bool = False  # of the exit layer
 
 
-def cost_kind(name: str) -> str:
-    method = methods.find(name)
-    if method.schedule == "parallel":
-        return "parallel"
-    return "echo" if method.drafter in ("none", "lookup") else method.drafter
-
-
 @inference
 def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, object]) -> Summary:
     """The method's simulated runs on all prompts as one summary, with expected seconds. `given` are its settings.
@@ -194,27 +189,25 @@ def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, obje
 
 
 def runs_needed(settings: Settings) -> int:
-    return RANDOM_RUNS if settings.policy is not None and methods.POLICIES[settings.policy].random else 1
+    return RANDOM_RUNS if is_random(settings) else 1
 
 
 def _run(measurements: PairMeasurements, method: Method, settings: Settings, number: int, seed: int) -> Run:
-    reference, costs, clock = measurements.references[number], measurements.costs[cost_kind(method.name)], SimulatedClock()
+    reference, costs, clock = measurements.references[number], measurements.costs[method.cost_kind], SimulatedClock()
     policy = factory.make_policy(settings, seed)
-    parallel = method.schedule == "parallel"
+    parallel = method.is_parallel
     target = SimulatedTarget(costs, clock, reference.prefill_seconds * (measurements.slowdown if parallel else 1.0))
     schedule: Schedule = sequential
     drafter: Any
     if parallel:
-        drafter = SimulatedParallelDrafter(measurements.drafts["model"][number], costs, clock, policy, target)
+        drafter = SimulatedParallelDrafter(measurements.drafts[method.drafter.name][number], costs, clock, policy, target)
         size = int(settings.values["window"])
         flags = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
         schedule = Parallel(drafter, Window(size, size), *flags)
-    elif method.drafter == "lookup":
-        drafter = PromptLookupDrafter(int(settings.values["ngram"]), reference.eos_ids)
-    elif method.drafter == "none":
-        drafter = NoDrafter()
+    elif method.drafter.source is DraftSource.NOTHING:
+        drafter = method.drafter.make(DraftSetup(None, eos_ids=reference.eos_ids), settings)
     else:
-        drafter = SimulatedDrafter(measurements.drafts[method.drafter][number], costs, clock)
+        drafter = SimulatedDrafter(measurements.drafts[method.drafter.name][number], costs, clock)
     return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen import methods
+from specgen.cost_model import SpeedupModel
+from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
-from specgen.speedup_model import SpeedupModel
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
 from specgen.tuning.cost_measurement import measure_costs
@@ -20,8 +21,8 @@ from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOu
 from specgen.tuning.request import TuningObserver, TuningRequest
 from specgen.tuning.settings_search import expected, search, simulate_grids
 from specgen.tuning.simulated_runs import SimulatedRuns
-from specgen.tuning.simulation import PairMeasurements, cost_kind
-from specgen.tuning.skip_search import tuned_skips
+from specgen.tuning.simulation import PairMeasurements
+from specgen.tuning.skip_tuning import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # shares of the time that is left when a step begins
 RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.2, 0.6, 0.4
 SEARCH_PROMPTS = 4  # that the search runs on
-_DRAFTER_LABELS = {"model": "the draft's", "exit": "the exit layer's"}
+_DRAFTER_LABELS = {kind.name: f"{kind.title}'s" for kind in (MODEL, EXIT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Selection:
         reasons = {
             name: failures[kind]
             for name in self.simulated
-            for kind in (cost_kind(name), methods.METHODS[name].drafter)
+            for kind in (methods.METHODS[name].cost_kind, methods.METHODS[name].drafter.name)
             if kind in failures
         }
         return replace(
@@ -95,7 +96,7 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     if "pearl" in selection.simulated:  # a draft process that starts during a measurement would slow it
         observer.doing("waiting for the draft's process")
         try:
-            pair.plan([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
+            pair.prepare([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
         except SpecgenError as error:
             selection = selection.without({"parallel": error.message})
     references = record_references(pair, request, observer)
@@ -107,7 +108,7 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     accepted = [f"{mean:.0%} of {_DRAFTER_LABELS[drafter]} tokens" for drafter, mean in mean_acceptance(drafts).items()]
     if accepted:
         observer.done(f"the target accepts {' and '.join(accepted)}")
-    kinds = list(dict.fromkeys(map(cost_kind, selection.simulated)))
+    kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
     measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, _has_predictor(pair))
@@ -139,11 +140,11 @@ def record_drafts(
     drafters = {methods.METHODS[name].drafter for name in selection.simulated}
     recorders, drafts, failures = {}, {}, {}
     target, draft = pair.runners
-    if "model" in drafters and draft is not None:
-        recorders["model"] = Recorder(target, draft, sampling)
-    if "exit" in drafters and pair.exit_layer is not None:
+    if MODEL in drafters and draft is not None:
+        recorders[MODEL.name] = Recorder(target, draft, sampling)
+    if EXIT in drafters and pair.exit_layer is not None:
         early = pair.early_exit(methods.METHODS["eesd"])
-        recorders["exit"] = Recorder(early.target, early.draft, sampling, predictor=pair.exit_layer.predictor)
+        recorders[EXIT.name] = Recorder(early.target, early.draft, sampling, predictor=pair.exit_layer.predictor)
     for drafter, recorder in recorders.items():
         try:
             drafts[drafter] = [recorder.record(reference) for reference in references]
@@ -214,17 +215,13 @@ def outcome_of(
 ) -> TuningOutcome:
     """The candidates, with the figures that explain the choice."""
     model = None
-    draft = measurements.costs.get("model", measurements.costs.get("exit"))
+    draft = measurements.costs.get(MODEL.cost_kind, measurements.costs.get(EXIT.cost_kind))
     if draft is not None:
-        length = min(draft.judging.curves)
-        widths = {width: measurements.costs["echo"].judging.at(width, length) for width in range(1, 17)}
-        model = SpeedupModel(widths, draft.drafting.at(4, length) / 4, length)
+        length = min(draft.verification_cost.curves)
+        widths = {width: measurements.costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
+        model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
     probability = next(iter(mean_acceptance(measurements.drafts).values()), None)
-    costs = {
-        kind: {"drafting": cost.drafting.as_dict(), "judging": cost.judging.as_dict(), "looking": cost.looking}
-        | ({} if cost.together is None else {"together": cost.together})
-        for kind, cost in measurements.costs.items()
-    }
+    costs = {kind: cost.as_dict() for kind, cost in measurements.costs.items()}
     return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out)
 
 

@@ -14,8 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from specgen import factory
-from specgen.decoding.components import DraftSetup
-from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.policies import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specgen.compare.columns import draft_length
@@ -14,36 +13,12 @@ from specgen.ui.html.methods_table import Column, Line, Scale, number
 from specgen.ui.html.page import render
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
 from specgen.ui.html.token_view import run_view
+from specgen.ui.recorded_methods import ENDED, LOSSY, RecordedMethod, best
 
-LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
 MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
-ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A method in a trace: its name, the statistics of all its runs and the run to show in detail.
-
-    `varying` has the settings that were not the same in all runs, as ranges.
-    """
-
-    label: str
-    source: str
-    statistics: TraceStatistics
-    run: TracedRun
-    varying: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def lossless(self) -> bool:
-        return self.run.start.get("lossless") is not False
-
-
-def best(shown: Sequence[Shown]) -> Shown | None:
-    """The fastest lossless method; None without one, or where no time was recorded."""
-    return max((entry for entry in shown if entry.lossless and _speed(entry)), key=_speed, default=None)
-
-
-def page(shown: Sequence[Shown], made_with: str) -> Iterator[str]:
+def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
     """The page in pieces."""
     versions = shown[0].run.start["versions"]
     return render(
@@ -61,12 +36,12 @@ def page(shown: Sequence[Shown], made_with: str) -> Iterator[str]:
     )
 
 
-def verdict(shown: Sequence[Shown]) -> str:
+def verdict(shown: Sequence[RecordedMethod]) -> str:
     """What the traces show, in one sentence."""
     if len(shown) == 1:
         summary = shown[0].statistics.summary
         if summary.acceptance_rate is None:
-            return f"{shown[0].label}: nothing was drafted, {_speed(shown[0]):.1f} tokens per second"
+            return f"{shown[0].label}: nothing was drafted, {shown[0].speed:.1f} tokens per second"
         accepted = f"{summary.acceptance_rate:.0%} of drafted tokens accepted"
         return f"{shown[0].label}: {accepted}, {summary.block_efficiency:.2f} tokens per target pass"
     top = best(shown)
@@ -74,15 +49,10 @@ def verdict(shown: Sequence[Shown]) -> str:
     if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared
         return f"{len(shown)} recordings side by side"
     what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
-    return f"{top.label} was {what}: {_speed(top):.1f} tokens per second"
+    return f"{top.label} was {what}: {top.speed:.1f} tokens per second"
 
 
-def _speed(entry: Shown) -> float:
-    """Tokens per second over all runs; 0 where no time was recorded."""
-    return entry.statistics.summary.tokens_per_second or 0.0
-
-
-def _subtitle(shown: Sequence[Shown]) -> str:
+def _subtitle(shown: Sequence[RecordedMethod]) -> str:
     start = shown[0].run.start
     models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
     runs = sum(entry.statistics.runs for entry in shown)
@@ -91,7 +61,7 @@ def _subtitle(shown: Sequence[Shown]) -> str:
     return f"{models}, {start['device']} {start['dtype']}, {runs} run{'s' * (runs != 1)}, {how}"
 
 
-def _run(entry: Shown, name: str, *, is_only: bool) -> dict[str, Any]:
+def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
     """One run with its figures, text and charts."""
     run, statistics = entry.run, entry.statistics
     if statistics.runs > 1:  # the statistics of the run shown alone
@@ -139,12 +109,12 @@ _COLUMNS = (
 )
 
 
-def _table(shown: Sequence[Shown]) -> dict[str, Any]:
+def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
     """A line per method: tokens per second over all its runs, with the slowest and the fastest run as its interval."""
     top, lines = best(shown), []
     for entry in shown:
         runs = entry.statistics
         kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
         low, high = min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)
-        lines.append(Line(kind, entry.label, entry=runs, speed=_speed(entry), low=low, high=high))
+        lines.append(Line(kind, entry.label, entry=runs, speed=entry.speed, low=low, high=high))
     return {"lines": lines, "columns": _COLUMNS, "scale": Scale.over(speed for line in lines for speed in (line.low, line.high))}

@@ -12,7 +12,7 @@ from rich.text import Text
 from specgen.compare.columns import draft_length
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
-from specgen.ui.html.trace_page import ENDED, LOSSY, Shown
+from specgen.ui.recorded_methods import ENDED, LOSSY, RecordedMethod
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import wrapped
@@ -29,7 +29,7 @@ _PHASES = (
 )
 
 
-def show(console: Console, shown: Sequence[Shown], most_rounds: int | None) -> None:
+def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
     """Print all figures. `most_rounds` rounds of each run are listed: by default 40 of a single run, none of several."""
     limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
     for entry in shown:
@@ -55,7 +55,7 @@ def _side_by_side(cells: Sequence[Text], width: int) -> Text:
     return line
 
 
-def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -> None:
+def _show_rounds(console: Console, entry: RecordedMethod, limit: int, *, is_only: bool) -> None:
     run, texts = entry.run, entry.run.texts()
     if not is_only:
         console.print(Text(entry.label, "strong"))
@@ -77,7 +77,7 @@ def _show_rounds(console: Console, entry: Shown, limit: int, *, is_only: bool) -
     console.print()
 
 
-def block(entry: Shown, width: int) -> Iterator[Text]:
+def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     """A method's figures over all its runs and charts of the shown run, in lines of at most `width` cells."""
     anatomy, run = entry.statistics, entry.run
     summary = anatomy.summary
@@ -104,7 +104,7 @@ def block(entry: Shown, width: int) -> Iterator[Text]:
     yield from _posterior(rounds, width)
 
 
-def _where(entry: Shown) -> str:
+def _where(entry: RecordedMethod) -> str:
     start = entry.run.start
     models = f"{start['target']} + {start['draft']}" if start["draft"] else start["target"]
     temperature = start["sampling"].get("temperature")
@@ -204,7 +204,7 @@ _EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
 )
 
 
-def _table(shown: Sequence[Shown], width: int) -> Iterator[Text]:
+def _table(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
     """A line for each method; narrow terminals lose columns from the right."""
     heads = ("tokens/s", "accepted", "a pass", "drafted", "runs")
     names = max(6, *(len(inline(entry.label)) for entry in shown))

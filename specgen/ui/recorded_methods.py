@@ -1,0 +1,40 @@
+"""The methods of recorded traces, as the terminal report and the page show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specgen.traces.statistics import TraceStatistics
+from specgen.traces.trace_reader import TracedRun
+
+LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
+ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMethod:
+    """A method in a trace: its name, the statistics of all its runs and the run to show in detail.
+
+    `varying` has the settings that were not the same in all runs, as ranges.
+    """
+
+    label: str
+    source: str
+    statistics: TraceStatistics
+    run: TracedRun
+    varying: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lossless(self) -> bool:
+        return self.run.start.get("lossless") is not False
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second over all runs; 0 where no time was recorded."""
+        return self.statistics.summary.tokens_per_second or 0.0
+
+
+def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:
+    """The fastest lossless method; None without one, or where no time was recorded."""
+    return max((entry for entry in shown if entry.lossless and entry.speed), key=lambda entry: entry.speed, default=None)
