@@ -90,6 +90,11 @@ class Pair:
             return self.found_exit.description
         return None if self.exit_layer is None else self.exit_layer.description
 
+    @property
+    def has_predictor(self) -> bool:
+        """Whether there is an exit layer with a predictor of acceptance."""
+        return self.exit_layer is not None and self.exit_layer.predictor is not None
+
     def devices(self, method: Method) -> list[torch.device]:
         """The devices of the method's models."""
         draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
@@ -219,9 +224,7 @@ class Pair:
         parameters: dict[str, object],
     ) -> RunRequest:
         chosen = methods.find(self.default_method if method is None else method)
-        exit_layer = self.exit_layer if chosen.needs_exit_layer else None
-        has_predictor = exit_layer is not None and exit_layer.predictor is not None
-        settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
+        settings = methods.resolve(chosen, parameters, has_predictor=chosen.needs_exit_layer and self.has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
         ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -77,7 +77,7 @@ def main() -> None:
         for row in found:
             spec = row.spec
             if spec.name in SEARCHED or "width" in spec.settings:
-                summary = runs.run(spec.name, spec.settings).summary
+                summary = runs.run(spec.name, spec.settings)
             else:
                 summary = simulate(measurements, spec.name, spec.settings)
             expected[spec.written] = summary.tokens_per_second or 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -22,7 +23,7 @@ from specgen.tuning.recorded_drafts import record_reference
 from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.round_timing import RoundProbe
 from specgen.tuning.settings_search import SearchResult, search
-from specgen.tuning.simulated_runs import SimulatedRun, SimulatedRuns
+from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.tuner import tune
 from specgen.types import SamplingParams
 
@@ -90,19 +91,19 @@ def same(found: Summary, run: Summary) -> bool:
 @pytest.mark.parametrize(("name", "given"), TREES + CHAINS + LOSSY)
 def test_simulated_runs_count_what_real_runs_count(near: Pair, name: str, given: dict[str, object]) -> None:
     found = simulated(near, GREEDY).run(name, given)
-    assert same(found.summary, really(near, name, given, GREEDY))
+    assert same(found, really(near, name, given, GREEDY))
     assert (found.perplexity is None) == ((name, given) not in LOSSY)
 
 
 @pytest.mark.parametrize(("name", "given"), CHAINS + LOSSY)
 def test_in_sampling_a_seed_makes_the_same_run(near: Pair, name: str, given: dict[str, object]) -> None:
-    assert same(simulated(near, SAMPLED).run(name, given).summary, really(near, name, given, SAMPLED))
+    assert same(simulated(near, SAMPLED).run(name, given), really(near, name, given, SAMPLED))
 
 
 @pytest.mark.parametrize("given", [{"width": 2, "depth": 3}, {"width": 3, "depth": 4, "max_draft": 3}])
 def test_trees_of_an_early_exit_use_its_predictor(early: Pair, given: dict[str, object]) -> None:
     """A random policy is run three times, the first with the seed of the real run."""
-    found = simulated(early, GREEDY).run("eesd-tree", given).summary
+    found = simulated(early, GREEDY).run("eesd-tree", given)
     runs = [really(early, "eesd-tree", given, replace(GREEDY, seed=seed)) for seed in range(3)]
     assert found.token_ids == [token for run in runs for token in run.token_ids]
     assert (found.rounds, found.drafted, found.accepted) == tuple(
@@ -123,7 +124,7 @@ def test_no_pass_is_computed_twice(near: Pair) -> None:
 
 def test_each_pass_of_a_draft_has_its_price(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "draft_prefill_seconds", lambda *_: 0.25)
-    found = simulated(near, GREEDY).run("mtad", {"beams": 4, "k": 2, "tau": 0.3}).summary
+    found = simulated(near, GREEDY).run("mtad", {"beams": 4, "k": 2, "tau": 0.3})
     rounds = found.rounds - len(PROMPTS)
     assert found.phase_seconds["verify"] == pytest.approx(10.0 * rounds)
     # two levels per round, except the last one of each prompt, which may have less room
@@ -142,7 +143,7 @@ def test_a_shape_is_timed_between_plain_passes_that_correct_its_costs(near: Pair
     """A pass alone takes 10 s now and took 30 s together with all other methods: the machine is three times as fast now."""
     timed: list[str] = []
     verify = [
-        simulated(near, GREEDY, plain, timed).run("mtad", {"k": 2}).summary.phase_seconds["verify"]
+        simulated(near, GREEDY, plain, timed).run("mtad", {"k": 2}).phase_seconds["verify"]
         for plain in (None, COSTS, COSTS.times(3))
     ]
     assert verify == pytest.approx([verify[0], verify[0], 3 * verify[0]])
@@ -152,7 +153,7 @@ def test_a_shape_is_timed_between_plain_passes_that_correct_its_costs(near: Pair
 def test_real_probes_time_a_shape(near: Pair) -> None:
     references = [record_reference(near, prompt, GREEDY) for prompt in PROMPTS]
     runs = SimulatedRuns(near, references, GREEDY, COSTS, probe=RoundProbe, clock=count().__next__)
-    assert runs.run("mtad", {"k": 2}).summary.seconds > 0
+    assert runs.run("mtad", {"k": 2}).seconds > 0
 
 
 class GivenRuns:
@@ -163,11 +164,12 @@ class GivenRuns:
     def __init__(self, figures: dict[float, tuple[float, float | None]]) -> None:
         self._figures = figures
 
-    def run(self, name: str, given: dict[str, float]) -> SimulatedRun:
+    def run(self, name: str, given: dict[str, float]) -> Summary:
         seconds, perplexity = self._figures[given["tau"]]
         summary = Summary(name)
         summary.token_ids, summary.phase_seconds["verify"] = [1] * 10, seconds
-        return SimulatedRun(summary, perplexity)
+        summary.log_likelihood = None if perplexity is None else -10 * math.log(perplexity)
+        return summary
 
 
 def searched(figures: dict[float, tuple[float, float | None]], readings: int = 9) -> SearchResult:
@@ -177,9 +179,10 @@ def searched(figures: dict[float, tuple[float, float | None]], readings: int = 9
 
 def test_of_settings_that_keep_plain_decodings_perplexity_the_fastest_is_found() -> None:
     found = searched({0.1: (1.0, 2.5), 0.3: (2.0, 2.0), 0.5: (3.0, 1.5), 0.7: (0.5, None)})
-    assert found.best["mtad"].settings == {"tau": 0.3}
-    assert found.best["mtad"].predicted == pytest.approx(5.0)
-    assert found.tried["mtad"] == 4
+    (best,) = found.candidates
+    assert best.settings == {"tau": 0.3}
+    assert best.predicted == pytest.approx(5.0)
+    assert best.tried == found.tried == 4
     none = searched({0.1: (1.0, 2.5), 0.3: (2.0, 2.2)})
     assert none.left_out == {"mtad": "none of 2 settings keeps sd's perplexity of 2.00, the lowest being 2.20"}
     late = searched({0.1: (1.0, 1.0)}, 0)

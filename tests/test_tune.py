@@ -23,9 +23,8 @@ from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default,
 from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe
-from specgen.tuning.settings_search import simulate_grids
+from specgen.tuning.settings_search import simulate_grids, tuned_skips
 from specgen.tuning.simulation import PairMeasurements, simulate
-from specgen.tuning.skip_tuning import tuned_skips
 from specgen.tuning.tuner import outcome_of, select_methods, tune
 from specgen.types import SamplingParams
 
@@ -244,7 +243,7 @@ def test_without_time_the_outcome_is_not_confirmed(near: Pair) -> None:
 
 def test_methods_with_less_certain_speeds_are_run_sooner() -> None:
     def chosen(**speeds: float) -> list[str]:
-        return [entry.name for entry in shortlist([Candidate(name, {}, True, speed, 1) for name, speed in speeds.items()])]
+        return [entry.name for entry in shortlist([Candidate(name, {}, speed) for name, speed in speeds.items()])]
 
     assert chosen(confidence=240, svip=225, sd=200, heuristic=190, pearl=165) == ["confidence", "svip", "pearl"]
     assert chosen(confidence=240, svip=225, sd=200, heuristic=190, pearl=150) == ["confidence", "svip", "sd"]
@@ -258,7 +257,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     costs = RoundCosts(*(CostTable({8: curve}) for curve in passes))
     found = replace(measured(pair_of("llama", "unrelated")), costs={"echo": costs, "model": costs})
     grids = simulate_grids(found, ["ar", "sd", "svip", "confidence"], Deadline.after(1000, count().__next__))
-    assert grids.complete
+    assert not grids.left_out
     outcome = outcome_of(found, grids.candidates, GREEDY, {})
     assert outcome.chosen.name == outcome.methods[0].name == "ar"
     assert outcome.speedup_of(outcome.best) < 0.9
@@ -272,7 +271,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
 
 
 def test_layers_to_skip_are_searched_only_where_that_is_asked(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "tuned_skips", lambda *_: Candidate("selfsd", {"skip": "1"}, True, 1e6, 7))
+    monkeypatch.setattr(tuner, "tuned_skips", lambda *_: Candidate("selfsd", {"skip": "1"}, 1e6, 7))
     steps = Steps()
     outcome = tune(near, request(300, ["selfsd"]), steps)
     found = next(entry for entry in outcome.methods if entry.name == "selfsd")
@@ -300,7 +299,7 @@ def test_a_draft_model_with_too_short_a_context_is_refused(near: Pair) -> None:
         Recorder(target, draft, GREEDY).record(long)
 
 
-PLAIN = Candidate("ar", {}, True, 100.0, 1, None, 100.0, 1.0)
+PLAIN = Candidate("ar", {}, 100.0, 1, 100.0, 1.0)
 
 
 def outcome(*methods: Candidate) -> TuningOutcome:
@@ -312,19 +311,19 @@ def outcome(*methods: Candidate) -> TuningOutcome:
     [(1.5, 1.2, 1.8, "pays"), (0.9, 0.8, 0.97, "does not pay"), (1.02, 0.97, 1.06, "unclear"), (0.98, 0.9, 1.1, "does not pay")],
 )
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
-    best = Candidate("sd", {"k": 3}, True, 100.0, 1, 0.5, 100.0, speedup, low, high)
+    best = Candidate("sd", {"k": 3}, 100.0, 1, 100.0, speedup, low, high)
     found = outcome(best, PLAIN)
     assert (found.chosen, found.verdict) == (best if verdict == "pays" else PLAIN, verdict)
 
 
 @pytest.mark.parametrize(("predicted", "chosen"), [(300.0, "sd"), (105.0, "ar")])
 def test_expected_speeds_alone_confirm_nothing(predicted: float, chosen: str) -> None:
-    found = outcome(Candidate("sd", {"k": 3}, True, predicted, 1), replace(PLAIN, measured=None, speedup=None))
+    found = outcome(Candidate("sd", {"k": 3}, predicted), replace(PLAIN, measured=None, speedup=None))
     assert (found.chosen.name, found.verdict) == (chosen, "unconfirmed")
 
 
 def test_a_method_that_is_fast_on_some_prompts_only_is_not_chosen() -> None:
-    steady, moody = (Candidate(name, {}, True, 150.0, 1, 0.5, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
+    steady, moody = (Candidate(name, {}, 150.0, 1, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
     moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)
 
     def best(*found: Candidate) -> str:
@@ -337,7 +336,7 @@ def test_a_method_that_is_fast_on_some_prompts_only_is_not_chosen() -> None:
 
 def test_defaults_are_kept_where_other_settings_are_hardly_better() -> None:
     tried = [
-        Candidate("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, True, speed, 1)
+        Candidate("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, speed)
         for threshold, longest, speed in ((0.4, 40, 98.0), (0.5, 8, 100.0), (0.4, 8, 99.0), (0.7, 4, 40.0))
     ]
     assert nearest_to_default(tried).settings == {"threshold": 0.4, "c": 0.15, "max_draft": 40}

@@ -23,7 +23,7 @@ from specgen.cli.tune_run import json_line
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.tuning import profile as profiles
-from specgen.tuning.export import ENGINES, Names, Tuned, export
+from specgen.tuning.export import ENGINES, export
 from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 from specgen.ui import theme
@@ -34,11 +34,11 @@ CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012
 
 def outcome() -> TuningOutcome:
     methods = [
-        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, True, 120.0, 40, 0.8, 118.0, 1.4, 1.2, 1.6),
-        Candidate("sd", {"k": 3}, True, 100.0, 16, 0.6),
-        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, True, 90.0, 45, 0.6),
-        Candidate("lookup", {"k": 4, "ngram": 2}, True, 85.0, 32, 0.1),
-        Candidate("ar", {}, True, 80.0, 1, None, 84.0, 1.0),
+        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 40, 118.0, 1.4, 1.2, 1.6),
+        Candidate("sd", {"k": 3}, 100.0, 16),
+        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, 90.0, 45),
+        Candidate("lookup", {"k": 4, "ngram": 2}, 85.0, 32),
+        Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
     ]
     return TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
 
@@ -112,7 +112,9 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     for position in positions:
         free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
         free |= position[:2] == ("chosen", "settings") and len(position) == 3
-        free |= position[-1] == "perplexity"
+        free |= position[-1] == "perplexity" or (
+            position[0] == "fits" and position[1:2] in (("machine",), ("versions",)) and len(position) == 3
+        )
         free |= "costs" in position and (
             position[-1] in optional or isinstance(position[-1], int) or position[-1] in ("echo", "parallel")
         )
@@ -136,11 +138,11 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no settings"),
-        ("- 1", "holds no settings"),
+        ("", "not valid"),
+        ("- 1", "not valid"),
         ("a: [", "not valid YAML"),
         ("a: &x 1\nb: *x", "aliases"),
-        ("version: 2", "version 2"),
+        ("version: 2", "version: Input should be 1"),
         ("\x00", "not valid YAML"),
         ("[" * 5000, "not valid YAML"),
     ],
@@ -232,6 +234,20 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
     assert "tuned:" not in said
 
 
+def test_generate_says_that_a_profile_is_not_confirmed(pair: tuple[str, ...], folder: Path) -> None:
+    found = profiles.load(folder).model_copy(update={"verdict": "unconfirmed"})
+    profiles.save(found, folder)
+    assert "tuned, not confirmed: svip:threshold=0.45" in generated(pair, "--profile", str(folder))
+
+
+def test_a_tuned_window_is_shown_once(pair: tuple[str, ...], folder: Path) -> None:
+    chosen = profiles.Choice(method="pearl", settings={"window": 5})
+    profiles.save(profiles.load(folder).model_copy(update={"chosen": chosen}), folder)
+    said = generated(pair, "--profile", str(folder))
+    assert "tuned: pearl:window=5  6 tokens" in said
+    assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
+
+
 def test_generate_finds_the_profile_by_itself(
     pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -245,7 +261,7 @@ def test_generate_finds_the_profile_by_itself(
     assert profiles.default_folder(found.fits, SamplingParams(temperature=0.8)) != own
     (own / "profile.yaml").write_text("version: 1")
     said = generated(pair)
-    assert "is damaged" in said
+    assert "is not valid" in said
     assert "it is not used" in said
     assert generated(pair, "-q") == ""
 
@@ -294,7 +310,7 @@ def test_compare_takes_tuned_settings(pair: tuple[str, ...], folder: Path, tmp_p
 
 def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey, tmp_path: Path) -> None:
     """Even with a large expected speedup neither the report nor the profile nor --json says that speculation pays."""
-    methods = [Candidate("svip", {"threshold": 0.45}, True, 160.0, 40), Candidate("ar", {}, True, 80.0, 1)]
+    methods = [Candidate("svip", {"threshold": 0.45}, 160.0, 40), Candidate("ar", {}, 80.0)]
     found = TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES})
     path = profiles.save(profiles.from_outcome(found, key), tmp_path)
     assert profiles.load(tmp_path).verdict == "unconfirmed"
@@ -351,13 +367,13 @@ def test_mistakes_get_one_line(more: list[str], said: str) -> None:
     assert said in result.stderr
 
 
-TUNED = [Tuned(found.name, found.settings, found.predicted) for found in outcome().methods]
-NAMES = Names("org/target", "org/draft")
+TUNED: Any = {found.name: found for found in outcome().methods}
+NAMES = ("org/target", "org/draft")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_engine_gets_its_own_options(engine: str) -> None:
-    made = export(engine, TUNED, "svip", NAMES)
+    made = export(engine, TUNED, "svip", *NAMES)
     assert any("svip" in lost for lost in made.lost), "a note says that the engine lacks the fastest method"
     expected = {
         "transformers": ('"num_assistant_tokens": 3', '"assistant_confidence_threshold": 0.0', '"constant"'),
@@ -371,16 +387,16 @@ def test_each_engine_gets_its_own_options(engine: str) -> None:
 
 
 def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
-    confident = [Tuned("confidence", {"threshold": 0.35, "max_draft": 9}, 1.0)]
-    assert json.loads(export("transformers", confident, "confidence", NAMES).text) == {
+    confident: Any = {"confidence": Candidate("confidence", {"threshold": 0.35, "max_draft": 9}, 1.0)}
+    assert json.loads(export("transformers", confident, "confidence", *NAMES).text) == {
         "num_assistant_tokens": 9,
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.35,
     }
-    assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", NAMES).text
-    looked_up = [Tuned("lookup", {"k": 6, "ngram": 2}, 1.0)]
-    assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", Names("t", None)).text
+    assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", *NAMES).text
+    looked_up: Any = {"lookup": Candidate("lookup", {"k": 6, "ngram": 2}, 1.0)}
+    assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", "t", None).text
     with pytest.raises(SpecgenError, match="none of the tuned methods"):
-        export("mlx", looked_up, "lookup", NAMES)
-    plain = export("mlx", TUNED, "ar", NAMES)
+        export("mlx", looked_up, "lookup", *NAMES)
+    plain = export("mlx", TUNED, "ar", *NAMES)
     assert "plain decoding is the fastest" in plain.lost[0]

@@ -137,7 +137,7 @@ class OutputWriter:
             notes.append("lossy")
         if plan.info.costs is not None:
             notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
-        elif "window" in plan.settings.values:
+        elif "window" in plan.settings.values and not self._output.tuned:  # `tuned` contains the window
             notes.append(f"window {plan.settings.values['window']}")
         if plan.method.name == "lookup" and self._pair.draft is None:
             notes.append("no draft model")

@@ -27,7 +27,10 @@ EXIT_FILE = "exit.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The method and settings to decode with. `tuned` describes settings that a profile chose, empty where it chose none."""
+    """The method and settings to decode with.
+
+    `tuned` describes settings that a profile chose, and says if they are not confirmed by real runs; empty without a profile.
+    """
 
     method: str
     settings: Mapping[str, object]
@@ -95,7 +98,10 @@ def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Ma
         return Choice(method or pair.default_method, settings)
     name = method or profile.chosen.method
     tuned = profile.settings_of(name)
-    return Choice(name, settings) if tuned is None else Choice(name, tuned, f"tuned: {written(name, tuned)}")
+    if tuned is None:
+        return Choice(name, settings)
+    unconfirmed = ", not confirmed" if profile.verdict == "unconfirmed" else ""
+    return Choice(name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}")
 
 
 def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, *, quiet: bool) -> list[MethodSpec]:

@@ -69,16 +69,17 @@ class TuneRequest:
         return default and (self.out is None or (self.out / "profile.yaml").is_file())
 
 
-def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
+def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> None:
+    """Tune the pair, write its profile and a report, and print the choice or the export."""
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit)
     names, sampling = request.names, request.sampling
-    parallel = models.has_draft and (names is None or any(methods.find(name).schedule == "parallel" for name in names))
+    parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
         if request.export is not None and request.may_reuse_profile:
             existing = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet)
             if existing is not None:
                 _export(request.export, pair, existing, err, quiet)
-                return None
+                return
         from specgen.tuning import profile as profiles
         from specgen.tuning.request import Deadline, TuningRequest
         from specgen.tuning.tuner import tune
@@ -88,9 +89,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         with view.TuneProgress(err, request.begin, request.budget, quiet=quiet) as progress:
             progress.done(_headline(pair, sampling))
             outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress)
-        folder = request.out or profiles.default_folder(key, sampling)
         profile = profiles.from_outcome(outcome, key)
-        path = profiles.save(profile, folder)
+        path = profiles.save(profile, request.out or profiles.default_folder(key, sampling))
         if not quiet:
             view.report(err, outcome, path)
         if request.export is not None:
@@ -99,7 +99,6 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
             print_json(json_line(outcome, path))
         else:
             print(outcome.chosen.written)
-    return None
 
 
 def _headline(pair: Pair, sampling: SamplingParams) -> str:
@@ -133,9 +132,8 @@ def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
 
 
 def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
-    names = exports.Names(pair.target.name, None if pair.draft is None else pair.draft.name)
-    tuned = [exports.Tuned(name, each.settings, each.measured or each.predicted) for name, each in profile.methods.items()]
-    made = exports.export(engine, tuned, profile.chosen.method, names)
+    draft = None if pair.draft is None else pair.draft.name
+    made = exports.export(engine, profile.methods, profile.chosen.method, pair.target.name, draft)
     print(made.text)
     for note in made.lost if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specgen.errors import SpecgenError, nearest
-from specgen.tuning.candidates import GivenSettings
+from specgen.settings import Value
+
+if TYPE_CHECKING:
+    from specgen.tuning.profile import Tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +24,23 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ExportedMethod:
+    """The method to export with its tuned settings, and the names of the models."""
+
+    name: str
+    settings: Mapping[str, Value]
     target: str
     draft: str | None
 
+    @property
+    def length(self) -> int:
+        """The draft length, or its maximum."""
+        return int(self.settings["max_draft" if self.name == "confidence" else "k"])
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """A method with its tuned settings and its tokens per second."""
-
-    name: str
-    settings: GivenSettings
-    speed: float
+    @property
+    def quoted(self) -> tuple[str, str]:
+        """The target's and the draft model's name for a shell."""
+        return shlex.quote(self.target), shlex.quote(str(self.draft))
 
 
 def check(engine: str) -> None:
@@ -41,96 +50,79 @@ def check(engine: str) -> None:
         raise SpecgenError(f"there is no engine {engine!r} to export to{nearest(engine, ENGINES)}", f"There are {known}")
 
 
-def export(engine: str, tuned: Sequence[Tuned], chosen: str, names: Names) -> Export:
-    """The fastest tuned method that the engine has. Raises SpecgenError where it has none of them."""
+def export(engine: str, tuned: Mapping[str, Tuned], chosen: str, target: str, draft: str | None) -> Export:
+    """Export the fastest of the `tuned` methods that the engine has; `chosen` is the fastest of all, `target` and `draft` are the
+    models' names. Raises SpecgenError where the engine has none of the methods."""
     check(engine)
     write, known = ENGINES[engine]
-    usable = [method for method in tuned if method.name in known]
-    if not usable:
+    speeds = {name: entry.measured or entry.predicted for name, entry in tuned.items() if name in known}
+    if not speeds:
         raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
-    best = max(usable, key=lambda method: method.speed)
-    made = write(best, names)
-    lost = list(made.lost)
+    best = max(speeds, key=lambda name: speeds[name])
+    made = write(ExportedMethod(best, tuned[best].settings, target, draft))
+    notes = [*made.lost, "measured with specgen, one prompt at a time: a server that batches has other costs"]
     if chosen == "ar":
-        lost.insert(0, f"here plain decoding is the fastest: {best.name} is only the best of what {engine} has")
-    elif best.name != chosen:
-        lost.insert(0, f"{chosen}, the fastest here, is not in {engine}: this is {best.name}, the best of what it has")
-    lost.append("measured with specgen, one prompt at a time: a server that batches has other costs")
-    return Export(made.text, tuple(lost))
+        notes.insert(0, f"here plain decoding is the fastest: {best} is only the best of what {engine} has")
+    elif best != chosen:
+        notes.insert(0, f"{chosen}, the fastest here, is not in {engine}: this is {best}, the best of what it has")
+    return Export(made.text, tuple(notes))
 
 
-def _length(method: Tuned) -> int:
-    """The draft length, or its maximum."""
-    return int(method.settings["max_draft" if method.name == "confidence" else "k"])
-
-
-def _transformers(method: Tuned, names: Names) -> Export:
+def _transformers(method: ExportedMethod) -> Export:
+    settings = method.settings
     if method.name == "lookup":
-        settings: Mapping[str, object] = {
-            "prompt_lookup_num_tokens": method.settings["k"],
-            "max_matching_ngram_size": method.settings["ngram"],
-        }
-        text = json.dumps(settings, indent=2)
-        return Export(text, ("this goes to the target's generate(): no assistant is needed",))
-    settings = {
-        "num_assistant_tokens": _length(method),
+        arguments = {"prompt_lookup_num_tokens": settings["k"], "max_matching_ngram_size": settings["ngram"]}
+        return Export(json.dumps(arguments, indent=2), ("this goes to the target's generate(): no assistant is needed",))
+    arguments = {
+        "num_assistant_tokens": method.length,
         "num_assistant_tokens_schedule": "heuristic" if method.name == "heuristic" else "constant",
-        "assistant_confidence_threshold": method.settings["threshold"] if method.name == "confidence" else 0.0,
+        "assistant_confidence_threshold": settings["threshold"] if method.name == "confidence" else 0.0,
     }
     lost = ["this goes into the assistant's generation_config: arguments of generate() do not reach it"]
     if method.name == "heuristic":
-        lost.append(f"transformers' schedule has no maximum draft length: {method.settings['max_draft']} is left out")
-    return Export(json.dumps(settings, indent=2), tuple(lost))
+        lost.append(f"transformers' schedule has no maximum draft length: {settings['max_draft']} is left out")
+    return Export(json.dumps(arguments, indent=2), tuple(lost))
 
 
-def _vllm(method: Tuned, names: Names) -> Export:
-    settings: dict[str, object]
+def _vllm(method: ExportedMethod) -> Export:
+    config: dict[str, object] = {"method": "draft_model", "model": method.draft, "num_speculative_tokens": method.length}
     if method.name == "lookup":
-        settings = {
-            "method": "ngram",
-            "num_speculative_tokens": method.settings["k"],
-            "prompt_lookup_max": method.settings["ngram"],
-            "prompt_lookup_min": 1,
-        }
-    else:
-        settings = {"method": "draft_model", "model": names.draft, "num_speculative_tokens": _length(method)}
-    return Export(f"vllm serve {shlex.quote(names.target)} --speculative-config {shlex.quote(json.dumps(settings))}")
+        lookup = {"prompt_lookup_max": method.settings["ngram"], "prompt_lookup_min": 1}
+        config = {"method": "ngram", "num_speculative_tokens": method.length, **lookup}
+    return Export(f"vllm serve {method.quoted[0]} --speculative-config {shlex.quote(json.dumps(config))}")
 
 
-def _sglang(method: Tuned, names: Names) -> Export:
-    steps = _length(method)
+def _sglang(method: ExportedMethod) -> Export:
+    target, draft = method.quoted
+    command, steps = f"python -m sglang.launch_server --model-path {target} --speculative-algorithm", method.length
     if method.name == "lookup":
-        text = f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {steps}"
-        lost: tuple[str, ...] = (f"SGLang's n-gram search has settings of its own: ngram {method.settings['ngram']} is left out",)
-    else:
-        text = (
-            f"--speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(str(names.draft))} "
-            f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
-        )
-        lost = ()
-    return Export(f"python -m sglang.launch_server --model-path {shlex.quote(names.target)} {text}", lost)
+        lost = f"SGLang's n-gram search has settings of its own: ngram {method.settings['ngram']} is left out"
+        return Export(f"{command} NGRAM --speculative-num-draft-tokens {steps}", (lost,))
+    return Export(
+        f"{command} STANDALONE --speculative-draft-model-path {draft} "
+        f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
+    )
 
 
-def _llama_cpp(method: Tuned, names: Names) -> Export:
-    longest = _length(method)
+def _llama_cpp(method: ExportedMethod) -> Export:
     least = method.settings["threshold"] if method.name == "confidence" else 0.0
     text = (
         f"llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple "
-        f"--spec-draft-n-max {longest} --spec-draft-n-min 0 --spec-draft-p-min {least:g}"
+        f"--spec-draft-n-max {method.length} --spec-draft-n-min 0 --spec-draft-p-min {least:g}"
     )
-    lost = [f"convert {names.target} and {names.draft} to GGUF first; quantised weights have other costs and acceptances"]
+    lost = [f"convert {method.target} and {method.draft} to GGUF first; quantised weights have other costs and acceptances"]
     if method.name == "confidence":
         lost.append("llama.cpp drops a token under p-min where transformers and specgen keep it: drafts are one token shorter")
     return Export(text, tuple(lost))
 
 
-def _mlx(method: Tuned, names: Names) -> Export:
-    target, draft = shlex.quote(names.target), shlex.quote(str(names.draft))
-    return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {_length(method)}")
+def _mlx(method: ExportedMethod) -> Export:
+    target, draft = method.quoted
+    return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {method.length}")
 
 
 # how settings are written, and which methods the engine has
-ENGINES: Mapping[str, tuple[Callable[[Tuned, Names], Export], tuple[str, ...]]] = {
+ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], Export], tuple[str, ...]]] = {
     "transformers": (_transformers, ("sd", "heuristic", "confidence", "lookup")),
     "vllm": (_vllm, ("sd", "lookup")),
     "sglang": (_sglang, ("sd", "lookup")),

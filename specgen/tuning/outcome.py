@@ -32,15 +32,17 @@ class Candidate:
 
     name: str
     settings: GivenSettings
-    lossless: bool
     predicted: float
-    tried: int
-    acceptance_rate: float | None = None
+    tried: int = 1
     measured: float | None = None
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
     perplexity: float | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return METHODS[self.name].lossless
 
     @property
     def written(self) -> str:
@@ -117,19 +119,12 @@ class TuningOutcome:
     def break_even_draft_cost(self) -> float | None:
         """The longest time of a draft pass, in target passes, that pays at the acceptance found here; None where none does."""
         model, probability = self.speedup_model, self.acceptance_probability
-        if model is None or probability is None:
-            return None
-        single = model.target_seconds[1]
-        room = [
-            (sum(probability**position for position in range(k + 1)) * single - model.target_seconds[k + 1]) / k
-            for k in model.draft_lengths
-        ]
-        return max(room) / single if max(room, default=0.0) > 0 else None
+        return None if model is None or probability is None else model.break_even_draft_cost(probability)
 
     @property
     def relative_draft_cost(self) -> float | None:
         """The time of a draft pass in target passes."""
-        return None if self.speedup_model is None else self.speedup_model.draft_seconds / self.speedup_model.target_seconds[1]
+        return None if self.speedup_model is None else self.speedup_model.relative_draft_cost
 
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:
@@ -149,7 +144,7 @@ def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The methods worth a real run, the most promising first."""
 
     def possible(candidate: Candidate) -> float:
-        return candidate.predicted * (PARALLEL_MARGIN if METHODS[candidate.name].schedule == "parallel" else 1.0)
+        return candidate.predicted * (PARALLEL_MARGIN if METHODS[candidate.name].is_parallel else 1.0)
 
     best = max((candidate.predicted for candidate in candidates), default=0.0)
     promising = [candidate for candidate in candidates if possible(candidate) >= SHORTLIST_SPEED * best]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specgen import methods
 from specgen.errors import RunError, SpecgenError
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from specgen.types import SamplingParams
 
 FILE = "profile.yaml"
-LARGEST = 1 << 20  # bytes
 TUNE_AGAIN = "Tune again: specgen tune"
 
-Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
 Kind = Literal["echo", "model", "exit", "parallel", "tree", "beams", "skip"]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
+GivenSettings = dict[str, bool | int | float | str]
 
 
 class _StrictModel(BaseModel):
@@ -50,27 +51,14 @@ class Model(_StrictModel):
     dtype: Word
 
 
-class Machine(_StrictModel):
-    node: str
-    processor: str
-    cores: Count | None
-
-
-class Versions(_StrictModel):
-    specgen: Word
-    python: Word
-    torch: Word
-    transformers: Word
-
-
 class ProfileKey(_StrictModel):
     """What a profile is valid for. A profile whose key differs in any field is stale."""
 
     target: Model
     draft: Model | None
     exit_layer: Word | None
-    machine: Machine
-    versions: Versions
+    machine: dict[str, str | int | None]
+    versions: dict[str, str]
 
 
 class Sampling(_StrictModel):
@@ -79,37 +67,22 @@ class Sampling(_StrictModel):
     top_k: Annotated[int, Field(ge=0)]
 
 
-GivenSettings = dict[str, bool | int | float | str]
-
-
 class Choice(_StrictModel):
-    """A method with its settings, both checked like those of a command line."""
-
     method: Word
     settings: GivenSettings
-
-    @model_validator(mode="after")
-    def _is_known(self) -> Choice:
-        _check_method(self.method, self.settings)
-        return self
-
-
-def _check_method(name: str, settings: GivenSettings, key: str = "") -> None:
-    try:
-        methods.resolve(methods.find(name), settings)
-    except SpecgenError as error:
-        raise ValueError(f"{key}{error.message}") from error
 
 
 class Tuned(_StrictModel):
     """The best settings of one method, as in `Candidate`: speeds are tokens per second."""
 
+    model_config = ConfigDict(from_attributes=True, populate_by_name=True)
+
     settings: GivenSettings
     predicted: Positive
     measured: Positive | None
     speedup: Positive | None
-    speedup_low: Positive | None
-    speedup_high: Positive | None
+    low: Positive | None = Field(alias="speedup_low")
+    high: Positive | None = Field(alias="speedup_high")
     tried: Count
     perplexity: Positive | None = None
 
@@ -146,19 +119,21 @@ class Profile(_StrictModel):
     measured: Measured
 
     @model_validator(mode="after")
-    def _methods_are_known(self) -> Profile:
-        for name, tuned in self.methods.items():
-            _check_method(name, tuned.settings, f"methods, {name}: ")
+    def _methods_and_settings_are_known(self) -> Profile:
+        tuned = [(name, entry.settings) for name, entry in self.methods.items()]
+        for name, settings in ((self.chosen.method, self.chosen.settings), *tuned):
+            try:
+                methods.resolve(methods.find(name), settings)
+            except SpecgenError as error:
+                raise ValueError(f"{name}: {error.message}") from error
         return self
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
-        """The tuned settings of a method; None where it was not tuned."""
+        """The tuned settings of a method; None where it was not tuned. `eesd` is one of two methods."""
         if name == self.chosen.method:
             return self.chosen.settings
-        if name == "eesd":  # stands for one of two methods
-            eesd = [self.methods[other] for other in ("eesd-cali", "eesd-beta") if other in self.methods]
-            return eesd[0].settings if eesd else None
-        return self.methods[name].settings if name in self.methods else None
+        names = ("eesd-cali", "eesd-beta") if name == "eesd" else (name,)
+        return next((self.methods[each].settings for each in names if each in self.methods), None)
 
     def mismatch(self, now: ProfileKey) -> str | None:
         """The first difference from the key `now`; None where the profile is valid."""
@@ -171,9 +146,9 @@ class Profile(_StrictModel):
 
 def _difference(name: str, then: Any, now: Any) -> str:
     if isinstance(then, dict) and isinstance(now, dict):
-        key = next(key for key in then if then[key] != now[key])
-        subject = f"the {name}'s {key}" if name in ("target", "draft", "machine") else key
-        return f"{subject} was {then[key]}, and is {now[key]}"
+        key = next(key for key in then | now if then.get(key) != now.get(key))
+        subject = key if name == "versions" else f"the {name}'s {key}"
+        return f"{subject} was {then.get(key)}, and is {now.get(key)}"
     shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (then, now)]
     return f"the {name} was {shown[0]}, and is {shown[1]}"
 
@@ -192,15 +167,15 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
         exit_layer=None if pair.exit_description is None else pair.exit_description.digest,
-        machine=Machine(**machine()),
-        versions=Versions(**versions()),
+        machine=machine(),
+        versions=versions(),
     )
 
 
 def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
     """The profile's folder in the data folder, named after the pair, machine, device and way of sampling."""
     own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
-    parts = [key.machine.node, key.target.device, key.target.dtype]
+    parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")
         parts += [f"p{sampling.top_p:g}"] if sampling.top_p < 1 else []
@@ -209,17 +184,8 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
 
 
 def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
+    """The profile of a tuning that holds for `key`."""
     sampling = outcome.sampling
-    shared = ("predicted", "measured", "speedup", "tried", "perplexity")
-    tuned = {
-        each.name: Tuned(
-            settings=dict(each.settings),
-            speedup_low=each.low,
-            speedup_high=each.high,
-            **{name: getattr(each, name) for name in shared},
-        )
-        for each in outcome.methods
-    }
     return Profile(
         version=1,
         written=datetime.now(UTC).replace(microsecond=0),
@@ -228,7 +194,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
         speedup=outcome.speedup_of(outcome.chosen),
         sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
         fits=key,
-        methods=tuned,
+        methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
         measured=Measured(
             prompts=outcome.prompts,
             new_tokens=sampling.max_new_tokens,
@@ -241,7 +207,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
 def save(profile: Profile, folder: Path) -> Path:
     """Write the profile atomically. Raises RunError where that fails."""
     path = folder / FILE
-    text = yaml.safe_dump(_rounded(profile.model_dump(mode="python")), sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.safe_dump(profile.model_dump(by_alias=True), sort_keys=False, allow_unicode=True, width=110)
     try:
         write_whole(path, text)
     except OSError as error:
@@ -252,51 +218,26 @@ def save(profile: Profile, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Profile:
-    """Raises SpecgenError, in one line, where the file is missing, damaged or of another version."""
+    """Read the profile in a folder. Raises SpecgenError, in one line, where it is missing or not valid."""
     path = folder / FILE
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise SpecgenError(f"the profile {path} is larger than {LARGEST >> 20} MB", TUNE_AGAIN)
-        found = load_yaml(data.decode("utf-8"))
+        return Profile.model_validate(load_yaml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
-    except UnicodeDecodeError as error:
-        raise SpecgenError(f"the profile {path} is not UTF-8", TUNE_AGAIN) from error
+    except ValidationError as error:
+        raise SpecgenError(f"the profile {path} is not valid: {_first_error(error)}", TUNE_AGAIN) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it cannot be read"
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecgenError(f"the profile {path}{where} is not valid YAML: {problem}", TUNE_AGAIN) from error
-    if not isinstance(found, dict):
-        raise SpecgenError(f"the profile {path} holds no settings", TUNE_AGAIN)
-    if isinstance(found.get("version"), int) and found["version"] != 1:
-        raise SpecgenError(f"the profile {path} is of version {found['version']}, and this specgen reads version 1", TUNE_AGAIN)
-    try:
-        return Profile.model_validate(found)
-    except ValidationError as error:
-        raise SpecgenError(f"the profile {path} is damaged: {_first_error(error)}", TUNE_AGAIN) from error
 
 
 def _first_error(error: ValidationError) -> str:
     """The first of pydantic's errors in one line: the key, the problem and the value."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(map(str, first["loc"]))
     what = str(first["msg"]).removeprefix("Value error, ")
-    value = "" if first["type"] in ("missing", "value_error") else f" (it is {_shown(first['input'])})"
-    return f"{where}: {what}{value}" if where else f"{what}{value}"
-
-
-def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 40 else text[:39] + "…"
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers rounded to five digits."""
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, float) and math.isfinite(value):
-        return float(f"{value:.5g}")
-    return value
+    if first["type"] not in ("missing", "value_error"):
+        what += f" (it is {shorten(repr(first['input']), 40, placeholder='…')})"
+    return f"{where}: {what}" if where else what

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
 from specgen.decoding.policies import signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelOutput
 from specgen.traces.summary import Summary
-from specgen.tuning.memoised_runner import MemoisedRunner
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
 from specgen.tuning.request import ClockFunction, Deadline
@@ -26,14 +28,12 @@ from specgen.tuning.simulation import SimulatedClock, SimulatedTarget, Simulated
 from specgen.types import Context
 
 if TYPE_CHECKING:
-    import torch
-
     from specgen.cost_model import RoundCosts
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.run import Run
     from specgen.engine.exit_layer import Predictor
-    from specgen.engine.model_runner import ModelRunner
+    from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.methods import Method
     from specgen.pair import Pair
     from specgen.settings import Settings
@@ -47,6 +47,53 @@ _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
     "bild": {"fallback": 0.0},
     "eesd-tree": {"depth": 64},
 }  # drafts reach any length
+MOST_BYTES = 128 << 20  # of memoised logits
+
+
+class _Output(NamedTuple):
+    logits: torch.Tensor  # [vocabulary]
+    hidden: torch.Tensor | None  # [width]
+
+
+class MemoisedRunner:
+    """A `DraftRunner` for runs of one prompt. `calls` counts the calls of `logits`, `passes` those that needed a forward pass.
+
+    Outputs are kept by the generated tokens and the path of drafted tokens after them, whatever the shape of the draft.
+    """
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self._runner = runner
+        self.context_limit, self.num_embeddings = runner.context_limit, runner.num_embeddings
+        self.vocab_size, self.device = runner.vocab_size, runner.device
+        self._outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], _Output] = {}
+        self.calls = self.passes = self._bytes = 0
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """As `ModelRunner.logits`."""
+        self.calls += 1
+        tokens = list(draft)
+        parents = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append((*paths[parent + 1], token))
+        generated = tuple(context.ids[context.prompt_length :])
+        keys = [(generated, path) for path in paths[start:]]
+        if all(key in self._outputs for key in keys):
+            kept = [self._outputs[key] for key in keys]
+            hidden = [output.hidden for output in kept if output.hidden is not None]
+            return ModelOutput(torch.stack([output.logits for output in kept]), torch.stack(hidden) if hidden else None)
+        self.passes += 1
+        computed = self._runner.logits(context, tokens, parents, start=start)
+        for position, key in enumerate(keys):
+            if self._bytes < MOST_BYTES and key not in self._outputs:
+                logits = computed.logits[position].clone()
+                self._outputs[key] = _Output(
+                    logits, None if computed.hidden_states is None else computed.hidden_states[position].clone()
+                )
+                self._bytes += logits.numel() * logits.element_size()
+        return computed
 
 
 class PricedDrafter:
@@ -94,14 +141,6 @@ class RecordedPredictor:
         return self._predictor.score(self._offsets, draft_row, position)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """`perplexity` is that of a lossy method's output under the target at temperature 1."""
-
-    summary: Summary
-    perplexity: float | None = None
-
-
 class SimulatedRuns:
     """Simulated runs on the prompts of `references`.
 
@@ -125,13 +164,14 @@ class SimulatedRuns:
         self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
 
     @inference
-    def run(self, name: str, given: Mapping[str, Any]) -> SimulatedRun:
+    def run(self, name: str, given: Mapping[str, Any]) -> Summary:
         """One run on each prompt, several where the policy draws random numbers, as one summary. `given` are the settings.
 
-        Raises SpecgenError where the method cannot run with this pair.
+        The summary of a lossy method has the output's perplexity under the target at temperature 1. Raises SpecgenError where the
+        method cannot run with this pair.
         """
-        layer, method = self._pair.exit_layer, methods.find(name)
-        settings = methods.resolve(method, given, has_predictor=layer is not None and layer.predictor is not None)
+        method = methods.find(name)
+        settings = methods.resolve(method, given, has_predictor=self._pair.has_predictor)
         costs = self._costs_of(method, settings)
         summary = Summary(name)
         for seed in range(runs_needed(settings)):
@@ -142,7 +182,7 @@ class SimulatedRuns:
                     ids += round_.token_ids
                 if not method.lossless:
                     summary.add_log_likelihood(self._pair.log_likelihood(reference.prompt_ids, ids))
-        return SimulatedRun(summary, summary.perplexity)
+        return summary
 
     @property
     def plain_perplexity(self) -> float:

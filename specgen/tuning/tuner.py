@@ -15,14 +15,13 @@ from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
-from specgen.tuning.cost_measurement import measure_costs
 from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, plain_of, shortlist
 from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import TuningObserver, TuningRequest
-from specgen.tuning.settings_search import expected, search, simulate_grids
+from specgen.tuning.round_timing import measure_costs
+from specgen.tuning.settings_search import expected, search, simulate_grids, tuned_skips
 from specgen.tuning.simulated_runs import SimulatedRuns
 from specgen.tuning.simulation import PairMeasurements
-from specgen.tuning.skip_tuning import tuned_skips
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,15 +78,11 @@ def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exit_refusal or "there is no exit layer (specgen tune --train)")
-    if name == "eesd-cali" and not _has_predictor(pair):
+    if name == "eesd-cali" and not pair.has_predictor:
         return "the exit layer has no predictor"
     if name == "selfsd" and not asked:
         return "its layers are searched for where it is asked for (--methods selfsd)"
     return None
-
-
-def _has_predictor(pair: Pair) -> bool:
-    return pair.exit_layer is not None and pair.exit_layer.predictor is not None
 
 
 def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -> tuple[Selection, PairMeasurements]:
@@ -111,7 +106,7 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
-    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, _has_predictor(pair))
+    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, pair.has_predictor)
     return selection.without(measured.failures), measurements
 
 
@@ -157,11 +152,9 @@ def choose_method(
     pair: Pair, request: TuningRequest, selection: Selection, measurements: PairMeasurements, observer: TuningObserver
 ) -> TuningOutcome:
     """Simulate, search, shortlist and confirm."""
-    deadline, left_out = request.deadline, dict(selection.left_out)
+    deadline = request.deadline
     grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), observer.doing)
-    candidates = grids.candidates
-    if not grids.complete:
-        left_out["some settings"] = f"time was short: {grids.tried} were simulated"
+    candidates, left_out = grids.candidates, {**selection.left_out, **grids.left_out}
     counted = f"{_counted(grids.tried, 'setting')} of {_counted(len(candidates), 'method')}"
     observer.done(f"{counted} simulated; best: {candidates[0].written}")
     candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, observer)
@@ -202,12 +195,19 @@ def _search_shapes(
     share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
     result = search(runs, grids, request.deadline.share(share), observer.doing)
     plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
-    merged = result.merged_with(candidates, plain_of(candidates).predicted / plain_on_few)
-    if tried := result.tried.total():
-        found = by_speed(list(result.best.values()))
-        best = f"; best: {found[0].written}" if found else ""
-        observer.done(f"{_counted(tried, 'shape')} of trees, drafts and beams simulated{best}")
-    return merged, {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
+    scale = plain_of(candidates).predicted / plain_on_few
+    merged = {candidate.name: candidate for candidate in candidates}
+    for found in result.candidates:
+        found = replace(found, predicted=found.predicted * scale)
+        if (known := merged.get(found.name)) is not None:  # sd: chains were simulated before
+            tried = known.tried + found.tried
+            found = replace(max(known, found, key=lambda candidate: candidate.predicted), tried=tried)
+        merged[found.name] = found
+    if result.tried:
+        best = f"; best: {result.candidates[0].written}" if result.candidates else ""
+        observer.done(f"{_counted(result.tried, 'shape')} of trees, drafts and beams simulated{best}")
+    left_out = {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
+    return by_speed(list(merged.values())), left_out
 
 
 def outcome_of(
