@@ -16,7 +16,7 @@ from specgen.ui.terminal import pair_report as view
 from specgen.ui.terminal.loading_line import LoadingLine
 
 if TYPE_CHECKING:
-    from specgen.tuning.pair_report import PairReport
+    from specgen.tuning.pair_inspection import PairReport
 
 
 def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool) -> None:
@@ -53,15 +53,14 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tuning.pair_inspection import measure, measure_parallel, refusals
-    from specgen.tuning.pair_report import planned
+    from specgen.tuning.pair_inspection import measure, measure_parallel, planned
 
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(
             report,
             speedup_model=measure(pair, line.still),
             parallel_costs=measure_parallel(pair, line.still),
-            methods=planned(report.methods, refusals(pair)),
+            methods=planned(pair, report.methods),
         )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
-from specgen.tuning.pair_report import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import labelled
+
+if TYPE_CHECKING:
+    from specgen.tuning.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
 _LEAD = 13  # cells before the text of a line
 _CELL = 7  # cells of a table's column
