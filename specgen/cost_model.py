@@ -117,24 +117,21 @@ class RoundCosts:
     draft_cost: CostTable
     verification_cost: CostTable
     signal_cost: float = 0.0
-    synchronisation_overhead: float | None = None
+    synchronisation_overhead: float = 0.0
 
     def times(self, factor: float) -> RoundCosts:
         """The costs on a machine that is slower by `factor`."""
-        overhead = None if self.synchronisation_overhead is None else self.synchronisation_overhead * factor
-        return RoundCosts(
-            self.draft_cost.times(factor), self.verification_cost.times(factor), self.signal_cost * factor, overhead
-        )
+        tables = self.draft_cost.times(factor), self.verification_cost.times(factor)
+        return RoundCosts(*tables, self.signal_cost * factor, self.synchronisation_overhead * factor)
 
     def as_dict(self) -> dict[str, Any]:
         """The costs under the keys of profiles and of `tune --json`."""
-        costs = {
+        return {
             "drafting": self.draft_cost.as_dict(),
             "judging": self.verification_cost.as_dict(),
             "looking": self.signal_cost,
+            "together": self.synchronisation_overhead,
         }
-        overhead = self.synchronisation_overhead
-        return costs if overhead is None else {**costs, "together": overhead}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,11 @@ With `--held-out` the tuning sees some categories, the measurement the others.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
-import torch
-from families import near_copy
-
 import specgen
-from specgen import demo
 from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import MethodResult, Results, method_results
@@ -46,7 +40,6 @@ class Steps:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draft", choices=("demo", "near", "unrelated"), default="demo")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--settings", type=int, default=6, help="of each method, spread over its grid")
@@ -60,7 +53,7 @@ def main() -> None:
     known = [prompt for prompt in everything if not options.held_out or prompt.category not in HELD_OUT]
     measured = [prompt for prompt in everything if not options.held_out or prompt.category in HELD_OUT]
     sampling = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature, seed=0)
-    with tempfile.TemporaryDirectory() as folder, opened(options.draft, Path(folder)) as pair:
+    with specgen.load(device="cpu", dtype="float32") as pair:
         pair.warm_up()
         start = time.perf_counter()
         request = TuningRequest(known, sampling, Deadline(start + options.budget))
@@ -68,7 +61,7 @@ def main() -> None:
         outcome = choose_method(pair, request, selection, measurements, Steps())
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in (*selection.simulated, *selection.searched)]
-        specs = [written(name, given) for name in names for given in spread(name, options.settings)]
+        specs = [written(name, given) for name in names for given in grid(name)[: options.settings]]
         specs += [written("sd", given) for given in trees()[:: -(-len(trees()) // options.settings)] if "sd" in names]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
@@ -82,25 +75,6 @@ def main() -> None:
                 summary = simulate(measurements, spec.name, spec.settings)
             expected[spec.written] = summary.tokens_per_second or 0.0
         report(found, expected, outcome, held_out=options.held_out)
-
-
-def opened(draft: str, folder: Path) -> Pair:
-    if draft == "demo":
-        return specgen.load(device="cpu", dtype="float32")
-    with specgen.load(device="cpu", dtype="float32") as bundled:
-        assert bundled.draft is not None
-        model = bundled.target.model if draft == "near" else bundled.draft.model
-        torch.manual_seed(1)
-        made = near_copy(model) if draft == "near" else type(model)(model.config).eval()
-        made.save_pretrained(folder)
-        for file in demo.folder("draft").glob("tokenizer*"):
-            (folder / file.name).write_bytes(file.read_bytes())
-    return specgen.load(str(demo.folder("target")), str(folder), device="cpu", dtype="float32")
-
-
-def spread(name: str, count: int) -> list[dict[str, object]]:
-    """The defaults and others from the whole grid, which is shuffled."""
-    return [dict(given) for given in grid(name)[:count]]
 
 
 def measure(

@@ -51,9 +51,6 @@ def json_report(inspect: Inspect, *arguments: str) -> dict[str, Any]:
     return parsed
 
 
-# ------------------------------------------------------------------ by the files alone
-
-
 def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_pair: specgen.Pair) -> None:
     line = json_report(inspect, "--pair", "--dtype", "float32")
     assert line["type"] == "pair"
@@ -189,9 +186,6 @@ def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkey
     # a path is not cut: whoever copies the command needs all of it
     assert all(len(line) <= width or str(demo.folder("draft"))[:10] in line for line in out.splitlines())
     assert "✓ cost" in out
-
-
-# ------------------------------------------------------------------ measured
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:

@@ -25,23 +25,18 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 SEARCHED = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
-SIMULATED = tuple(
-    name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd"
-)  # eesd is one of two others
-
-
-def _tried(name: str) -> Mapping[str, Sequence[Value]]:
-    """The values that are tried of a method's settings: its own, or those of its policy's settings (`Setting.tuned`)."""
-    method = METHODS[name]
-    if name in _GRIDS or method.policy is None:
-        return _GRIDS[name]
-    return {setting: values.tuned for setting, values in POLICIES[method.policy].settings.items() if values.tuned}
+SIMULATED = tuple(name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd")  # that is two others
 
 
 def grid(name: str) -> list[GivenSettings]:
     """All settings of a method that are tried: the defaults first, then the others shuffled, so that a search that runs out of
-    time has tried some from the whole range."""
-    found = list(_combinations(_tried(name)))
+    time has tried some from the whole range. A method without a grid here takes the values of its policy (`Setting.tuned`)."""
+    policy = METHODS[name].policy
+    if name in _GRIDS or policy is None:
+        values = _GRIDS[name]
+    else:
+        values = {setting: known.tuned for setting, known in POLICIES[policy].settings.items() if known.tuned}
+    found = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
 
@@ -53,13 +48,8 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
     return sum(known[key].default != value for key, value in settings.items())
 
 
-def _combinations(values: Mapping[str, Sequence[Value]]) -> Iterator[GivenSettings]:
-    for chosen in product(*values.values()):
-        yield dict(zip(values, chosen, strict=True))
-
-
 def trees() -> list[GivenSettings]:
-    """Shapes of draft trees, the largest first: the passes that are memoised for it serve the smaller ones."""
+    """Shapes of draft trees, the largest first: its memoised passes are those of the smaller ones too."""
     return [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.results import Results, method_results
 from specgen.compare.runner import BenchmarkConfig, Runner
-from specgen.tuning.outcome import PLAIN, Candidate, plain_of
+from specgen.tuning.outcome import PLAIN, Candidate, counted, plain_of
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
@@ -20,27 +20,18 @@ MOST_REPEATS = 50  # of each prompt
 OUT_OF_TIME = "time was short: the figures are expected ones (a larger --budget helps)"
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmation:
-    """The candidates with their measured speeds. `ran` are those that were run, `turns` the number of runs of each, `new_tokens`
-    the limit of a run; `left_out` gives the reason where something did not run."""
-
-    candidates: Sequence[Candidate]
-    ran: Sequence[Candidate] = ()
-    turns: int = 0
-    new_tokens: int = 0
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-
 def confirm(
     pair: Pair, request: TuningRequest, candidates: Sequence[Candidate], selected: Sequence[Candidate], observer: TuningObserver
-) -> Confirmation:
-    """Run plain decoding and as many of the selected as there is time for."""
+) -> tuple[Sequence[Candidate], Mapping[str, str]]:
+    """Run plain decoding and as many of the selected as there is time for.
+
+    Returns the candidates, with the measured speeds of those that ran, and the reasons where something did not run.
+    """
     if not selected:
-        return Confirmation(candidates)
+        return candidates, {}
     listed, new_tokens = _affordable(request, candidates, selected)
     if not listed:
-        return Confirmation(candidates, left_out={"confirmation": OUT_OF_TIME})
+        return candidates, {"confirmation": OUT_OF_TIME}
     run_seconds = new_tokens * _token_seconds(candidates, listed)
     specs = [parse_spec(PLAIN), *(parse_spec(candidate.written) for candidate in listed)]
     results = Results(specs, request.prompts, request.sampling.greedy)
@@ -53,7 +44,9 @@ def confirm(
     left_out = {written: error.message for written, error in results.failures.items()}
     turns = len(results.complete_repeats())
     if not turns:
-        return Confirmation(candidates, left_out=left_out | {"confirmation": OUT_OF_TIME})
+        return candidates, {**left_out, "confirmation": OUT_OF_TIME}
+    runs = f"{counted(turns, 'turn')} of up to {new_tokens} tokens"
+    observer.done(f"{counted(len(listed), 'method')} and plain decoding really run, {runs}")
     figures = {made.spec.written: made.overall for made in method_results(results) if made.overall is not None}
     measured = []
     for candidate in candidates:
@@ -62,7 +55,7 @@ def confirm(
             speed = found.summary.tokens_per_second
             candidate = replace(candidate, measured=speed, speedup=found.speedup, low=found.low, high=found.high)
         measured.append(candidate)
-    return Confirmation(measured, listed, turns, new_tokens, left_out)
+    return measured, left_out
 
 
 def _affordable(

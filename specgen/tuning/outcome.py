@@ -49,6 +49,11 @@ class Candidate:
         return written(self.name, self.settings)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: `1 prompt`, `2 prompts`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def by_speed(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The fastest expected one first."""
     return sorted(candidates, key=lambda candidate: -candidate.predicted)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 FILE = "profile.yaml"
 TUNE_AGAIN = "Tune again: specgen tune"
+_KEY_FIELDS = ("target", "draft", "exit_layer", "versions", "machine")  # in the order in which differences are reported
 
 _rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
-Kind = Literal["echo", "model", "exit", "parallel", "tree", "beams", "skip"]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
 GivenSettings = dict[str, bool | int | float | str]
@@ -68,6 +68,8 @@ class Sampling(_StrictModel):
 
 
 class Choice(_StrictModel):
+    """A method with its settings."""
+
     method: Word
     settings: GivenSettings
 
@@ -93,7 +95,7 @@ class DrafterCosts(_StrictModel):
     drafting: dict[int, dict[int, Seconds]]
     judging: dict[int, dict[int, Seconds]]
     looking: Seconds
-    together: Seconds | None = None
+    together: Seconds = 0.0
 
 
 class Measured(_StrictModel):
@@ -102,7 +104,7 @@ class Measured(_StrictModel):
     prompts: Count
     new_tokens: Count
     acceptance: Share | None
-    costs: dict[Kind, DrafterCosts]
+    costs: dict[Word, DrafterCosts]
 
 
 class Profile(_StrictModel):
@@ -137,20 +139,17 @@ class Profile(_StrictModel):
 
     def mismatch(self, now: ProfileKey) -> str | None:
         """The first difference from the key `now`; None where the profile is valid."""
-        ours, theirs = self.fits.model_dump(), now.model_dump()
-        for name in ("target", "draft", "exit_layer", "versions", "machine"):
-            if ours[name] != theirs[name]:
-                return _difference(name.replace("_", " "), ours[name], theirs[name])
-        return None
-
-
-def _difference(name: str, then: Any, now: Any) -> str:
-    if isinstance(then, dict) and isinstance(now, dict):
-        key = next(key for key in then | now if then.get(key) != now.get(key))
-        subject = key if name == "versions" else f"the {name}'s {key}"
-        return f"{subject} was {then.get(key)}, and is {now.get(key)}"
-    shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (then, now)]
-    return f"the {name} was {shown[0]}, and is {shown[1]}"
+        before, current = self.fits.model_dump(), now.model_dump()
+        field = next((name for name in _KEY_FIELDS if before[name] != current[name]), None)
+        if field is None:
+            return None
+        name, old, new = field.replace("_", " "), before[field], current[field]
+        if isinstance(old, dict) and isinstance(new, dict):
+            key = next(key for key in old | new if old.get(key) != new.get(key))
+            subject = key if field == "versions" else f"the {name}'s {key}"
+            return f"{subject} was {old.get(key)}, and is {new.get(key)}"
+        shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (old, new)]
+        return f"the {name} was {shown[0]}, and is {shown[1]}"
 
 
 def profile_key_of(pair: Pair) -> ProfileKey:
@@ -199,7 +198,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
             prompts=outcome.prompts,
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
-            costs={cast("Kind", kind): DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+            costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
         ),
     )
 

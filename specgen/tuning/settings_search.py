@@ -13,7 +13,7 @@ from specgen.methods import METHODS
 from specgen.settings import written
 from specgen.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tuning.candidates import GivenSettings, grid, round_robin
-from specgen.tuning.outcome import Candidate, by_speed, nearest_to_default
+from specgen.tuning.outcome import Candidate, by_speed, counted, nearest_to_default
 from specgen.tuning.simulation import simulate
 
 if TYPE_CHECKING:
@@ -87,9 +87,8 @@ def search(
             best.append(replace(max(kept, key=lambda each: each.predicted), tried=len(candidates)))
         elif name not in left_out and candidates:
             lowest = min((each.perplexity for each in candidates if each.perplexity is not None), default=None)
-            count = f"{len(candidates)} setting{'s' * (len(candidates) != 1)}"
             found = "" if lowest is None else f", the lowest being {lowest:.2f}"
-            left_out[name] = f"none of {count} keeps sd's perplexity of {limit:.2f}{found}"
+            left_out[name] = f"none of {counted(len(candidates), 'setting')} keeps sd's perplexity of {limit:.2f}{found}"
         elif name not in left_out:
             alone = ", or these --methods alone" if name in lossy and lossless else ""
             left_out[name] = f"time was short (a larger --budget helps{alone})"

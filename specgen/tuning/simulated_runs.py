@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -50,11 +50,6 @@ _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
 MOST_BYTES = 128 << 20  # of memoised logits
 
 
-class _Output(NamedTuple):
-    logits: torch.Tensor  # [vocabulary]
-    hidden: torch.Tensor | None  # [width]
-
-
 class MemoisedRunner:
     """A `DraftRunner` for runs of one prompt. `calls` counts the calls of `logits`, `passes` those that needed a forward pass.
 
@@ -65,7 +60,7 @@ class MemoisedRunner:
         self._runner = runner
         self.context_limit, self.num_embeddings = runner.context_limit, runner.num_embeddings
         self.vocab_size, self.device = runner.vocab_size, runner.device
-        self._outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], _Output] = {}
+        self._outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], ModelOutput] = {}
         self.calls = self.passes = self._bytes = 0
 
     def logits(
@@ -82,17 +77,15 @@ class MemoisedRunner:
         keys = [(generated, path) for path in paths[start:]]
         if all(key in self._outputs for key in keys):
             kept = [self._outputs[key] for key in keys]
-            hidden = [output.hidden for output in kept if output.hidden is not None]
+            hidden = [output.hidden_states for output in kept if output.hidden_states is not None]
             return ModelOutput(torch.stack([output.logits for output in kept]), torch.stack(hidden) if hidden else None)
         self.passes += 1
         computed = self._runner.logits(context, tokens, parents, start=start)
         for position, key in enumerate(keys):
             if self._bytes < MOST_BYTES and key not in self._outputs:
-                logits = computed.logits[position].clone()
-                self._outputs[key] = _Output(
-                    logits, None if computed.hidden_states is None else computed.hidden_states[position].clone()
-                )
-                self._bytes += logits.numel() * logits.element_size()
+                row = ModelOutput(*(None if part is None else part[position].clone() for part in computed))  # type: ignore[arg-type]
+                self._outputs[key] = row
+                self._bytes += row.logits.nbytes
         return computed
 
 
@@ -153,7 +146,7 @@ class SimulatedRuns:
         pair: Pair,
         references: Sequence[ReferenceOutput],
         sampling: SamplingParams,
-        plain: RoundCosts | None = None,
+        plain: RoundCosts,
         *,
         probe: Callable[..., RoundProbe] = RoundProbe,
         clock: ClockFunction = time.perf_counter,
@@ -202,15 +195,11 @@ class SimulatedRuns:
             fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
             common = (prompts, self._sampling)
             probe = self._probe(self._pair, method.name, *common, lengths=_LENGTHS, signals=signals_of(settings), settings=fixed)
-            if self._plain is None:
-                probe.run(Deadline.after(_SHAPE_SECONDS, self._clock))
-                self._costs[key] = probe.costs
-            else:
-                plain = self._probe(self._pair, PLAIN, *common, lengths=(0,), drafter=RepeatDrafter())
-                for timed, seconds in ((plain, _PLAIN_SECONDS), (probe, _SHAPE_SECONDS), (plain, _PLAIN_SECONDS)):
-                    timed.run(Deadline.after(seconds, self._clock))
-                ((length, now),) = plain.costs.verification_cost.curves.items()
-                self._costs[key] = probe.costs.times(self._plain.verification_cost.at(1, length) / now.at(1))
+            plain = self._probe(self._pair, PLAIN, *common, lengths=(0,), drafter=RepeatDrafter())
+            for timed, seconds in ((plain, _PLAIN_SECONDS), (probe, _SHAPE_SECONDS), (plain, _PLAIN_SECONDS)):
+                timed.run(Deadline.after(seconds, self._clock))
+            ((length, now),) = plain.costs.verification_cost.curves.items()
+            self._costs[key] = probe.costs.times(self._plain.verification_cost.at(1, length) / now.at(1))
         return self._costs[key]
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, seed: int) -> Run:

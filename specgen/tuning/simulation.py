@@ -147,9 +147,8 @@ class SimulatedParallelDrafter(SimulatedDrafter):
         self._target.pass_seconds = 0.0
 
     def finish(self) -> Draft:
-        self._clock.add(
-            "draft", max(0.0, self.seconds - self._target.pass_seconds) + (self._costs.synchronisation_overhead or 0.0)
-        )
+        waiting = max(0.0, self.seconds - self._target.pass_seconds)
+        self._clock.add("draft", waiting + self._costs.synchronisation_overhead)
         return self._draft
 
     def close(self) -> None:

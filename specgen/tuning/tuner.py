@@ -15,7 +15,7 @@ from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
-from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, plain_of, shortlist
+from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, counted, plain_of, shortlist
 from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import TuningObserver, TuningRequest
 from specgen.tuning.round_timing import measure_costs
@@ -96,7 +96,7 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
             selection = selection.without({"parallel": error.message})
     references = record_references(pair, request, observer)
     tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
-    observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {_counted(len(references), 'prompt')}")
+    observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {counted(len(references), 'prompt')}")
     observer.doing("recording what the draft model drafts")
     drafts, failures = record_drafts(pair, selection, references, sampling)
     selection = selection.without(failures)
@@ -133,7 +133,8 @@ def record_drafts(
 ) -> tuple[dict[str, list[RecordedDrafts]], dict[str, str]]:
     """By drafter (`model`, `exit`) what it drafts along each reference output; and the reasons of those that cannot draft."""
     drafters = {methods.METHODS[name].drafter for name in selection.simulated}
-    recorders, drafts, failures = {}, {}, {}
+    recorders: dict[str, Recorder] = {}
+    drafts, failures = {}, {}
     target, draft = pair.runners
     if MODEL in drafters and draft is not None:
         recorders[MODEL.name] = Recorder(target, draft, sampling)
@@ -155,8 +156,8 @@ def choose_method(
     deadline = request.deadline
     grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), observer.doing)
     candidates, left_out = grids.candidates, {**selection.left_out, **grids.left_out}
-    counted = f"{_counted(grids.tried, 'setting')} of {_counted(len(candidates), 'method')}"
-    observer.done(f"{counted} simulated; best: {candidates[0].written}")
+    simulated = f"{counted(grids.tried, 'setting')} of {counted(len(candidates), 'method')}"
+    observer.done(f"{simulated} simulated; best: {candidates[0].written}")
     candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, observer)
     left_out |= reasons
     if selection.skips:
@@ -164,15 +165,12 @@ def choose_method(
         try:
             found = tuned_skips(pair, measurements.references, SKIPS * deadline.left)
             candidates = by_speed([*candidates, found])
-            observer.done(f"{_counted(found.tried, 'set')} of layers to skip really run; best: {found.written}")
+            observer.done(f"{counted(found.tried, 'set')} of layers to skip really run; best: {found.written}")
         except SpecgenError as error:
             left_out["selfsd"] = error.message
     eligible = [each for each in candidates if each.name != PLAIN and (each.lossless or each.name in (request.names or ()))]
-    confirmation = confirm(pair, request, candidates, shortlist(eligible), observer)
-    if confirmation.turns:
-        runs = f"{_counted(confirmation.turns, 'turn')} of up to {confirmation.new_tokens} tokens"
-        observer.done(f"{_counted(len(confirmation.ran), 'method')} and plain decoding really run, {runs}")
-    return outcome_of(measurements, confirmation.candidates, request.sampling, {**left_out, **confirmation.left_out})
+    candidates, reasons = confirm(pair, request, candidates, shortlist(eligible), observer)
+    return outcome_of(measurements, candidates, request.sampling, {**left_out, **reasons})
 
 
 def _search_shapes(
@@ -205,7 +203,7 @@ def _search_shapes(
         merged[found.name] = found
     if result.tried:
         best = f"; best: {result.candidates[0].written}" if result.candidates else ""
-        observer.done(f"{_counted(result.tried, 'shape')} of trees, drafts and beams simulated{best}")
+        observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{best}")
     left_out = {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
     return by_speed(list(merged.values())), left_out
 
@@ -223,7 +221,3 @@ def outcome_of(
     probability = next(iter(mean_acceptance(measurements.drafts).values()), None)
     costs = {kind: cost.as_dict() for kind, cost in measurements.costs.items()}
     return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
