@@ -46,7 +46,8 @@ def parallel_costs(
         "dtypes": [model.dtype_name for model in (target, draft)],
         "worker": [worker.kind, worker.threads, torch.get_num_threads()],
         "bucket": list(bucket),
-        **_installation(),
+        "versions": versions(),
+        "machine": machine(),
     }
     costs = _valid_costs(measurement_cache.find("costs", key))
     if costs is None:
@@ -78,7 +79,8 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) 
         "model": weights_fingerprint(target.folder),
         "device": str(target.device),
         "dtype": target.dtype_name,
-        **_installation(),
+        "versions": versions(),
+        "machine": machine(),
     }
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
@@ -98,7 +100,3 @@ def search_prompts(tokenizer: Tokenizer, context_limit: int) -> list[list[int]]:
     if not found:
         raise SpecgenError("the target's tokenizer has no tokens for the example prompts", "Name the layers: skip=3+5+7")
     return found
-
-
-def _installation() -> dict[str, Any]:
-    return {"versions": versions(), "machine": machine()}

@@ -38,12 +38,10 @@ def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: 
             break
         speeds.setdefault(str(skips), speed(skips))
     best = max(speeds, key=lambda text: speeds[text])
-    while time.perf_counter() < deadline:
+    while time.perf_counter() < deadline and len(speeds) < 4**layers - 1:
         tried = _flipped(SkippedLayers.parse(best, layers), layers, rng)
         text = str(tried)
         if not text or text in speeds:
-            if len(speeds) >= 4**layers - 1:
-                break
             continue
         speeds[text] = speed(tried)
         if speeds[text] > speeds[best]:  # measure both again, so that noise does not decide

@@ -25,7 +25,9 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 SEARCHED = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
-SIMULATED = tuple(name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd")  # that is two others
+SIMULATED = tuple(
+    name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd"
+)  # it is eesd-cali or -beta
 
 
 def grid(name: str) -> list[GivenSettings]:
@@ -49,7 +51,7 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
 
 
 def trees() -> list[GivenSettings]:
-    """Shapes of draft trees, the largest first: its memoised passes are those of the smaller ones too."""
+    """Shapes of draft trees, the largest first, so that the smaller ones reuse its memoised passes."""
     return [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
 
 

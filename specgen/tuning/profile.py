@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 FILE = "profile.yaml"
 TUNE_AGAIN = "Tune again: specgen tune"
-_KEY_FIELDS = ("target", "draft", "exit_layer", "versions", "machine")  # in the order in which differences are reported
 
 _rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
@@ -57,8 +56,8 @@ class ProfileKey(_StrictModel):
     target: Model
     draft: Model | None
     exit_layer: Word | None
-    machine: dict[str, str | int | None]
     versions: dict[str, str]
+    machine: dict[str, str | int | None]
 
 
 class Sampling(_StrictModel):
@@ -140,7 +139,7 @@ class Profile(_StrictModel):
     def mismatch(self, now: ProfileKey) -> str | None:
         """The first difference from the key `now`; None where the profile is valid."""
         before, current = self.fits.model_dump(), now.model_dump()
-        field = next((name for name in _KEY_FIELDS if before[name] != current[name]), None)
+        field = next((name for name in before if before[name] != current[name]), None)
         if field is None:
             return None
         name, old, new = field.replace("_", " "), before[field], current[field]
@@ -166,8 +165,8 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
         exit_layer=None if pair.exit_description is None else pair.exit_description.digest,
-        machine=machine(),
         versions=versions(),
+        machine=machine(),
     )
 
 

@@ -119,13 +119,10 @@ class Recorder:
         prefill_seconds = draft_prefill_seconds(self._target, self._draft, reference)
         context, generated = Context(reference.prompt_ids), reference.token_ids[:-1]
         target = self._target.logits(context, generated)
-        target_logits, target_hidden = (
-            target.logits.clone(),
-            target.hidden_states,
-        )  # a runner's outputs are valid until its next call
+        target_logits = target.logits.clone()  # a runner's outputs are valid until its next call
         draft = self._draft.logits(context, generated)
         draft_logits = draft.logits[:, : self._target.vocab_size].clone()
-        scores = None if self._predictor is None else _Scores(self._predictor, target_hidden, draft.hidden_states)
+        scores = None if self._predictor is None else _Scores(self._predictor, target.hidden_states, draft.hidden_states)
         first, probabilities = self._first_tokens(reference.token_ids, draft_logits, target_logits)
         rejected = [position for position in range(1, len(first)) if first[position].token != reference.token_ids[position]]
         continued = self._continuations(reference, rejected, first, scores)
@@ -138,7 +135,7 @@ class Recorder:
         """The draft's token for each position of the output, which is the output's own where it is accepted; and the acceptance
         probabilities. Logits are [tokens, vocabulary]."""
         if self._sampling.greedy:
-            found = _with_signals(draft_logits, draft_logits.argmax(dim=-1))
+            found = self._chosen(draft_logits)
             return found, [float(drafted.token == token) for drafted, token in zip(found, token_ids, strict=True)]
         target_probs = logits_ops.warp(target_logits, self._sampling)
         draft_probs = logits_ops.warp(draft_logits, self._sampling)
@@ -173,12 +170,10 @@ class Recorder:
             if scores is not None:
                 scores.add([position for position, _, _ in growing], output.hidden_states)
             chosen = self._chosen(output.logits[:, : self._target.vocab_size])
-            for (position, _, _), drafted in zip(growing, chosen, strict=True):
+            positions = [position for position, _, _ in growing]
+            for position, drafted in zip(positions, chosen, strict=True):
                 continued[position].append(drafted)
-            growing = [
-                (position, begin + node, drafted.token)
-                for node, ((position, _, _), drafted) in enumerate(zip(growing, chosen, strict=True))
-            ]
+            growing = [(position, begin + node, continued[position][-1].token) for node, position in enumerate(positions)]
         return continued
 
     def _chosen(self, logits: torch.Tensor) -> list[Drafted]:

@@ -80,8 +80,7 @@ class RepeatDrafter:
     """Drafts copies of the last token in no time, so that a round's time is the target's. Needs a `LengthSweep` as policy."""
 
     def propose(self, context: Context, policy: Any, limit: int) -> Draft:
-        length = min(policy.length, limit)
-        return Draft.chain([context.ids[-1]] * length)
+        return Draft.chain([context.ids[-1]] * min(policy.length, limit))
 
 
 Samples = dict[Any, list[float]]  # seconds
@@ -95,6 +94,7 @@ def _medians(samples: Samples) -> dict[Any, float]:
 class _Timings:
     """What rounds after one prompt took."""
 
+    prompt: list[int]
     drafting: Samples = field(
         default_factory=lambda: defaultdict(list)
     )  # by (levels of the draft, whether signals were computed)
@@ -123,10 +123,10 @@ def _cost_tables(timings: Sequence[_Timings]) -> tuple[CostTable, CostTable]:
     return CostTable(drafting), CostTable(verification)
 
 
-def _shares(timings: Sequence[tuple[list[int], _Timings]], deadline: Deadline) -> Iterator[tuple[list[int], _Timings, Deadline]]:
-    """Each prompt with its timings and an equal share of the time that is left."""
-    for position, (prompt, taken) in enumerate(timings):
-        yield prompt, taken, deadline.share(1 / (len(timings) - position))
+def _shares(timings: Sequence[_Timings], deadline: Deadline) -> Iterator[tuple[_Timings, Deadline]]:
+    """Each prompt's timings with an equal share of the time that is left."""
+    for position, taken in enumerate(timings):
+        yield taken, deadline.share(1 / (len(timings) - position))
 
 
 class RoundProbe:
@@ -151,18 +151,18 @@ class RoundProbe:
         self._pair, self._method, self._drafter = pair, method, drafter
         self._settings: dict[str, Any] = dict(settings or {})
         self._sampling = _without_end(sampling)
-        self._timings = [(prompt, _Timings()) for prompt in prompts]
+        self._timings = [_Timings(prompt) for prompt in prompts]
         self._sweep = LengthSweep(lengths, signals)
 
     def run(self, deadline: Deadline) -> None:
-        for prompt, timings, own in _shares(self._timings, deadline):
-            self._time(prompt, timings, own)
+        for timings, own in _shares(self._timings, deadline):
+            self._time(timings, own)
 
-    def _time(self, prompt: list[int], timings: _Timings, deadline: Deadline) -> None:
+    def _time(self, timings: _Timings, deadline: Deadline) -> None:
         combinations, counted = len(self._sweep.combinations), 0
         while True:
             self._sweep.start_run()
-            run = self._pair.plan(prompt, self._method, self._sampling, **self._settings).run
+            run = self._pair.plan(timings.prompt, self._method, self._sampling, **self._settings).run
             run = replace(run, policy=self._sweep, drafter=self._drafter or run.drafter)
             rounds, before = run.rounds(), counted
             for position in range(NEW_TOKENS):
@@ -181,7 +181,7 @@ class RoundProbe:
     @property
     def costs(self) -> RoundCosts:
         signal_costs = []
-        for _, timings in self._timings:
+        for timings in self._timings:
             drafted = _medians(timings.drafting)
             signal_costs += [
                 (seconds - drafted[levels, False]) / levels
@@ -189,7 +189,7 @@ class RoundProbe:
                 if with_signals and (levels, False) in drafted
             ]
         signal_cost = max(0.0, median(signal_costs)) if signal_costs else 0.0
-        return RoundCosts(*_cost_tables([timings for _, timings in self._timings]), signal_cost)
+        return RoundCosts(*_cost_tables(self._timings), signal_cost)
 
 
 def _without_end(sampling: SamplingParams) -> SamplingParams:
@@ -216,22 +216,22 @@ class ParallelProbe:
 
     def __init__(self, pair: Pair, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self._pair, self._sampling = pair, _without_end(sampling)
-        self._timings = [(prompt, _Timings()) for prompt in prompts]
+        self._timings = [_Timings(prompt) for prompt in prompts]
         self._prefills: list[tuple[float, float]] = []  # seconds with the draft's prefill at the same time, and alone
         self._windows = WindowCycle(WINDOWS[::-1])
 
     def run(self, deadline: Deadline) -> None:
-        for prompt, timings, own in _shares(self._timings, deadline):
-            self._time(prompt, timings)
+        for timings, own in _shares(self._timings, deadline):
+            self._time(timings)
             while own.left >= 0:
-                self._time(prompt, timings)
+                self._time(timings)
 
-    def _time(self, prompt: list[int], timings: _Timings) -> None:
-        plain = self._pair.plan(prompt, "ar", self._sampling).run
+    def _time(self, timings: _Timings) -> None:
+        plain = self._pair.plan(timings.prompt, "ar", self._sampling).run
         self._pair.forget()
         prefill_alone = sum(next(plain.rounds()).seconds.values())
         windows = self._windows
-        run = self._pair.plan(prompt, "pearl", self._sampling, window=windows.size).run
+        run = self._pair.plan(timings.prompt, "pearl", self._sampling, window=windows.size).run
         self._pair.forget()
         assert isinstance(run.schedule, Parallel)
         drafter = run.schedule.drafter
@@ -251,13 +251,13 @@ class ParallelProbe:
 
     @property
     def costs(self) -> RoundCosts:
-        costs = RoundCosts(*_cost_tables([timings for _, timings in self._timings]))
+        costs = RoundCosts(*_cost_tables(self._timings))
         return replace(costs, synchronisation_overhead=max(0.0, mean(self._overheads(costs))))
 
     def _overheads(self, costs: RoundCosts) -> Iterator[float]:
         """Seconds of each round beyond the longer of its draft's and its pass's median: the handover, and the wait for whichever
         was late. Late ones are rare and long, so their mean counts."""
-        for _, timings in self._timings:
+        for timings in self._timings:
             length = timings.context_length
             for drafted, pass_tokens, seconds in timings.parallel_rounds:
                 yield seconds - max(costs.draft_cost.at(drafted, length), costs.verification_cost.at(pass_tokens, length))

@@ -15,7 +15,7 @@ import torch
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
-from specgen.decoding.policies import signals_of
+from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelOutput
@@ -24,7 +24,7 @@ from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
 from specgen.tuning.request import ClockFunction, Deadline
 from specgen.tuning.round_timing import RepeatDrafter, RoundProbe
-from specgen.tuning.simulation import SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run, runs_needed
+from specgen.tuning.simulation import RANDOM_RUNS, SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run
 from specgen.types import Context
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class SimulatedRuns:
         settings = methods.resolve(method, given, has_predictor=self._pair.has_predictor)
         costs = self._costs_of(method, settings)
         summary = Summary(name)
-        for seed in range(runs_needed(settings)):
+        for seed in range(RANDOM_RUNS if is_random(settings) else 1):
             for number, reference in enumerate(self._references):
                 ids: list[int] = []
                 for round_ in self._run(method, settings, costs, number, seed).rounds():

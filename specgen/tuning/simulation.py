@@ -180,15 +180,11 @@ def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, obje
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
     summary = Summary(name)
-    for seed in range(runs_needed(settings)):
+    for seed in range(RANDOM_RUNS if is_random(settings) else 1):
         for number in range(len(measurements.references)):
             for round_ in _run(measurements, method, settings, number, seed).rounds():
                 summary.add(round_)
     return summary
-
-
-def runs_needed(settings: Settings) -> int:
-    return RANDOM_RUNS if is_random(settings) else 1
 
 
 def _run(measurements: PairMeasurements, method: Method, settings: Settings, number: int, seed: int) -> Run:

@@ -133,8 +133,7 @@ def record_drafts(
 ) -> tuple[dict[str, list[RecordedDrafts]], dict[str, str]]:
     """By drafter (`model`, `exit`) what it drafts along each reference output; and the reasons of those that cannot draft."""
     drafters = {methods.METHODS[name].drafter for name in selection.simulated}
-    recorders: dict[str, Recorder] = {}
-    drafts, failures = {}, {}
+    recorders, drafts, failures = {}, {}, {}
     target, draft = pair.runners
     if MODEL in drafters and draft is not None:
         recorders[MODEL.name] = Recorder(target, draft, sampling)
