@@ -25,9 +25,7 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 SEARCHED = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
-SIMULATED = tuple(
-    name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd"
-)  # it is eesd-cali or -beta
+SIMULATED = tuple(name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd")  # -cali or -beta
 
 
 def grid(name: str) -> list[GivenSettings]:
