@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -266,6 +271,51 @@ def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey,
         report(console, found, path)
     assert "Not confirmed by real runs: 2.00× expected with svip." in captured.get()
     assert "pays" not in captured.get()
+
+
+def test_two_writers_leave_a_complete_profile(folder: Path) -> None:
+    found = profiles.load(folder)
+    others = [found.model_copy(update={"speedup": float(number)}) for number in range(1, 9)]
+    threads = [threading.Thread(target=lambda entry=entry: [profiles.save(entry, folder) for _ in range(5)]) for entry in others]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert profiles.load(folder).chosen == found.chosen
+    assert 1 <= profiles.load(folder).speedup <= 8
+    assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
+
+
+WRITES_ON = """
+import sys
+from pathlib import Path
+from specgen.tuning import profile
+folder = Path(sys.argv[1])
+found = profile.load(folder)
+print(flush=True)
+while True:
+    for speedup in (2.0, 3.0):
+        profile.save(found.model_copy(update={"speedup": speedup}), folder)
+"""
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)])
+def test_a_process_killed_while_it_writes_leaves_a_whole_one(folder: Path, seeds: range) -> None:
+    found = profiles.load(folder)
+    for seed in seeds:
+        with subprocess.Popen([sys.executable, "-c", WRITES_ON, str(folder)], stdout=subprocess.PIPE) as writing:
+            assert writing.stdout is not None
+            assert writing.stdout.readline()
+            time.sleep(random.Random(seed).uniform(0, 0.1))
+            writing.kill()
+        left = profiles.load(folder)
+        assert left.model_copy(update={"speedup": found.speedup}) == found
+    assert left.speedup in (2.0, 3.0)
+
+
+def test_a_profile_that_is_too_large_is_refused(folder: Path) -> None:
+    (folder / "profile.yaml").write_text("#" * (profiles.MAX_BYTES + 1))
+    with pytest.raises(SpecgenError, match="larger than 1 MB"):
+        profiles.load(folder)
 
 
 def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:

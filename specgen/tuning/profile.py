@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specgen.types import SamplingParams
 
 FILE = "profile.yaml"
+MAX_BYTES = 1 << 20
 TUNE_AGAIN = "Tune again: specgen tune"
 
 _rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
@@ -219,6 +220,8 @@ def load(folder: Path) -> Profile:
     """Read the profile in a folder. Raises SpecgenError, in one line, where it is missing or not valid."""
     path = folder / FILE
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise SpecgenError(f"the profile {path} is larger than {MAX_BYTES >> 20} MB", TUNE_AGAIN)
         return Profile.model_validate(load_yaml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
