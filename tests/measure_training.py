@@ -37,9 +37,9 @@ def exit_layer(batches: int) -> dict[str, float]:
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)
     text = TrainingBatches(demo_corpus(target.tokenizer.encode_long, 0, 100_000), [], recipe)
-    training = ExitTraining(first, layer, text, recipe)
+    training = ExitTraining(first, layer, text)
     trained = sum(weight.numel() for weight in layer.parameters())
-    return timed(training.advance, batches, training.parameters_held, trained)
+    return timed(training.advance, batches, first.num_parameters + trained, trained)
 
 
 def draft_model(batches: int) -> dict[str, float]:

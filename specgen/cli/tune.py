@@ -115,7 +115,7 @@ def tune(
     )
     _check(train, export, (minutes, steps, corpus, layer))
     if train:
-        training = train_run.request(
+        training = train_run.TrainRequest(
             method_names, head, minutes=minutes, steps=steps, corpus=corpus, prompts=prompts, layer=layer, seed=seed or 0,
             exit_layers=exit_layers, self_text=self_text, batch=batch_size, training_length=window,
             learning_rate=learning_rate, out=out,
