@@ -23,8 +23,9 @@ SEQUENCES, TRAINING_LENGTH = 16, 256
 
 
 def exit_layer(batches: int) -> dict[str, float]:
-    from measure_exit import load_target
+    from training_helpers import opened
 
+    from specgen import demo
     from specgen.engine.exit_layer import ExitLayer
     from specgen.engine.first_layers import FirstLayers
     from specgen.training.corpus import demo_corpus
@@ -32,7 +33,7 @@ def exit_layer(batches: int) -> dict[str, float]:
     from specgen.training.training_loop import TrainingBatches
     from specgen.training.training_task import Recipe
 
-    target = load_target()
+    target = opened(demo.folder("target"))
     recipe = Recipe(steps=1000, batch_size=SEQUENCES, training_length=TRAINING_LENGTH)
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)

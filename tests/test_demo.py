@@ -64,23 +64,6 @@ class TestCorpus:
         rng = random.Random(0)
         assert digest_of([module(rng) for _ in range(200)]) == "08a926a25de7436a"
 
-    @pytest.mark.parametrize(
-        ("domain", "openings"),
-        [
-            ("math", [r" has \d+ ", "A shop sells", r"A \w+ travels", "shares", "finds", "rows of", "saves", r"What is \d+ \*"]),
-            ("news", ["A fire broke out", "has won the", "The council in", "Scientists in", "elected", "stolen", "beat"]),
-            ("code", ["^def fibonacci", "^class ", r"    return \[", "for .* in .*:", "self", "if .* % 2 == 0"]),
-            (
-                "chat",
-                ["capital of", "Tell me about", "How do I", "spelled", "letters are in", "plus", "larger", "Count"],
-            ),
-        ],
-    )
-    def test_all_forms_occur(self, domain: str, openings: list[str]) -> None:
-        texts = first(domain, 300)
-        for opening in openings:
-            assert any(re.search(opening, text, re.MULTILINE) for text in texts), opening
-
     def test_documents_have_the_form_of_their_domain(self) -> None:
         problem = re.compile(r"Question: .+\nAnswer: .+ The answer is \d+\.|Sums:(\n\d.* = \d+\.){6,16}")
         assert all(problem.fullmatch(text) for text in first("math", 200))
@@ -133,7 +116,7 @@ class TestCorpus:
             copied = re.findall(r"[A-Z][a-z]+|\d+", summary.split(" ", 1)[1])
             assert set(copied) <= set(re.findall(r"[A-Z][a-z]+|\d+", article)), text
 
-    def test_chat_arithmetic_and_spelling_are_correct(self) -> None:
+    def test_chat_arithmetic_spelling_and_repetition_are_correct(self) -> None:
         text = "\n".join(first("chat", 600))
         for a, b, result in re.findall(r"(\d+) \+ (\d+) = (\d+)", text):
             assert int(a) + int(b) == int(result)
@@ -143,9 +126,6 @@ class TestCorpus:
             assert len(word) == int(letters)
         for word, spelled in re.findall(r"The word (\w+) is spelled ([A-Z-]+)\.", text):
             assert spelled.replace("-", "").lower() == word
-
-    def test_chat_repeats_words_correctly(self) -> None:
-        text = "\n".join(first("chat", 600))
         exchanges = re.findall(r"(Repeat these words|Say this backwards): (.+)\.\nAssistant: (.+)\.", text)
         assert {how for how, _, _ in exchanges} == {"Repeat these words", "Say this backwards"}
         for how, words, answer in exchanges:
@@ -166,16 +146,15 @@ class TestTokenizer:
         tokenizer = load_tokenizer(tokenizers / "target")
         assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
-    def test_each_digit_is_one_token(self, tokenizers: Path) -> None:
-        tokenizer = load_tokenizer(tokenizers / "target")
+    def test_each_digit_is_one_token_and_both_roles_have_the_same_tokenizer(self, tokenizers: Path) -> None:
+        tokenizer = load_tokenizer(tokenizers / "draft")
         digits = [token for token in tokenizer.get_vocab() if any(c in string.digits for c in token)]
         assert sorted(digits) == list(string.digits)
-
-    def test_special_tokens(self, tokenizers: Path) -> None:
-        tokenizer = load_tokenizer(tokenizers / "draft")
         assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
         assert tokenizer("one").input_ids[0] == tokenizer.bos_token_id
         assert len(tokenizer) == 400
+        target, draft = ((tokenizers / role / "tokenizer.json").read_bytes() for role in ROLES)
+        assert target == draft
 
     def test_the_chat_template_gives_the_form_of_the_corpus(self, tokenizers: Path) -> None:
         turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "Why?")]
@@ -183,10 +162,6 @@ class TestTokenizer:
         tokenizer = load_tokenizer(tokenizers / "target")
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == "<s>User: Hi\nAssistant: Hello.\nUser: Why?\nAssistant:"
-
-    def test_both_roles_have_the_same_tokenizer(self, tokenizers: Path) -> None:
-        target, draft = ((tokenizers / role / "tokenizer.json").read_bytes() for role in ROLES)
-        assert target == draft
 
     def test_a_vocabulary_too_small_for_bytes_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SpecgenError, match="at least 259"):
@@ -224,13 +199,11 @@ def examples() -> list[dict[str, str]]:
 
 
 class TestExamples:
-    def test_every_category_has_at_least_seven(self, examples: list[dict[str, str]]) -> None:
+    def test_every_category_has_at_least_seven_different_prompts(self, examples: list[dict[str, str]]) -> None:
         counts = Counter(example["category"] for example in examples)
         assert set(counts) == set(DOMAINS)
         assert min(counts.values()) >= 7
         assert len(examples) >= 28
-
-    def test_ids_and_prompts_are_unique(self, examples: list[dict[str, str]]) -> None:
         for name in ("id", "prompt"):
             assert len({example[name] for example in examples}) == len(examples)
 

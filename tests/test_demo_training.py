@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,11 +109,20 @@ class TestTraining:
         with pytest.raises(SpecgenError, match="budget is already spent: 12 steps"):
             train("draft", replace(TINY, steps=10), out, device="cpu")
 
-    def test_the_budget_cannot_change_during_the_decay(self, out: Path) -> None:
+    @pytest.mark.parametrize(
+        ("step", "change", "message"),
+        [
+            (15, {"steps": 20}, "budget: 16 steps, now 20 steps"),  # during the decay
+            (2, {"learning_rate": 0.001}, r"learning_rate: 0\.02, now 0\.001"),
+        ],
+    )
+    def test_a_checkpoint_of_a_different_recipe_is_refused(
+        self, out: Path, step: int, change: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(KeyboardInterrupt):
-            train("draft", TINY, out, device="cpu", report=Interruption(15), report_every=1, checkpoint_every=1)
-        with pytest.raises(SpecgenError, match="budget: 16 steps, now 20 steps"):
-            train("draft", replace(TINY, steps=20), out, device="cpu")
+            train("draft", TINY, out, device="cpu", report=Interruption(step), report_every=1, checkpoint_every=1)
+        with pytest.raises(SpecgenError, match=message):
+            train("draft", replace(TINY, **change), out, device="cpu")
 
     def test_long_batches_in_the_decay_phase(self) -> None:
         recipe = Recipe(TINY.shape, learning_rate=1e-3, steps=1, batch_size=8, training_length=256)
@@ -132,12 +142,6 @@ class TestTraining:
         train("draft", replace(TINY, steps=None, minutes=0.3 / 60), out, device="cpu", report=reports.append)
         assert reports[-1].budget_spent == 1
 
-    def test_a_checkpoint_of_a_different_recipe_is_refused(self, out: Path) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            train("draft", TINY, out, device="cpu", report=Interruption(2), report_every=1, checkpoint_every=1)
-        with pytest.raises(SpecgenError, match=r"learning_rate: 0\.02, now 0\.001"):
-            train("draft", replace(TINY, learning_rate=0.001), out, device="cpu")
-
     def test_a_damaged_checkpoint_is_refused(self, out: Path) -> None:
         (out / "draft.checkpoint.pt").write_bytes(b"PK\x03\x04 cut short")
         with pytest.raises(SpecgenError, match="cannot be read"):
@@ -156,14 +160,6 @@ class TestTraining:
             with pytest.raises(SpecgenError):
                 Shape(*sizes)
 
-    @pytest.mark.parametrize(
-        "change",
-        [{"steps": None}, {"minutes": 1.0}, {"steps": 0}, {"learning_rate": float("nan")}, {"training_length": 2000}],
-    )
-    def test_invalid_recipes_are_refused(self, change: dict[str, float | None]) -> None:
-        with pytest.raises(SpecgenError):
-            Recipe(**{"shape": TINY.shape, "learning_rate": 1e-3, "steps": 1} | change)
-
 
 class TestCommandLine:
     def test_a_missing_tokenizer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +176,8 @@ class TestCommandLine:
             ["--hidden-size", "100", "--heads", "3"],
             ["--checkpoint-every", "0"],
             ["--batch-size", "-1"],
+            ["--learning-rate", "nan"],
+            ["--window", "2000"],
             pytest.param(["--device", "cuda"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")),
         ],
     )

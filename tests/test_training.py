@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parts(folder: Path) -> tuple[LoadedModel, FirstLayers, ExitLayer]:
     """A target, its first layer and an untrained exit."""
     target = opened(folder)
-    layer = ExitLayer.of(target.model)
+    layer = ExitLayer.of(target.model)  # before the target's other layers are removed
     return target, FirstLayers(target.model, 1), layer
 
 
@@ -233,26 +233,20 @@ def command(folder: Path, corpus: Path, out: Path | None, *more: str) -> list[st
     return train_command("eesd", corpus, out, "-t", str(folder), *more)
 
 
-def test_the_command_trains_an_exit(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    result = trained(command(folder, corpus, tmp_path / "out", "--steps", "3", "--json"))
+def test_the_command_trains_an_exit(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
+    result = trained(command(folder, corpus, None, "--steps", "3", "--json"))
     line = json.loads(result.stdout)
     assert line["type"] == "train"
-    assert line["exit_layer"] == str(tmp_path / "out" / WEIGHTS)
+    out = Path(line["profile"])
+    assert out.parent == tmp_path / "pairs"
+    assert line["exit_layer"] == str(out / WEIGHTS)
     assert line["figures"]["steps"] == 3
     assert "Training: 100%, step 3" in result.stderr
-    description = read_description(tmp_path / "out" / DESCRIPTION)
+    description = read_description(out / DESCRIPTION)
     assert description.fingerprint == weights_fingerprint(folder)
     assert description.predictor
-    assert load_exit(tmp_path / "out", opened(folder)).predictor is not None
-
-
-def test_the_default_output_is_the_users_data_folder(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    result = trained(command(folder, corpus, None, "--steps", "1", "-q"))
-    assert Path(result.stdout.strip()).parent.parent == tmp_path / "pairs"
-    assert result.stderr == ""
+    assert load_exit(out, opened(folder)).predictor is not None
 
 
 @pytest.mark.parametrize(
@@ -303,7 +297,9 @@ def test_a_full_disk_is_reported_and_the_run_resumes(
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
     monkeypatch.undo()
-    trained(arguments)
+    result = trained(arguments)
+    assert result.stdout.strip() == str(tmp_path / "out" / WEIGHTS)
+    assert result.stderr == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")

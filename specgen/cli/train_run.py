@@ -222,7 +222,7 @@ def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draf
     )
     out = request.out
     if out is None:
-        folder = pair_folder(target.name, weights_fingerprint(target.folder), draft and draft.name)
+        folder = pair_folder(target.name, weights_fingerprint(target.folder), None if draft is None else draft.name)
         out = folder if draft is None else folder / "distilled"
     if draft is not None and out.resolve() in (draft.folder.resolve(), target.folder.resolve()):
         raise SpecgenError(f"--out is {out}, the folder of one of the models", "Name another one: the models are not changed")

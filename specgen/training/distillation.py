@@ -24,14 +24,7 @@ from specgen.training.corpus import Corpus
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.text_generation import TextGeneration
-from specgen.training.training_loop import (
-    MAX_LOGITS,
-    Training,
-    TrainingBatches,
-    bfloat16_autocast,
-    greedy_agreement,
-    greedy_matches,
-)
+from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
 
 if TYPE_CHECKING:
@@ -68,7 +61,7 @@ class DraftTraining(Training):
     batches: DistillationBatches
 
     def __init__(self, draft: LoadedModel, batches: DistillationBatches, target_dtype: torch.dtype = torch.float32) -> None:
-        self.draft, self._target_dtype = draft, target_dtype
+        self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
         draft.model.to(torch.float32).requires_grad_(True)
         self._masks = Masks(draft.model)
         vocabulary = draft.model.get_output_embeddings().weight.shape[0]
@@ -77,9 +70,8 @@ class DraftTraining(Training):
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         """The draft's logits [tokens, vocabulary]."""
-        dtype = torch.float32 if self._target_dtype == torch.float32 else torch.bfloat16
-        mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, dtype)
-        with bfloat16_autocast(self.draft.device, self._target_dtype):
+        mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, self._dtype)
+        with autocast_for(self.draft.device, self._dtype):
             logits: torch.Tensor = self.draft.model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits

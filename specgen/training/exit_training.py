@@ -17,14 +17,7 @@ from specgen.engine.first_layers import FirstLayers
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import train_predictor
 from specgen.training.text_generation import TextGeneration
-from specgen.training.training_loop import (
-    MAX_LOGITS,
-    Training,
-    TrainingBatches,
-    bfloat16_autocast,
-    greedy_agreement,
-    greedy_matches,
-)
+from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
 from specgen.training.training_task import TrainingObserver, TrainingTask
 
 if TYPE_CHECKING:
@@ -48,12 +41,12 @@ class ExitTraining(Training):
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         mask = self.first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, self.first.dtype)
         hidden, positions = self.first(batch.ids, batch.positions, mask)
-        with bfloat16_autocast(self.first.device, self.first.dtype):
+        with autocast_for(self.first.device, self.first.dtype):
             hidden = self.layer.run_layers(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
             return hidden.reshape(-1, hidden.shape[-1])
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        with bfloat16_autocast(self.first.device, self.first.dtype):
+        with autocast_for(self.first.device, self.first.dtype):
             logits = self.layer.norm_and_head(outputs).logits
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
@@ -66,7 +59,7 @@ def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tup
     positions = torch.arange(ids.shape[1], device=first.device)[None]
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
     mask = first.masks.batched(causal, positions, positions, first.dtype)
-    with bfloat16_autocast(first.device, first.dtype):
+    with autocast_for(first.device, first.dtype):
         output = layer(*first(ids, positions, mask), mask)
     return output.logits[0].float(), output.hidden_states[0].float()
 

@@ -1,7 +1,6 @@
 """Generation of the target's training text in batches, within the memory and the budget; each batch is stored once complete.
 
-For a distilled draft the target also reads corpus text: its predictions there cost a fraction of those on generated text, and
-cover all kinds of text in the corpus.
+For a distilled draft the target also reads corpus text, where its predictions cost a fraction of those on generated text.
 """
 
 from __future__ import annotations
@@ -21,14 +20,7 @@ from specgen.errors import SpecgenError
 from specgen.files import write_whole
 from specgen.training.batched_generation import OnProgress
 from specgen.training.corpus import HELD_OUT_EVERY, Corpus
-from specgen.training.generated_text import (
-    GeneratedText,
-    generate_texts,
-    load_batches,
-    read_texts,
-    save_batch,
-    top1_and_hidden_states,
-)
+from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, read_texts, save_batch
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingStopped, TrainingTask, check_same_run
 
 if TYPE_CHECKING:
@@ -55,8 +47,7 @@ class TextGeneration:
     `keep_top_k` stores the target's top-k probabilities with every text, instead of hidden states with some. Then, unless the
     task has prompts, corpus text is read in turn with generated text. `seconds` is the time spent, earlier runs included.
 
-    With a budget in steps, the texts depend on the seed and on the batch size only. The batch size is a power of two that
-    depends on free memory; the first run stores it for those that resume it.
+    With a budget in steps, the texts depend on the seed and the batch size only; a resumed run has the batch size of the first.
     """
 
     def __init__(
@@ -84,8 +75,8 @@ class TextGeneration:
         """Generate the missing batches and return all texts. Raises TrainingStopped; the unfinished batch is lost then."""
         if not self._task.recipe.generated_share:
             return []
-        bytes_per_state = 2 * self._target.model.config.get_text_config().hidden_size
-        hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // bytes_per_state)
+        width = self._target.model.config.get_text_config().hidden_size
+        hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // (2 * width))
         batches = load_batches(self._task.folder)
         texts = [text for batch in batches for text in batch]
         for number in itertools.count(len(batches)):
@@ -180,9 +171,8 @@ class TextGeneration:
     def _prediction_seconds(self, prompt: list[int]) -> float:
         """Seconds per token of the target's predictions, measured with one forward pass."""
         size = min(self._max_tokens, _TIMED_TOKENS)
-        ids = torch.tensor((prompt * size)[:size])
         start = self._clock()
-        top1_and_hidden_states(self._target.model, ids)[0].tolist()  # waits for the device
+        read_texts(self._target, [(prompt * size)[:size]])
         return (self._clock() - start) / size
 
     def _write_log(self) -> None:

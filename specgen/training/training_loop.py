@@ -200,7 +200,7 @@ class Training(ABC):
         self._recent = [(loss, matches, compared) for loss, matches, compared in numbers["recent"]]
 
 
-def bfloat16_autocast(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:
+def autocast_for(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:
     """bfloat16 matrix products if the target's weights have 16 bits, float32 otherwise."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=target_dtype != torch.float32)
 
