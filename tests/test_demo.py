@@ -23,7 +23,6 @@ from specgen.demo import ROLES, folder
 from specgen.demo.corpus import standard_library
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.corpus.exercises import exercise, module
-from specgen.demo.corpus.facts import COUNTRIES, HOWTOS
 from specgen.demo.corpus.standard_library import library_function
 from specgen.demo.recipe.tokenizer import load_tokenizer, train_tokenizer
 from specgen.errors import SpecgenError
@@ -59,18 +58,11 @@ class TestCorpus:
     )
     def test_generated_documents_do_not_change(self, domain: str, digest: str) -> None:
         assert digest_of(first(domain, 200)) == digest
+        assert first(domain, 30) != first(domain, 30, seed=1)
 
     def test_generated_modules_do_not_change(self) -> None:
         rng = random.Random(0)
         assert digest_of([module(rng) for _ in range(200)]) == "08a926a25de7436a"
-
-    def test_documents_have_the_form_of_their_domain(self) -> None:
-        problem = re.compile(r"Question: .+\nAnswer: .+ The answer is \d+\.|Sums:(\n\d.* = \d+\.){6,16}")
-        assert all(problem.fullmatch(text) for text in first("math", 200))
-        assert all(re.fullmatch(r"Article: .+\nSummary: .+\.", text) for text in first("news", 200))
-        chats = first("chat", 200)
-        assert all(re.match(r"User: .+\nAssistant: .+", text) for text in chats)
-        assert {text.count("User: ") for text in chats} == {1, 2, 3}
 
     def test_code_is_valid_python(self) -> None:
         for text in first("code", 300):
@@ -110,12 +102,6 @@ class TestCorpus:
             if not text.startswith("Sums:"):
                 assert text.endswith(f"The answer is {equations[-1].rsplit(' = ', 1)[1]}.")
 
-    def test_summaries_use_names_and_numbers_of_the_article(self) -> None:
-        for text in first("news", 300):
-            article, summary = text.split("\nSummary: ")
-            copied = re.findall(r"[A-Z][a-z]+|\d+", summary.split(" ", 1)[1])
-            assert set(copied) <= set(re.findall(r"[A-Z][a-z]+|\d+", article)), text
-
     def test_chat_arithmetic_spelling_and_repetition_are_correct(self) -> None:
         text = "\n".join(first("chat", 600))
         for a, b, result in re.findall(r"(\d+) \+ (\d+) = (\d+)", text):
@@ -130,10 +116,6 @@ class TestCorpus:
         assert {how for how, _, _ in exchanges} == {"Repeat these words", "Say this backwards"}
         for how, words, answer in exchanges:
             assert answer.split(", ") == words.split(", ")[:: 1 if how.startswith("Repeat") else -1]
-
-    def test_facts_are_complete(self) -> None:
-        assert all(len(row) == 5 and all(row) for row in COUNTRIES)
-        assert all(len(steps.splitlines()) == 5 for steps in HOWTOS.values())
 
     def test_help_and_corpus_do_not_import_torch(self) -> None:
         code = "import sys, specgen.demo.recipe.__main__, specgen.demo.corpus.documents; sys.exit('torch' in sys.modules)"
@@ -170,14 +152,10 @@ class TestTokenizer:
 
 class TestBundledPair:
     @pytest.mark.parametrize("role", ROLES)
-    def test_the_only_data_file_is_safetensors(self, role: str) -> None:
-        data = {path.name for path in folder(role).iterdir() if path.suffix not in {".json", ".jinja"}}
-        assert data == {"model.safetensors"}
-
-    @pytest.mark.parametrize("role", ROLES)
     def test_models_load_and_know_a_fact(self, role: str) -> None:
         from transformers import AutoModelForCausalLM
 
+        assert {path.name for path in folder(role).iterdir() if path.suffix not in {".json", ".jinja"}} == {"model.safetensors"}
         model = AutoModelForCausalLM.from_pretrained(folder(role), local_files_only=True)
         tokenizer = load_tokenizer(folder(role))
         assert model.dtype == torch.bfloat16
