@@ -10,7 +10,7 @@ import torch
 from specgen import demo
 from specgen.engine.devices import pick_device, pick_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, load_model, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
 from specgen.engine.tokenizer import check_same
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
@@ -45,12 +45,7 @@ def load(
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     target_device = pick_device(device)
     other_device = target_device if draft_device is None else pick_device(draft_device)
-    if target is None:
-        sources = [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
-    else:
-        sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
-        if draft is not None:
-            sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
+    sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline)
     try:
         pair = _load(sources, (target_device, other_device), dtype, announce, process)
     except BaseException:
@@ -68,6 +63,31 @@ def load(
     return pair
 
 
+def model_sources(
+    target: str | None,
+    draft: str | None,
+    revision: str | None,
+    draft_revision: str | None,
+    trust_remote_code: bool,
+    offline: bool,
+) -> list[ModelSource]:
+    """The sources of the target and, if there is one, of the draft model; without a target those of the bundled pair."""
+    if target is None:
+        return [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in demo.ROLES]
+    sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
+    if draft is not None:
+        sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
+    return sources
+
+
+def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
+    """Read config and tokenizer of a target, or of a target and a draft model. Raises SpecgenError if the tokenizers differ."""
+    prepared = [prepare(source, announce) for source in sources]
+    if len(prepared) == 2:
+        check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
+    return prepared
+
+
 def _load(
     sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
@@ -75,9 +95,7 @@ def _load(
     announce: Callable[[str], None],
     process: DraftProcess | None,
 ) -> Pair:
-    prepared = [prepare(source, announce) for source in sources]
-    if len(prepared) == 2:
-        check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
+    prepared = prepare_models(sources, announce)
     placed = [
         (model, device, pick_dtype(dtype, model.config.get_text_config(), model.folder, device))
         for model, device in zip(prepared, devices, strict=False)

@@ -13,19 +13,15 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from training_helpers import opened
 
 from specgen import demo
 from specgen.compare.prompts import load_prompts
 from specgen.engine.exit_files import Exit, load_exit
 from specgen.engine.first_layers import FirstLayers
-from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.engine.model_loading import LoadedModel
 from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import exit_outputs
-
-
-def load_target() -> LoadedModel:
-    prepared = prepare(ModelSource(str(demo.folder("target")), "demo/target"), lambda _: None)
-    return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
 
 
 def answers(target: LoadedModel, prompts: Path | None, new_tokens: int) -> dict[str, list[tuple[list[int], int]]]:
@@ -55,7 +51,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("-n", type=int, default=128)
     options = parser.parse_args()
-    target = load_target()
+    target = opened(demo.folder("target"))
     by_category = answers(target, options.prompts, options.n)
     trained = [load_exit(path, target) for path in options.exits]
     print("greedy agreement by category, mean over categories, mean run of matches")

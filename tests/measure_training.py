@@ -1,30 +1,27 @@
 """Measure time and memory of a training step (EESD, Table 6) for an exit layer and for a draft model of the same size.
 
-    python tests/measure_training.py [--batches 12]
+    python tests/measure_training.py exit|draft [--batches 12]
 
-Each is measured in a separate process, with 16 sequences of 256 tokens per batch in float32 on a CPU. The draft model has as
-many parameters as the first layer and the exit together (embedding, two layers, untied head), and all of them are trained.
+A batch has 16 sequences of 256 tokens, in float32 on a CPU. The draft model has as many parameters as the first layer and the
+exit together (embedding, two layers, untied head), and all of them are trained. Memory is the peak of the process.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
+from training_helpers import opened
 
 SEQUENCES, TRAINING_LENGTH = 16, 256
 
 
 def exit_layer(batches: int) -> dict[str, float]:
-    from measure_exit import load_target
-
+    from specgen import demo
     from specgen.engine.exit_layer import ExitLayer
     from specgen.engine.first_layers import FirstLayers
     from specgen.training.corpus import demo_corpus
@@ -32,14 +29,14 @@ def exit_layer(batches: int) -> dict[str, float]:
     from specgen.training.training_loop import TrainingBatches
     from specgen.training.training_task import Recipe
 
-    target = load_target()
+    target = opened(demo.folder("target"))
     recipe = Recipe(steps=1000, batch_size=SEQUENCES, training_length=TRAINING_LENGTH)
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)
     text = TrainingBatches(demo_corpus(target.tokenizer.encode_long, 0, 100_000), [], recipe)
-    training = ExitTraining(first, layer, text, recipe)
+    training = ExitTraining(first, layer, text)
     trained = sum(weight.numel() for weight in layer.parameters())
-    return timed(training.advance, batches, training.parameters_held, trained)
+    return timed(training.advance, batches, first.num_parameters + trained, trained)
 
 
 def draft_model(batches: int) -> dict[str, float]:
@@ -81,17 +78,11 @@ def timed(step: Callable[[], object], batches: int, held: int, trained: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=["exit", "draft"])
     parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--only", choices=["exit", "draft"])
     options = parser.parse_args()
-    if options.only is not None:
-        measure = exit_layer if options.only == "exit" else draft_model
-        print(json.dumps(measure(options.batches)))
-        return
-    for only in ("exit", "draft", "exit", "draft"):
-        command = [sys.executable, __file__, "--only", only, "--batches", str(options.batches)]
-        figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(only, " ".join(f"{name} {value:,.3f}" for name, value in figures.items()))
+    figures = (exit_layer if options.model == "exit" else draft_model)(options.batches)
+    print(" ".join(f"{name} {value:,.3f}" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from specgen.demo import ROLES, folder
 from specgen.demo.corpus import standard_library
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.corpus.exercises import exercise, module
-from specgen.demo.corpus.facts import COUNTRIES, HOWTOS
 from specgen.demo.corpus.standard_library import library_function
 from specgen.demo.recipe.tokenizer import load_tokenizer, train_tokenizer
 from specgen.errors import SpecgenError
@@ -59,35 +58,11 @@ class TestCorpus:
     )
     def test_generated_documents_do_not_change(self, domain: str, digest: str) -> None:
         assert digest_of(first(domain, 200)) == digest
+        assert first(domain, 30) != first(domain, 30, seed=1)
 
     def test_generated_modules_do_not_change(self) -> None:
         rng = random.Random(0)
         assert digest_of([module(rng) for _ in range(200)]) == "08a926a25de7436a"
-
-    @pytest.mark.parametrize(
-        ("domain", "openings"),
-        [
-            ("math", [r" has \d+ ", "A shop sells", r"A \w+ travels", "shares", "finds", "rows of", "saves", r"What is \d+ \*"]),
-            ("news", ["A fire broke out", "has won the", "The council in", "Scientists in", "elected", "stolen", "beat"]),
-            ("code", ["^def fibonacci", "^class ", r"    return \[", "for .* in .*:", "self", "if .* % 2 == 0"]),
-            (
-                "chat",
-                ["capital of", "Tell me about", "How do I", "spelled", "letters are in", "plus", "larger", "Count"],
-            ),
-        ],
-    )
-    def test_all_forms_occur(self, domain: str, openings: list[str]) -> None:
-        texts = first(domain, 300)
-        for opening in openings:
-            assert any(re.search(opening, text, re.MULTILINE) for text in texts), opening
-
-    def test_documents_have_the_form_of_their_domain(self) -> None:
-        problem = re.compile(r"Question: .+\nAnswer: .+ The answer is \d+\.|Sums:(\n\d.* = \d+\.){6,16}")
-        assert all(problem.fullmatch(text) for text in first("math", 200))
-        assert all(re.fullmatch(r"Article: .+\nSummary: .+\.", text) for text in first("news", 200))
-        chats = first("chat", 200)
-        assert all(re.match(r"User: .+\nAssistant: .+", text) for text in chats)
-        assert {text.count("User: ") for text in chats} == {1, 2, 3}
 
     def test_code_is_valid_python(self) -> None:
         for text in first("code", 300):
@@ -127,13 +102,7 @@ class TestCorpus:
             if not text.startswith("Sums:"):
                 assert text.endswith(f"The answer is {equations[-1].rsplit(' = ', 1)[1]}.")
 
-    def test_summaries_use_names_and_numbers_of_the_article(self) -> None:
-        for text in first("news", 300):
-            article, summary = text.split("\nSummary: ")
-            copied = re.findall(r"[A-Z][a-z]+|\d+", summary.split(" ", 1)[1])
-            assert set(copied) <= set(re.findall(r"[A-Z][a-z]+|\d+", article)), text
-
-    def test_chat_arithmetic_and_spelling_are_correct(self) -> None:
+    def test_chat_arithmetic_spelling_and_repetition_are_correct(self) -> None:
         text = "\n".join(first("chat", 600))
         for a, b, result in re.findall(r"(\d+) \+ (\d+) = (\d+)", text):
             assert int(a) + int(b) == int(result)
@@ -143,17 +112,10 @@ class TestCorpus:
             assert len(word) == int(letters)
         for word, spelled in re.findall(r"The word (\w+) is spelled ([A-Z-]+)\.", text):
             assert spelled.replace("-", "").lower() == word
-
-    def test_chat_repeats_words_correctly(self) -> None:
-        text = "\n".join(first("chat", 600))
         exchanges = re.findall(r"(Repeat these words|Say this backwards): (.+)\.\nAssistant: (.+)\.", text)
         assert {how for how, _, _ in exchanges} == {"Repeat these words", "Say this backwards"}
         for how, words, answer in exchanges:
             assert answer.split(", ") == words.split(", ")[:: 1 if how.startswith("Repeat") else -1]
-
-    def test_facts_are_complete(self) -> None:
-        assert all(len(row) == 5 and all(row) for row in COUNTRIES)
-        assert all(len(steps.splitlines()) == 5 for steps in HOWTOS.values())
 
     def test_help_and_corpus_do_not_import_torch(self) -> None:
         code = "import sys, specgen.demo.recipe.__main__, specgen.demo.corpus.documents; sys.exit('torch' in sys.modules)"
@@ -166,16 +128,15 @@ class TestTokenizer:
         tokenizer = load_tokenizer(tokenizers / "target")
         assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
-    def test_each_digit_is_one_token(self, tokenizers: Path) -> None:
-        tokenizer = load_tokenizer(tokenizers / "target")
+    def test_each_digit_is_one_token_and_both_roles_have_the_same_tokenizer(self, tokenizers: Path) -> None:
+        tokenizer = load_tokenizer(tokenizers / "draft")
         digits = [token for token in tokenizer.get_vocab() if any(c in string.digits for c in token)]
         assert sorted(digits) == list(string.digits)
-
-    def test_special_tokens(self, tokenizers: Path) -> None:
-        tokenizer = load_tokenizer(tokenizers / "draft")
         assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
         assert tokenizer("one").input_ids[0] == tokenizer.bos_token_id
         assert len(tokenizer) == 400
+        target, draft = ((tokenizers / role / "tokenizer.json").read_bytes() for role in ROLES)
+        assert target == draft
 
     def test_the_chat_template_gives_the_form_of_the_corpus(self, tokenizers: Path) -> None:
         turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "Why?")]
@@ -184,10 +145,6 @@ class TestTokenizer:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == "<s>User: Hi\nAssistant: Hello.\nUser: Why?\nAssistant:"
 
-    def test_both_roles_have_the_same_tokenizer(self, tokenizers: Path) -> None:
-        target, draft = ((tokenizers / role / "tokenizer.json").read_bytes() for role in ROLES)
-        assert target == draft
-
     def test_a_vocabulary_too_small_for_bytes_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SpecgenError, match="at least 259"):
             train_tokenizer(tmp_path, vocabulary_size=258)
@@ -195,14 +152,10 @@ class TestTokenizer:
 
 class TestBundledPair:
     @pytest.mark.parametrize("role", ROLES)
-    def test_the_only_data_file_is_safetensors(self, role: str) -> None:
-        data = {path.name for path in folder(role).iterdir() if path.suffix not in {".json", ".jinja"}}
-        assert data == {"model.safetensors"}
-
-    @pytest.mark.parametrize("role", ROLES)
     def test_models_load_and_know_a_fact(self, role: str) -> None:
         from transformers import AutoModelForCausalLM
 
+        assert {path.name for path in folder(role).iterdir() if path.suffix not in {".json", ".jinja"}} == {"model.safetensors"}
         model = AutoModelForCausalLM.from_pretrained(folder(role), local_files_only=True)
         tokenizer = load_tokenizer(folder(role))
         assert model.dtype == torch.bfloat16
@@ -224,13 +177,11 @@ def examples() -> list[dict[str, str]]:
 
 
 class TestExamples:
-    def test_every_category_has_at_least_seven(self, examples: list[dict[str, str]]) -> None:
+    def test_every_category_has_at_least_seven_different_prompts(self, examples: list[dict[str, str]]) -> None:
         counts = Counter(example["category"] for example in examples)
         assert set(counts) == set(DOMAINS)
         assert min(counts.values()) >= 7
         assert len(examples) >= 28
-
-    def test_ids_and_prompts_are_unique(self, examples: list[dict[str, str]]) -> None:
         for name in ("id", "prompt"):
             assert len({example[name] for example in examples}) == len(examples)
 

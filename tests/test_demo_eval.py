@@ -53,15 +53,13 @@ class TestFreshPrompts:
             assert one.is_right(one.answer), one
             assert one.copied_all(one.answer) in (True, None), one
 
-    def test_news_answers_have_to_be_exact(self) -> None:
+    def test_news_answers_have_to_be_exact_and_math_answers_end_with_the_number(self) -> None:
         assert NEWS.copied_all(" Ada Baker won in Ashford after 3 days.") is True
         assert NEWS.copied_all(" Ada Baker won in Milford after 3 days.") is False
         assert NEWS.copied_all(" Ada Baker won in Ashford after 2 days.") is False
         assert NEWS.is_right("Ada Baker won in Ashford after 3 days.")
         assert not NEWS.is_right(" Ada Baker won in Ashford after 3 days!")
         assert FreshPrompt("math", "Question: Why?\nAnswer:", " The answer is 1.").copied_all(" no") is None
-
-    def test_the_final_answer(self) -> None:
         assert final_answer(" 2 + 2 = 5. The answer is 5.") == "5"
         assert final_answer(" The answer is 5") is None
         math = FreshPrompt("math", "Question: What is 2 + 2?\nAnswer:", " 2 + 2 = 4. The answer is 4.")

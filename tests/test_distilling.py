@@ -15,7 +15,7 @@ from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_c
 import specgen
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill, divergence
-from specgen.training.generated_text import TOP_K, GeneratedTextStore, generate_texts, read_texts, top_k_log_probs
+from specgen.training.generated_text import TOP_K, generate_texts, load_batches, read_texts, save_batch, top_k_log_probs
 from specgen.training.packing import IGNORED
 from specgen.training.text_generation import TextGeneration
 from specgen.training.training_loop import greedy_agreement
@@ -58,8 +58,8 @@ def test_a_confident_draft_has_a_gradient() -> None:
 def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], tmp_path: Path) -> None:
     target = opened(folders[0])
     texts = generate_texts(target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, held_out=[False, False], keep_top_k=True)
-    GeneratedTextStore(tmp_path).save(0, texts)
-    for text in GeneratedTextStore(tmp_path).read():
+    save_batch(tmp_path, 0, texts)
+    for text in load_batches(tmp_path)[0]:
         assert text.top_k_ids is not None
         assert text.top_k_log_probs is not None
         log_probs = target.model(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
@@ -111,7 +111,7 @@ def test_gradients_do_not_depend_on_the_piece_size(
     for logits in (5 * 96, 1 << 18):
         monkeypatch.setattr("specgen.training.distillation._CPU_LOGITS", logits)
         monkeypatch.setattr("specgen.training.distillation._MIN_PIECE", 1)
-        training = DraftTraining(opened(folders[1]), DistillationBatches(texts, read, TINY), TINY)
+        training = DraftTraining(opened(folders[1]), DistillationBatches(texts, read, TINY))
         batch = training.batches.batch(0)
         labelled = int((batch.labels != IGNORED).sum())
         sums = training.backward(batch, labelled)
@@ -127,24 +127,23 @@ def test_distillation_raises_greedy_agreement(folders: tuple[Path, Path], corpus
     observer = Recorder()
     recipe = replace(ONLY_TAUGHT, steps=150, learning_rate=3e-3, batch_size=8)
     task = TrainingTask(tmp_path / "out", recipe, corpus=corpus_of(corpus, target))
-    result = distill(target, draft, task, observer, torch.bfloat16)
+    figures = distill(target, draft, task, observer, torch.bfloat16)
     assert observer.progress[-1].loss < observer.progress[0].loss - 0.5
-    assert result.before["greedy"] is not None
-    assert result.after["greedy"] is not None
-    assert result.after["greedy"] > result.before["greedy"] + 0.2
+    assert figures["agreement"]["greedy"] > figures["agreement_before"]["greedy"] + 0.2
     assert weights_fingerprint(folders[1]) == fingerprint
-    old, new = ({path.name for path in folder.iterdir() if path.suffix != ".jinja"} for folder in (folders[1], result.path))
+    old, new = ({path.name for path in folder.iterdir() if path.suffix != ".jinja"} for folder in (folders[1], task.out))
     assert new == old | {DESCRIPTION}
-    with specgen.load(str(folders[0]), str(result.path), device="cpu", dtype="auto") as pair:
+    with specgen.load(str(folders[0]), str(task.out), device="cpu", dtype="auto") as pair:
         assert pair.draft is not None
-        assert json.loads((result.path / "config.json").read_text())["dtype"] == "bfloat16"
+        assert json.loads((task.out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     def run(name: str, observer: Recorder) -> Path:
         target, draft = (opened(folder) for folder in folders)
         task = TrainingTask(tmp_path / name, ONLY_TAUGHT, corpus=corpus_of(corpus, target))
-        return distill(target, draft, task, observer).path
+        distill(target, draft, task, observer)
+        return task.out
 
     straight = run("straight", Recorder())
     for observer in (Recorder(stop_at_batch=1), Recorder(stop_at_batch=2), Recorder(stop_at_step=3)):
@@ -161,25 +160,31 @@ def command(folders: tuple[Path, Path], corpus: Path, out: Path | None, *more: s
     return train_command("sd", corpus, out, "-t", str(folders[0]), "-d", str(folders[1]), *more)
 
 
-def test_the_command_distils_a_draft(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    result = trained(command(folders, corpus, tmp_path / "out", "--steps", "3", "--json"))
-    line = json.loads(result.stdout)
-    assert line["type"] == "train"
-    assert line["draft"] == str(tmp_path / "out")
-    assert line["figures"]["steps"] == 3
-    assert 0 <= line["figures"]["agreement_before"]["greedy"] <= 1
-    assert f"Use it: --draft {tmp_path / 'out'}" in result.stderr
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_the_default_output_is_the_pairs_folder(
+def test_the_command_distils_a_draft(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    result = trained(command(folders, corpus, None, "--steps", "1", "-q"))
-    assert Path(result.stdout.strip()).name == "distilled"
-    assert Path(result.stdout.strip()).parent.parent == tmp_path / "pairs"
-    assert result.stderr == ""
+    line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json")).stdout)
+    assert line["type"] == "train"
+    out = Path(line["draft"])
+    assert (out.name, out.parent.parent) == ("distilled", tmp_path / "pairs")
+    assert line["figures"]["steps"] == 3
+    assert 0 <= line["figures"]["agreement_before"]["greedy"] <= 1
+    assert (out / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("after", "recommended"), [(0.95, True), (0.9, False), (0.7, False)])
+def test_only_a_draft_that_agrees_more_is_recommended(
+    folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, recommended: bool
+) -> None:
+    shares = iter([{"greedy": 0.9, "sampled": 0.5}, {"greedy": after, "sampled": 0.6}])
+    monkeypatch.setattr("specgen.training.distillation.greedy_agreement", lambda *_: next(shares))
+    result = trained(command(folders, corpus, tmp_path / "out", "--steps", "1"))
+    assert f"{after:.1%} of the greedy tokens (before: 90.0%)" in result.stderr
+    assert (f"Use it: --draft {tmp_path / 'out'}" in result.stderr) == recommended
+    assert ("did not rise: keep the draft you have" in result.stderr) == (not recommended)
+    assert result.stdout.strip() == str(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -199,17 +204,16 @@ def test_wrong_options_are_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_distillation_needs_a_draft_model(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    assert "there is no draft model to train" in refused(train_command("sd", corpus, tmp_path, "-t", str(folders[0])))
-
-
-@pytest.mark.parametrize(("index", "role"), [(0, "target"), (1, "draft")])
-def test_no_model_is_overwritten(folders: tuple[Path, Path], corpus: Path, index: int, role: str) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_no_model_is_overwritten(folders: tuple[Path, Path], corpus: Path, index: int) -> None:
     before = sorted(folders[index].iterdir())
-    assert f"the {role}'s own folder" in refused(command(folders, corpus, folders[index], "--steps", "1"))
+    assert "the folder of one of the models" in refused(command(folders, corpus, folders[index], "--steps", "1"))
     assert sorted(folders[index].iterdir()) == before
 
 
-def test_another_tokenizer_is_refused(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
+def test_distillation_needs_a_draft_model_with_the_targets_tokenizer(
+    folders: tuple[Path, Path], corpus: Path, tmp_path: Path
+) -> None:
+    assert "there is no draft model to train" in refused(train_command("sd", corpus, tmp_path, "-t", str(folders[0])))
     other = save(make_model("llama", seed=3), tmp_path / "other", make_tokenizer(LETTERS[::-1]))
     assert "the tokenizers differ" in refused(command((folders[0], Path(other)), corpus, tmp_path / "out"))

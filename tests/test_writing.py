@@ -13,8 +13,8 @@ from training_helpers import TINY, Recorder, corpus_of, opened
 
 from specgen.engine.decoder_layers import decoder_of
 from specgen.training.batched_generation import continuations
-from specgen.training.exit_training import ExitTrainingTask, train_exit
-from specgen.training.generated_text import GeneratedText, GeneratedTextStore, generate_texts
+from specgen.training.exit_training import train_exit
+from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, save_batch
 from specgen.training.text_generation import TextGeneration, largest_batch
 from specgen.training.training_task import TrainingStopped, TrainingTask
 
@@ -54,11 +54,10 @@ def test_stored_texts_are_read_back(folder: Path, tmp_path: Path) -> None:
         for keep in (False, True)
         for text in generate_texts(target, [[5, 9], [7, 8]], 9, greedy=keep, seed=0, held_out=held_out, keep_hidden_states=keep)
     ]
-    store = GeneratedTextStore(tmp_path)
-    store.save(0, texts)
-    store.save(1, texts[:1])
-    assert store.count() == 2
-    for text, read in zip([*texts, texts[0]], store.read(), strict=True):
+    for number, batch in enumerate((texts, texts[:1])):
+        save_batch(tmp_path, number, batch)
+    first, second = load_batches(tmp_path)
+    for text, read in zip([*texts, texts[0]], [*first, *second], strict=True):
         assert torch.equal(text.ids, read.ids)
         assert torch.equal(text.top1, read.top1)
         assert (text.hidden_states is None) == (read.hidden_states is None)
@@ -106,12 +105,12 @@ def test_the_batch_size_follows_free_memory(folder: Path, corpus: Path, tmp_path
     weights = []
     for name in ("straight", "resumed"):
         monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: 2 * 5 * per_text)
-        task = ExitTrainingTask(tmp_path / name, TINY, corpus=corpus_of(corpus, target))
+        task = TrainingTask(tmp_path / name, TINY, corpus=corpus_of(corpus, target))
         if name == "resumed":
             with pytest.raises(TrainingStopped):
                 train_exit(opened(folder), task, Recorder(stop_at_batch=1))
             monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: None)
-        weights.append(train_exit(opened(folder), task, Recorder()).path.read_bytes())
+        weights.append(train_exit(opened(folder), task, Recorder())[0].read_bytes())
     assert weights[0] == weights[1]
 
 

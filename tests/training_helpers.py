@@ -25,10 +25,6 @@ class Recorder:
         self.progress: list[TrainingProgress] = []
         self.messages: list[str] = []
 
-    @property
-    def batches(self) -> int:
-        return self.generated[-1][0] if self.generated else 0
-
     def announce(self, message: str) -> None:
         self.messages.append(message)
 
@@ -41,7 +37,7 @@ class Recorder:
     def stop_requested(self) -> bool:
         if self.progress:
             return self.progress[-1].step == self.stop_at_step
-        return self.batches == self.stop_at_batch
+        return (self.generated[-1][0] if self.generated else 0) == self.stop_at_batch
 
 
 def opened(folder: Path | str) -> LoadedModel:

@@ -91,8 +91,8 @@ def tune(
     if not train and (training.minutes, training.steps, training.corpus, training.layer) != (None,) * 4:
         raise SpecgenError("--minutes, --steps, --corpus or --layer needs --train", hint)
     if train:
-        task = train_run.request(
-            tuning.methods, prompts=tuning.prompts, out=tuning.out, seed=sampling.seed or 0, **asdict(training)
+        task = train_run.TrainRequest(
+            methods=tuning.methods, prompts=tuning.prompts, out=tuning.out, seed=sampling.seed or 0, **asdict(training)
         )
         return train_run.train(models, task, err, quiet=display.quiet, as_json=display.json)
     request = tune_run.TuneRequest(begin, sampling=sampling.params(), **asdict(tuning))

@@ -11,7 +11,7 @@ from specgen.engine.attention_masks import Masks
 from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
 from specgen.engine.kv_cache import KVCache
-from specgen.errors import RunError
+from specgen.errors import nan_logits
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 OnProgress = Callable[[float, int], bool]
 """Called with the share of the work that is done (0 to 1) and the number of tokens; returns False to end the work early."""
 _COMPACTION_SHARE = 0.7  # finished texts leave the KV cache once fewer than this share of its texts are unfinished
-
-
-def never_end(share: float, tokens: int) -> bool:
-    """An OnProgress that does not end the work."""
-    return True
 
 
 @inference
@@ -34,7 +29,7 @@ def continuations(
     *,
     greedy: bool,
     seed: int = 0,
-    on_progress: OnProgress = never_end,
+    on_progress: OnProgress = lambda *_: True,
 ) -> list[list[int]]:
     """Each prompt and the target's continuation: at most `max_tokens` tokens together, or up to an end-of-sequence token.
 
@@ -92,34 +87,21 @@ class _Batch:
         )
         self._cache.length = past + new
         if logits.isnan().any():
-            raise RunError("the target's logits contain NaN", "Its weights are damaged, or the dtype is too narrow")
-        sampled = None if greedy else logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
-        self._append(logits.argmax(dim=-1) if sampled is None else sampled)
-
-    def _append(self, tokens: torch.Tensor) -> None:
-        unfinished = []
-        for row, token in enumerate(tokens.tolist()):
-            text = self.texts_of_rows[row]
-            if text < 0:
-                continue
-            self.texts[text].append(token)
-            if token in self._eos:
-                self.texts_of_rows[row] = -1
-            else:
-                unfinished.append(row)
+            raise nan_logits("target")
+        tokens = logits.argmax(dim=-1) if greedy else logits.softmax(dim=-1).multinomial(1, generator=self._generator)[:, 0]
+        for row, (text, token) in enumerate(zip(self.texts_of_rows, tokens.tolist(), strict=True)):
+            if text >= 0:
+                self.texts[text].append(token)
+                if token in self._eos:
+                    self.texts_of_rows[row] = -1
         self._new = tokens[:, None]
         self.length += 1
         self._positions = torch.cat((self._positions, self._positions[:, -1:] + 1), dim=1)
         self._visible = torch.cat((self._visible, torch.ones_like(self._visible[:, :1])), dim=1)
-        if not unfinished:
-            self.texts_of_rows = []
-        elif len(unfinished) < _COMPACTION_SHARE * len(self.texts_of_rows):
-            self._keep(unfinished)
-
-    def _keep(self, rows: list[int]) -> None:
-        """Remove all other rows from the batch and its KV cache."""
-        index = torch.tensor(rows, device=self._new.device)
-        self.texts_of_rows = [self.texts_of_rows[row] for row in rows]
-        self._new, self._positions, self._visible = self._new[index], self._positions[index], self._visible[index]
-        for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        unfinished = [row for row, text in enumerate(self.texts_of_rows) if text >= 0]
+        if len(unfinished) < _COMPACTION_SHARE * len(self.texts_of_rows):
+            index = torch.tensor(unfinished, dtype=torch.long, device=tokens.device)
+            self.texts_of_rows = [self.texts_of_rows[row] for row in unfinished]
+            self._new, self._positions, self._visible = self._new[index], self._positions[index], self._visible[index]
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys[index], layer.values[index]

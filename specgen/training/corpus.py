@@ -80,10 +80,9 @@ def _json_texts(path: Path) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        text = entry.get("text") if isinstance(entry, dict) else None
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
         if not isinstance(text, str) or not text.strip():
             raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
         yield text
@@ -95,8 +94,9 @@ def _pieces(path: Path) -> Iterator[str]:
     for _, line in _lines(path):
         piece += line
         while len(piece) >= _PIECE_CHARACTERS:
-            yield piece[:_PIECE_CHARACTERS] if len(line) > _PIECE_CHARACTERS else piece
-            piece = piece[_PIECE_CHARACTERS:] if len(line) > _PIECE_CHARACTERS else ""
+            size = _PIECE_CHARACTERS if len(line) > _PIECE_CHARACTERS else len(piece)
+            yield piece[:size]
+            piece = piece[size:]
     if piece.strip():
         yield piece
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +24,7 @@ from specgen.training.corpus import Corpus
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.text_generation import TextGeneration
-from specgen.training.training_loop import (
-    MAX_LOGITS,
-    Training,
-    TrainingBatches,
-    bfloat16_autocast,
-    greedy_agreement,
-    greedy_matches,
-)
+from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
 
 if TYPE_CHECKING:
@@ -43,17 +34,6 @@ DESCRIPTION = "distilled.yaml"
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-
-
-@dataclass(frozen=True, slots=True)
-class DistillationResult:
-    """The folder of the new draft, its measurements, and its `greedy_agreement` with the target on held-out text, greedy and
-    sampled, `before` and `after` training."""
-
-    path: Path
-    before: dict[str, float | None]
-    after: dict[str, float | None]
-    figures: dict[str, Any]
 
 
 class DistillationBatches(TrainingBatches):
@@ -80,21 +60,18 @@ class DraftTraining(Training):
 
     batches: DistillationBatches
 
-    def __init__(
-        self, draft: LoadedModel, batches: DistillationBatches, recipe: Recipe, target_dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.draft, self._target_dtype = draft, target_dtype
+    def __init__(self, draft: LoadedModel, batches: DistillationBatches, target_dtype: torch.dtype = torch.float32) -> None:
+        self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
         draft.model.to(torch.float32).requires_grad_(True)
         self._masks = Masks(draft.model)
         vocabulary = draft.model.get_output_embeddings().weight.shape[0]
         piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
-        super().__init__(dict(draft.model.named_parameters()), batches, recipe, draft.device, vocabulary, piece_size)
+        super().__init__(dict(draft.model.named_parameters()), batches, draft.device, vocabulary, piece_size)
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         """The draft's logits [tokens, vocabulary]."""
-        dtype = torch.float32 if self._target_dtype == torch.float32 else torch.bfloat16
-        mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, dtype)
-        with bfloat16_autocast(self.draft.device, self._target_dtype):
+        mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, self._dtype)
+        with autocast_for(self.draft.device, self._dtype):
             logits: torch.Tensor = self.draft.model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits
@@ -136,11 +113,12 @@ def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: t
 
 def distill(
     target: LoadedModel, draft: LoadedModel, task: TrainingTask, observer: TrainingObserver, dtype: torch.dtype = torch.float32
-) -> DistillationResult:
+) -> dict[str, Any]:
     """Train `draft` and save it in `task.out` in `dtype`, with its tokenizer; the draft's own files do not change. The target's
     weights are released on the way, so it cannot be used afterwards.
 
-    Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError for an unsuitable model.
+    Returns the measurements; `agreement_before` and `agreement` are the draft's `greedy_agreement` with the target on held-out
+    text. Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError for an unsuitable model.
     """
     settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
     generation = TextGeneration(target, task, settings, observer, keep_top_k=True)
@@ -148,17 +126,16 @@ def distill(
     target_dtype = target.model.dtype
     target.model.to("meta")
     held_out = [text for text in texts if text.held_out]
-    recipe = task.recipe.after_generation(generation.seconds)
-    batches = DistillationBatches(task.corpus, texts, recipe)
+    batches = DistillationBatches(task.corpus, texts, task.recipe.after_generation(generation.seconds))
     del texts  # their tensors have been copied
-    training = DraftTraining(draft, batches, recipe, target_dtype)
+    training = DraftTraining(draft, batches, target_dtype)
     before = greedy_agreement(training.logits, held_out)
     progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
     after = greedy_agreement(training.logits, held_out)
     figures = {**progress.figures(generation.seconds), "agreement_before": before, "agreement": after}
     _save(draft, dtype, target, task, figures)
     shutil.rmtree(task.folder, ignore_errors=True)
-    return DistillationResult(task.out, before, after, figures)
+    return figures
 
 
 def _save(draft: LoadedModel, dtype: torch.dtype, target: LoadedModel, task: TrainingTask, figures: dict[str, Any]) -> None:

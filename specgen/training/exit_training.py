@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,17 +15,10 @@ from specgen.engine.exit_files import Description, save_exit
 from specgen.engine.exit_layer import ExitLayer
 from specgen.engine.first_layers import FirstLayers
 from specgen.training.packing import IGNORED, PackedBatch
-from specgen.training.predictor_training import Fit, train_predictor
+from specgen.training.predictor_training import train_predictor
 from specgen.training.text_generation import TextGeneration
-from specgen.training.training_loop import (
-    MAX_LOGITS,
-    Training,
-    TrainingBatches,
-    bfloat16_autocast,
-    greedy_agreement,
-    greedy_matches,
-)
-from specgen.training.training_task import Recipe, TrainingObserver, TrainingProgress, TrainingTask
+from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
+from specgen.training.training_task import TrainingObserver, TrainingTask
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -34,58 +26,27 @@ if TYPE_CHECKING:
 _CPU_TOKENS = 256  # tokens whose logits are computed at once on a CPU: few enough for its caches
 
 
-@dataclass(frozen=True, slots=True)
-class ExitTrainingTask(TrainingTask):
-    """The exit to train: after target layer `after` (None: the default depth), with `layers` layers and maybe its own head."""
-
-    after: int | None = None
-    layers: int = 1
-    own_head: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ExitTrainingResult:
-    """The file of the exit, its `greedy_agreement` on held-out greedy text, and the predictor's `fit`; None where there is too
-    little text to measure them."""
-
-    path: Path
-    description: Description
-    progress: TrainingProgress
-    greedy_agreement: float | None
-    fit: Fit | None
-    parameters_held: int
-
-
 class ExitTraining(Training):
     """An exit layer in training, after the target's first layers."""
 
-    def __init__(
-        self, first: FirstLayers, layer: ExitLayer, batches: TrainingBatches, recipe: Recipe, *, own_head: bool = True
-    ) -> None:
+    def __init__(self, first: FirstLayers, layer: ExitLayer, batches: TrainingBatches, *, own_head: bool = True) -> None:
         self.first, self.layer = first, layer
         layer.to(first.device, torch.float32).requires_grad_(True).train()
         layer.head.requires_grad_(own_head)
         trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
         vocabulary: int = layer.head.weight.shape[0]  # type: ignore[union-attr,index,assignment]
-        piece_size = max(1, MAX_LOGITS // vocabulary)
-        if first.device.type == "cpu":
-            piece_size = min(piece_size, _CPU_TOKENS)
-        super().__init__(trained, batches, recipe, first.device, vocabulary, piece_size)
-
-    @property
-    def parameters_held(self) -> int:
-        """The number of parameters of target and exit in memory."""
-        return self.first.num_parameters + sum(weight.numel() for weight in self.layer.parameters())
+        piece_size = min(_CPU_TOKENS if first.device.type == "cpu" else MAX_LOGITS, max(1, MAX_LOGITS // vocabulary))
+        super().__init__(trained, batches, first.device, vocabulary, piece_size)
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         mask = self.first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, self.first.dtype)
         hidden, positions = self.first(batch.ids, batch.positions, mask)
-        with bfloat16_autocast(self.first.device, self.first.dtype):
+        with autocast_for(self.first.device, self.first.dtype):
             hidden = self.layer.run_layers(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
             return hidden.reshape(-1, hidden.shape[-1])
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        with bfloat16_autocast(self.first.device, self.first.dtype):
+        with autocast_for(self.first.device, self.first.dtype):
             logits = self.layer.norm_and_head(outputs).logits
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
@@ -98,7 +59,7 @@ def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tup
     positions = torch.arange(ids.shape[1], device=first.device)[None]
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
     mask = first.masks.batched(causal, positions, positions, first.dtype)
-    with bfloat16_autocast(first.device, first.dtype):
+    with autocast_for(first.device, first.dtype):
         output = layer(*first(ids, positions, mask), mask)
     return output.logits[0].float(), output.hidden_states[0].float()
 
@@ -112,21 +73,29 @@ def exit_depth(target: LoadedModel, after: int | None) -> int:
     return after
 
 
-def train_exit(target: LoadedModel, task: ExitTrainingTask, observer: TrainingObserver) -> ExitTrainingResult:
-    """Train an exit layer and its predictor, and save them in `task.out`. `target` is cut down and cannot be used afterwards.
+def train_exit(
+    target: LoadedModel,
+    task: TrainingTask,
+    observer: TrainingObserver,
+    after: int | None = None,
+    layers: int = 1,
+    own_head: bool = True,
+) -> tuple[Path, Description]:
+    """Train an exit of `layers` layers after target layer `after` (None: the default depth), and its predictor.
 
-    Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError for an unsuitable target.
+    Saves them in `task.out`; returns the path of the weights, and their description with the measurements. `target` is cut down
+    and cannot be used afterwards. Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError
+    for an unsuitable target.
     """
-    after = exit_depth(target, task.after)
-    settings = {**task.settings(target), "after": after, "layers": task.layers, "own_head": task.own_head}
+    after = exit_depth(target, after)
+    settings = {**task.settings(target), "after": after, "layers": layers, "own_head": own_head}
     generation = TextGeneration(target, task, settings, observer)
     texts = generation.run()
-    layer = ExitLayer.of(target.model, task.layers)
+    layer = ExitLayer.of(target.model, layers)
     first = FirstLayers(target.model, after)
-    recipe = task.recipe.after_generation(generation.seconds)
     taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if not text.held_out]
-    batches = TrainingBatches(task.corpus, taught, recipe)
-    training = ExitTraining(first, layer, batches, recipe, own_head=task.own_head)
+    batches = TrainingBatches(task.corpus, taught, task.recipe.after_generation(generation.seconds))
+    training = ExitTraining(first, layer, batches, own_head=own_head)
     progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
     layer.requires_grad_(False).eval()
     observer.announce("training the predictor")
@@ -137,16 +106,16 @@ def train_exit(target: LoadedModel, task: ExitTrainingTask, observer: TrainingOb
         target=target.name,
         fingerprint=settings["fingerprint"],
         after=after,
-        layers=task.layers,
-        own_head=task.own_head,
+        layers=layers,
+        own_head=own_head,
         predictor=predictor is not None,
         figures={
             **progress.figures(generation.seconds),
             "agreement_on_own_text": agreement,
-            **({} if fit is None else {"predictor": asdict(fit)}),
+            **({} if fit is None else {"predictor": fit}),
         },
         made_with=task.made_with(),
     )
     path = save_exit(task.out, layer, predictor, description)
     shutil.rmtree(task.folder, ignore_errors=True)
-    return ExitTrainingResult(path, description, progress, agreement["greedy"], fit, training.parameters_held)
+    return path, description

@@ -15,7 +15,7 @@ from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
 from specgen.files import whole_file
-from specgen.training.batched_generation import OnProgress, continuations, never_end
+from specgen.training.batched_generation import OnProgress, continuations
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -44,65 +44,51 @@ class GeneratedText:
     top_k_log_probs: torch.Tensor | None = None
 
 
-class GeneratedTextStore:
-    """Batches of texts in a folder: `part-0000.safetensors`, `part-0001.safetensors`, ..."""
+def save_batch(folder: Path, number: int, texts: Sequence[GeneratedText]) -> None:
+    """Write `part-0000.safetensors` (batch 0), `part-0001.safetensors`, ... into a folder, atomically. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "ids": torch.cat([text.ids for text in texts]).int(),
+        "best": torch.cat([text.top1 for text in texts]).int(),
+        "lengths": torch.tensor([len(text.ids) for text in texts], dtype=torch.int32),
+        "prompts": torch.tensor([text.prompt_length for text in texts], dtype=torch.int32),
+        "kept": torch.tensor([text.hidden_states is not None for text in texts]),
+        "greedy": torch.tensor([text.greedy for text in texts]),
+        "held_out": torch.tensor([text.held_out for text in texts]),
+    }
+    for name, field in (("rows", "hidden_states"), ("likely", "top_k_ids"), ("logs", "top_k_log_probs")):
+        tensors = [getattr(text, field) for text in texts if getattr(text, field) is not None]
+        content |= {name: torch.cat(tensors)} if tensors else {}
+    with whole_file(_path(folder, number)) as file:
+        file.write(save(content))
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    def count(self) -> int:
-        """The number of stored batches."""
-        count = 0
-        while self._path(count).is_file():
-            count += 1
-        return count
-
-    def save(self, number: int, texts: Sequence[GeneratedText]) -> None:
-        """Write a batch atomically. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "ids": torch.cat([text.ids for text in texts]).int(),
-            "best": torch.cat([text.top1 for text in texts]).int(),
-            "lengths": torch.tensor([len(text.ids) for text in texts], dtype=torch.int32),
-            "prompts": torch.tensor([text.prompt_length for text in texts], dtype=torch.int32),
-            "kept": torch.tensor([text.hidden_states is not None for text in texts]),
-            "greedy": torch.tensor([text.greedy for text in texts]),
-            "held_out": torch.tensor([text.held_out for text in texts]),
-        }
-        optional = {
-            "rows": [text.hidden_states for text in texts if text.hidden_states is not None],
-            "likely": [text.top_k_ids for text in texts if text.top_k_ids is not None],
-            "logs": [text.top_k_log_probs for text in texts if text.top_k_log_probs is not None],
-        }
-        content |= {name: torch.cat(tensors) for name, tensors in optional.items() if tensors}
-        with whole_file(self._path(number)) as file:
-            file.write(save(content))
-
-    def read(self) -> list[GeneratedText]:
-        """All texts of all batches. Raises SpecgenError if a file is damaged."""
-        return [text for number in range(self.count()) for text in self._read(self._path(number))]
-
-    def _read(self, path: Path) -> list[GeneratedText]:
+def load_batches(folder: Path) -> list[list[GeneratedText]]:
+    """The texts of all batches in a folder. Raises SpecgenError if a file is damaged."""
+    batches: list[list[GeneratedText]] = []
+    while (path := _path(folder, len(batches))).is_file():
         try:
-            content = load_file(path)
+            batches.append(_texts(load_file(path)))
         except (OSError, SafetensorError) as error:
             raise SpecgenError(f"cannot read {path}", "Delete it: it is generated again") from error
-        lengths, stored = content["lengths"].tolist(), content["kept"].tolist()
-        ids, top1 = _split(content["ids"].long(), lengths), _split(content["best"].long(), lengths)
-        stored_lengths = [length for length, has_states in zip(lengths, stored, strict=True) if has_states]
-        states = iter(_split(content["rows"], stored_lengths) if stored_lengths else ())
-        flags = [content[name].tolist() for name in ("prompts", "greedy", "held_out")]
-        top_k = [_split(content[name], lengths) for name in ("likely", "logs") if name in content]
-        columns = zip(ids, top1, (next(states) if has_states else None for has_states in stored), *flags, *top_k, strict=True)
-        return [GeneratedText(*values) for values in columns]
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"part-{number:04d}.safetensors"
+    return batches
 
 
-def _split(tensor: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    parts: tuple[torch.Tensor, ...] = tensor.split(lengths)  # type: ignore[no-untyped-call]
-    return parts
+def _texts(content: dict[str, torch.Tensor]) -> list[GeneratedText]:
+    lengths, stored = content["lengths"].tolist(), content["kept"].tolist()
+
+    def split(name: str, sizes: list[int] = lengths) -> Sequence[Any]:
+        return content[name].split(sizes) if name in content else [None] * len(sizes)  # type: ignore[no-untyped-call]
+
+    parts = split("rows", [length * has_states for length, has_states in zip(lengths, stored, strict=True)])
+    states = [part if has_states else None for part, has_states in zip(parts, stored, strict=True)]
+    flags = [content[name].tolist() for name in ("prompts", "greedy", "held_out")]
+    columns = zip(split("ids"), split("best"), states, *flags, split("likely"), split("logs"), strict=True)
+    return [GeneratedText(ids.long(), top1.long(), *others) for ids, top1, *others in columns]
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:04d}.safetensors"
 
 
 def generate_texts(
@@ -115,7 +101,7 @@ def generate_texts(
     held_out: Sequence[bool],
     keep_hidden_states: bool = False,
     keep_top_k: bool = False,
-    on_progress: OnProgress = never_end,
+    on_progress: OnProgress = lambda *_: True,
 ) -> list[GeneratedText]:
     """Let the target continue each prompt, up to `max_tokens` tokens together, and compute its predictions.
 
@@ -136,7 +122,9 @@ def generate_texts(
     return made
 
 
-def read_texts(target: LoadedModel, texts: Sequence[Sequence[int]], on_progress: OnProgress = never_end) -> list[GeneratedText]:
+def read_texts(
+    target: LoadedModel, texts: Sequence[Sequence[int]], on_progress: OnProgress = lambda *_: True
+) -> list[GeneratedText]:
     """Compute the target's top-k predictions for given texts, at least for the first; much faster than generating text.
 
     `on_progress` is called after each text; if it returns False, the remaining texts are left out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count, repeat
 from random import Random
 
 import torch
@@ -26,11 +27,9 @@ class PackedBatch:
     labels: torch.Tensor
     teacher: torch.Tensor
 
-    def sequences(self, start: int, stop: int) -> PackedBatch:
-        return PackedBatch(*(getattr(self, name)[start:stop] for name in self.__slots__))
-
-    def to(self, device: torch.device) -> PackedBatch:
-        tensors = (getattr(self, name) for name in self.__slots__)
+    def part(self, sequences: slice, device: torch.device) -> PackedBatch:
+        """Some of the sequences, copied to `device`."""
+        tensors = (getattr(self, name)[sequences] for name in self.__slots__)
         if device.type == "cuda":  # only copies from pinned memory are asynchronous
             tensors = (tensor.pin_memory() for tensor in tensors)
         return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
@@ -48,24 +47,16 @@ SampleText = Callable[[Random, int], tuple[list[int], list[int]]]
 def pack(samplers: list[SampleText], training_length: int, rng: Random) -> PackedBatch:
     """One sequence of `training_length` tokens for each of `samplers`."""
     sequences = [_sequence(sample, training_length, rng) for sample in samplers]
-    return PackedBatch(*(torch.tensor(column) for column in zip(*sequences, strict=True)))
+    return PackedBatch(*torch.tensor(sequences).permute(2, 0, 1).contiguous())
 
 
-def _sequence(sample: SampleText, training_length: int, rng: Random) -> tuple[list[int], ...]:
-    ids: list[int] = []
-    positions: list[int] = []
-    segments: list[int] = []
-    labels: list[int] = []
-    teacher: list[int] = []
-    segment = 0
-    while len(ids) < training_length:
-        left = training_length - len(ids)
-        text, references = sample(rng, left + 1)  # one token more: the label of the last one
-        size = min(len(text), left)
-        ids += text[:size]
-        positions += range(size)
-        segments += [segment] * size
-        labels += [*text[1 : size + 1], *([IGNORED] if len(text) == size else [])]
-        teacher += references[:size]
-        segment += 1
-    return ids, positions, segments, labels, teacher
+def _sequence(sample: SampleText, training_length: int, rng: Random) -> list[tuple[int, ...]]:
+    """The fields of PackedBatch for each token."""
+    tokens: list[tuple[int, ...]] = []
+    for segment in count():
+        left = training_length - len(tokens)
+        if not left:
+            break
+        text, teacher = sample(rng, left + 1)  # one token more: the label of the last one
+        tokens += zip(text[:left], count(), repeat(segment), [*text[1:], IGNORED], teacher, strict=False)
+    return tokens

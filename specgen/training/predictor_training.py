@@ -18,19 +18,6 @@ ExitOutputs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """The quality of a predictor on held-out text.
-
-    `loss` is its cross-entropy in nats, `base_loss` that of a constant prediction of the mean, `ranking` the area under the ROC
-    curve: how often an accepted token scores higher than a rejected one.
-    """
-
-    loss: float
-    base_loss: float
-    ranking: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Examples:
     """Hidden states of the target and of the exit, each [n, width], and whether the exit agreed with the target [n], for the
     tokens of all texts. `ends` [n] has the index of the last token of each token's text."""
@@ -40,12 +27,11 @@ class _Examples:
     agreed: torch.Tensor
     ends: torch.Tensor
 
-    def __len__(self) -> int:
-        return len(self.agreed)
 
-
-def train_predictor(exit_outputs: ExitOutputs, texts: Sequence[GeneratedText], seed: int) -> tuple[Predictor, Fit] | None:
-    """Fit a predictor to the texts that have hidden states; None if there are too few of them.
+def train_predictor(
+    exit_outputs: ExitOutputs, texts: Sequence[GeneratedText], seed: int
+) -> tuple[Predictor, dict[str, float]] | None:
+    """Fit a predictor to the texts that have hidden states, and measure it on held-out ones; None if there are too few of them.
 
     A text holds the target's own tokens, so all tokens before a position count as accepted: what is learned is the conditional
     probability that the token at this position is accepted too.
@@ -73,19 +59,14 @@ def train_predictor(exit_outputs: ExitOutputs, texts: Sequence[GeneratedText], s
 
 def _examples(exit_outputs: ExitOutputs, texts: Sequence[GeneratedText]) -> _Examples | None:
     target_states, exit_states, agreed, ends = [], [], [], []
-    total = 0
     for text in texts:
-        if text.hidden_states is None or len(text.ids) < 3:
-            continue
-        logits, hidden = exit_outputs(text.ids)
-        agreed.append(logits.argmax(dim=-1) == text.top1.to(logits.device))
-        exit_states.append(hidden)
-        target_states.append(text.hidden_states.to(hidden.device))
-        total += len(text.ids)
-        ends.append(torch.full((len(text.ids),), total - 1, device=hidden.device))
-    if not total:
-        return None
-    return _Examples(torch.cat(target_states), torch.cat(exit_states), torch.cat(agreed), torch.cat(ends))
+        if text.hidden_states is not None and len(text.ids) > 2:
+            logits, hidden = exit_outputs(text.ids)
+            agreed.append(logits.argmax(dim=-1) == text.top1.to(logits.device))
+            exit_states.append(hidden)
+            target_states.append(text.hidden_states.to(hidden.device))
+            ends.append(torch.full((len(hidden),), sum(map(len, exit_states)) - 1, device=hidden.device))
+    return _Examples(*map(torch.cat, (target_states, exit_states, agreed, ends))) if ends else None
 
 
 def _sample(
@@ -93,7 +74,7 @@ def _sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and labels of at most `count` drafted tokens, at uniformly random positions of drafts that start anywhere."""
     device = examples.agreed.device
-    begin = torch.randint(len(examples), (count,), generator=generator, device=device)
+    begin = torch.randint(len(examples.agreed), (count,), generator=generator, device=device)
     # Two more than POSITIONS: positions beyond it share its weights.
     positions = torch.randint(1, Predictor.POSITIONS + 3, (count,), generator=generator, device=device)
     inside = begin + positions <= examples.ends[begin]
@@ -106,16 +87,17 @@ def _sample(
 
 
 @torch.no_grad()
-def _measure(predictor: Predictor, examples: _Examples, generator: torch.Generator) -> Fit:
+def _measure(predictor: Predictor, examples: _Examples, generator: torch.Generator) -> dict[str, float]:
+    """`loss` is the predictor's cross-entropy in nats, `base_loss` that of a constant prediction of the mean, `ranking` the area
+    under the ROC curve: how often an accepted token scores higher than a rejected one."""
     logits, labels = _sample(predictor, examples, generator, 4 * BATCH)
     base = torch.full_like(logits, float(torch.logit(labels.mean().clamp(1e-6, 1 - 1e-6))))
-    order = logits.argsort()
-    ranks = torch.empty_like(logits).scatter_(0, order, torch.arange(1, len(order) + 1, device=logits.device).float())
+    ranks_of_agreed = 1 + (labels[logits.argsort()] > 0).nonzero().double()
     positive = labels.sum()
     negative = len(labels) - positive
-    above = ranks[labels > 0].double().sum() - positive * (positive + 1) / 2
-    return Fit(
-        float(F.binary_cross_entropy_with_logits(logits, labels)),
-        float(F.binary_cross_entropy_with_logits(base, labels)),
-        float(above / (positive * negative)) if positive and negative else 0.5,
-    )
+    above = ranks_of_agreed.sum() - positive * (positive + 1) / 2
+    return {
+        "loss": float(F.binary_cross_entropy_with_logits(logits, labels)),
+        "base_loss": float(F.binary_cross_entropy_with_logits(base, labels)),
+        "ranking": float(above / (positive * negative)) if positive and negative else 0.5,
+    }

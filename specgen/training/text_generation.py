@@ -1,11 +1,11 @@
 """Generation of the target's training text in batches, within the memory and the budget; each batch is stored once complete.
 
-For a distilled draft the target also reads corpus text: its predictions there cost a fraction of those on generated text, and
-cover all kinds of text in the corpus.
+For a distilled draft the target also reads corpus text, where its predictions cost a fraction of those on generated text.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,19 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen.engine.devices import free_memory, synchronizer
+from specgen.engine.devices import free_memory
 from specgen.engine.kv_cache import bytes_per_token
 from specgen.errors import SpecgenError
 from specgen.files import write_whole
 from specgen.training.batched_generation import OnProgress
 from specgen.training.corpus import HELD_OUT_EVERY, Corpus
-from specgen.training.generated_text import (
-    GeneratedText,
-    GeneratedTextStore,
-    generate_texts,
-    read_texts,
-    top1_and_hidden_states,
-)
+from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, read_texts, save_batch
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingStopped, TrainingTask, check_same_run
 
 if TYPE_CHECKING:
@@ -53,8 +47,7 @@ class TextGeneration:
     `keep_top_k` stores the target's top-k probabilities with every text, instead of hidden states with some. Then, unless the
     task has prompts, corpus text is read in turn with generated text. `seconds` is the time spent, earlier runs included.
 
-    With a budget in steps, the texts depend on the seed and on the batch size only. The batch size is a power of two that
-    depends on free memory; the first run stores it for those that resume it.
+    With a budget in steps, the texts depend on the seed and the batch size only; a resumed run has the batch size of the first.
     """
 
     def __init__(
@@ -63,55 +56,51 @@ class TextGeneration:
         task: TrainingTask,
         settings: dict[str, Any],
         observer: TrainingObserver,
-        *,
         keep_top_k: bool = False,
     ) -> None:
-        self._store = GeneratedTextStore(task.folder)
         self._target, self._task, self._settings, self._observer = target, task, settings, observer
         self._keep_top_k, self._clock = keep_top_k, task.clock
         reads = keep_top_k and task.corpus is not None and not task.prompts
         self._kinds = [_GREEDY, _SAMPLED, *([_READ] if reads else [])]
         self._log = task.folder / "writing.json"
-        self._max_tokens = min(task.recipe.training_length, target.context_limit)
+        recipe = task.recipe
+        self._max_tokens = min(recipe.training_length, target.context_limit)
         self.seconds, batch_size = _read_log(self._log, settings)
         self._batch_size = batch_size or largest_batch(target, self._max_tokens)
-        steps, seconds = task.recipe.steps, task.recipe.seconds
-        self._planned = None if steps is None else len(self._kinds) * _batches_per_kind(task.recipe, self._batch_size)
-        self._limit = math.inf if seconds is None else seconds * _BUDGET_SHARE
-        self._seconds_per_token: float | None = None
+        self._planned = math.inf if recipe.steps is None else len(self._kinds) * _batches_per_kind(recipe, self._batch_size)
+        self._limit = math.inf if recipe.seconds is None else recipe.seconds * _BUDGET_SHARE
         self._write_log()
 
     def run(self) -> list[GeneratedText]:
         """Generate the missing batches and return all texts. Raises TrainingStopped; the unfinished batch is lost then."""
         if not self._task.recipe.generated_share:
             return []
-        bytes_per_state = 2 * self._target.model.config.get_text_config().hidden_size
-        hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // bytes_per_state)
-        texts = self._store.read()
-        number = self._store.count()
-        while self._has_next(number):
+        width = self._target.model.config.get_text_config().hidden_size
+        hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // (2 * width))
+        batches = load_batches(self._task.folder)
+        texts = [text for batch in batches for text in batch]
+        for number in itertools.count(len(batches)):
+            if not self._has_next(number):
+                break
             start = self._clock()
             with_states = sum(len(text.ids) for text in texts if text.hidden_states is not None)
             made = self._batch(number, _tokens(texts), keep_hidden_states=with_states < hidden_state_tokens)
-            self._store.save(number, made)
+            save_batch(self._task.folder, number, made)
             self.seconds += self._clock() - start
             self._write_log()
             texts += made
-            number += 1
-            self._observer.generating(number, self._share(number, 0.0) if self._has_next(number) else 1.0, _tokens(texts))
+            share = self._share(number + 1, 0.0) if self._has_next(number + 1) else 1.0
+            self._observer.generating(number + 1, share, _tokens(texts))
         return texts
 
     def _has_next(self, number: int) -> bool:
         """At least one batch of each kind is generated; with a budget in seconds, as many as there is time for."""
-        if self._planned is not None:
-            return number < self._planned
-        return number < len(self._kinds) or self._limit - self.seconds > _MIN_TIME_SHARE * self._limit
+        has_time = self.seconds < (1 - _MIN_TIME_SHARE) * self._limit
+        return number < len(self._kinds) or (number < self._planned and has_time)
 
     def _share(self, batches: float, batch_seconds: float) -> float:
         """The share that is done with `batches` batches, after `batch_seconds` in an unfinished batch."""
-        if self._planned is not None:
-            return min(1.0, batches / self._planned)
-        return min(1.0, (self.seconds + batch_seconds) / self._limit)
+        return min(1.0, max(batches / self._planned, (self.seconds + batch_seconds) / self._limit))
 
     def _batch(self, number: int, tokens: int, *, keep_hidden_states: bool) -> list[GeneratedText]:
         start = self._clock()
@@ -121,14 +110,16 @@ class TextGeneration:
             time_left /= len(self._kinds) - index
         seed = self._task.recipe.seed * 1_000_003 + number
         if self._kinds[index] == _READ:
-            return self._read(seed, self._progress(number, tokens, start, start + time_left))
+            assert self._task.corpus is not None
+            rng, count = Random(f"read {seed}"), _READ_FACTOR * self._batch_size
+            read = [self._task.corpus.sample(rng, self._max_tokens, held_out=False) for _ in range(count)]
+            return read_texts(self._target, read, self._progress(number, tokens, start, start + time_left))
         prompts, held_out, greedy = self._prompts(turn, seed, greedy=self._kinds[index] == _GREEDY)
-        deadline = math.inf
-        if self._planned is None:
-            prediction_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens
-            count = max(_MIN_BATCH, int((1 - _GENERATION_SHARE) * time_left / prediction_seconds))
+        if time_left < math.inf:
+            text_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens
+            count = max(_MIN_BATCH, int((1 - _GENERATION_SHARE) * time_left / text_seconds))
             prompts, held_out = prompts[:count], held_out[:count]
-            deadline = start + _GENERATION_SHARE * time_left
+        deadline = start + _GENERATION_SHARE * time_left
         return generate_texts(
             self._target,
             prompts,
@@ -140,13 +131,6 @@ class TextGeneration:
             keep_top_k=self._keep_top_k,
             on_progress=self._progress(number, tokens - sum(map(len, prompts)), start, deadline),
         )
-
-    def _read(self, seed: int, on_progress: OnProgress) -> list[GeneratedText]:
-        assert self._task.corpus is not None
-        rng = Random(f"read {seed}")
-        count = _READ_FACTOR * self._batch_size
-        texts = [self._task.corpus.sample(rng, self._max_tokens, held_out=False) for _ in range(count)]
-        return read_texts(self._target, texts, on_progress)
 
     def _progress(self, number: int, tokens: int, start: float, deadline: float) -> OnProgress:
         """Report the progress of batch `number`, raise TrainingStopped on request, and end the batch at the deadline."""
@@ -185,16 +169,11 @@ class TextGeneration:
         return prompts, [index % period % HELD_OUT_EVERY == 0 for index in indices], greedy
 
     def _prediction_seconds(self, prompt: list[int]) -> float:
-        """Seconds per token of the target's predictions, measured once."""
-        if self._seconds_per_token is None:
-            size = min(self._max_tokens, _TIMED_TOKENS)
-            ids = torch.tensor((prompt * size)[:size])
-            synchronize = synchronizer(self._target.device) or (lambda: None)
-            start = self._clock()
-            top1_and_hidden_states(self._target.model, ids)
-            synchronize()
-            self._seconds_per_token = (self._clock() - start) / size
-        return self._seconds_per_token
+        """Seconds per token of the target's predictions, measured with one forward pass."""
+        size = min(self._max_tokens, _TIMED_TOKENS)
+        start = self._clock()
+        read_texts(self._target, [(prompt * size)[:size]])
+        return (self._clock() - start) / size
 
     def _write_log(self) -> None:
         content = {"settings": self._settings, "seconds": self.seconds, "texts_at_once": self._batch_size}
@@ -238,15 +217,14 @@ def _tokens(texts: list[GeneratedText]) -> int:
 
 def _read_log(log: Path, settings: dict[str, Any]) -> tuple[float, int | None]:
     """The seconds and the batch size of an interrupted run; 0 and None if there was none."""
-    if not log.exists():
-        return 0.0, None
     try:
         content = json.loads(log.read_text(encoding="utf-8"))
-        before, seconds, batch_size = dict(content["settings"]), float(content["seconds"]), int(content["texts_at_once"])
+        check_same_run(log, dict(content["settings"]), settings)
+        return float(content["seconds"]), max(_MIN_BATCH, int(content["texts_at_once"]))
+    except FileNotFoundError:
+        return 0.0, None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecgenError(f"cannot read {log}", f"Delete {log.parent} to start again") from error
-    check_same_run(log, before, settings)
-    return seconds, max(_MIN_BATCH, batch_size)
 
 
 def _batches_per_kind(recipe: Recipe, batch_size: int) -> int:

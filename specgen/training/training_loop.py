@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -38,14 +37,14 @@ class TrainingBatches:
     """Batches by step number, of corpus text and of texts with a teacher: pairs of ids and of teacher references."""
 
     def __init__(self, corpus: Corpus | None, taught: Sequence[tuple[list[int], list[int]]], recipe: Recipe) -> None:
-        self._corpus, self._taught, self._recipe = corpus, taught, recipe
+        self._corpus, self._taught, self.recipe = corpus, taught, recipe
         share = 1.0 if corpus is None else recipe.generated_share
         count = max(1, round(recipe.batch_size * share)) if taught else 0
         self._samplers: list[SampleText] = [self._sample_taught] * count
         self._samplers += [self._sample_corpus] * (recipe.batch_size - count)
 
     def batch(self, step: int) -> PackedBatch:
-        return pack(self._samplers, self._recipe.training_length, Random(f"batch {self._recipe.seed} {step}"))
+        return pack(self._samplers, self.recipe.training_length, Random(f"batch {self.recipe.seed} {step}"))
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
         assert self._corpus is not None
@@ -65,16 +64,14 @@ class Training(ABC):
         self,
         trained: dict[str, torch.nn.Parameter],
         batches: TrainingBatches,
-        recipe: Recipe,
         device: torch.device,
         vocabulary: int,
         piece_size: int,
     ) -> None:
-        self.trained, self.batches, self.recipe = trained, batches, recipe
+        self.trained, self.batches, self.recipe = trained, batches, batches.recipe
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._device, self._vocabulary, self._piece_size = device, vocabulary, piece_size
-        self._step_seconds: float | None = None  # moving average
-        self._optimizer = torch.optim.AdamW(trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(trained.values(), lr=self.recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._recent: list[tuple[float, float, float]] = []  # results of the last steps, as `advance` returns them
 
     @abstractmethod
@@ -94,7 +91,7 @@ class Training(ABC):
         return self.seconds / (self.recipe.seconds or 1.0)
 
     def run(
-        self, state: Path, settings: dict[str, Any], observer: TrainingObserver, clock: Callable[[], float] = time.monotonic
+        self, state: Path, settings: dict[str, Any], observer: TrainingObserver, clock: Callable[[], float]
     ) -> TrainingProgress:
         """Train until the budget is used, starting from the file `state` if it exists. The state is saved every minute.
 
@@ -106,10 +103,10 @@ class Training(ABC):
             observer.announce(f"resuming at step {self.step}")
         saved = clock()
         while self.share < 1:
-            start = clock()
+            start, mean_seconds = clock(), self.seconds / self.step if self.seconds else math.inf
             self._recent.append(self.advance())
             del self._recent[:-_REPORTED_STEPS]
-            self._charge(clock() - start)
+            self.seconds += min(clock() - start, _MAX_SLOWDOWN * mean_seconds)  # the process may have been suspended
             progress = self.progress()
             if not math.isfinite(progress.loss):
                 raise RunError(f"the loss is {progress.loss} at step {self.step}", "Use a smaller --learning-rate")
@@ -123,14 +120,8 @@ class Training(ABC):
         self.save(state, settings)
         return self.progress()
 
-    def _charge(self, seconds: float) -> None:
-        """Add a step's time to the budget, without the time for which the process or the machine was suspended."""
-        usual = self._step_seconds or seconds
-        self._step_seconds = 0.9 * usual + 0.1 * min(seconds, _MAX_SLOWDOWN * usual)
-        self.seconds += min(seconds, _MAX_SLOWDOWN * self._step_seconds)
-
     def progress(self) -> TrainingProgress:
-        losses, matches, compared = zip(*self._recent, strict=True) if self._recent else ((math.nan,), (0.0,), (0.0,))
+        losses, matches, compared = zip(*self._recent, strict=True)
         agreement = sum(matches) / sum(compared) if sum(compared) else None
         loss = sum(losses) / len(losses)
         return TrainingProgress(self.step, self.tokens, min(1.0, self.share), loss, agreement, self.seconds)
@@ -145,7 +136,7 @@ class Training(ABC):
         size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self._vocabulary))
         sums = torch.zeros(3, device=self._device)
         for start in range(0, batch.ids.shape[0], size):
-            sums += self.backward(batch.sequences(start, start + size).to(self._device), labelled)
+            sums += self.backward(batch.part(slice(start, start + size), self._device), labelled)
         torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -209,7 +200,7 @@ class Training(ABC):
         self._recent = [(loss, matches, compared) for loss, matches, compared in numbers["recent"]]
 
 
-def bfloat16_autocast(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:
+def autocast_for(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:
     """bfloat16 matrix products if the target's weights have 16 bits, float32 otherwise."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=target_dtype != torch.float32)
 

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.environment import versions
 from specgen.errors import SpecgenError
@@ -38,13 +36,6 @@ class Recipe:
     training_length: int = 2048
     generated_share: float = 0.5
     seed: int = 0
-
-    @classmethod
-    def default(cls, device: torch.device, context_limit: int) -> Recipe:
-        """The paper's batch size on CUDA; smaller batches elsewhere, where such a step would take minutes."""
-        if device.type == "cuda":
-            return cls(training_length=min(2048, context_limit))
-        return cls(batch_size=16, training_length=min(256, context_limit))
 
     def after_generation(self, seconds: float) -> Recipe:
         """The recipe of the optimization itself, after text generation took `seconds` of the budget."""
