@@ -15,7 +15,7 @@ from rich.console import Console
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import MethodResult, Prediction, Results, Run, method_results
+from specgen.compare.results import BenchmarkConfig, MethodResult, Prediction, Results, Run, method_results
 from specgen.compare.runner import BenchmarkStep
 from specgen.compare.verdict import DIFFERENT, SAME, TIE, Difference, first_difference
 from specgen.engine.tolerances import tie_threshold
@@ -24,12 +24,12 @@ from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Draft, Round, SamplingParams, Verdict
 from specgen.ui import theme
 from specgen.ui.html import compare_page
-from specgen.ui.terminal.comparison import Conditions, View, page
+from specgen.ui.recorded_methods import LOSSY
+from specgen.ui.terminal.comparison import Report, headed_table, page
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.live_table import LiveTable, duration, progress_line
 
 PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
-CONDITIONS = Conditions("demo pair", "cpu float32", 1, SamplingParams(max_new_tokens=100))
 WILD = MethodSpec("wild", "wild", {}, lossless=False)
 
 
@@ -51,7 +51,7 @@ def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
     """Each method's runs, one a prompt."""
     specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
     prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(3)]
-    results = Results(specs, prompts, greedy=True)
+    results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
     for spec, runs in zip(specs, methods.values(), strict=True):
         for index, measured in enumerate(runs):
             results.runs[spec.written, index, 0] = measured
@@ -74,14 +74,18 @@ def usual() -> Results:
     return results
 
 
-def shown(results: Results, width: int, view: View = View()) -> list[str]:  # noqa: B008  frozen
-    return [line.plain for line in page(results, method_results(results), CONDITIONS, view, width)]
+def report_of(results: Results, **options: bool) -> Report:
+    return Report(results, method_results(results), "demo pair, cpu float32", **options)
+
+
+def shown(results: Results, width: int, **options: bool) -> list[str]:
+    return [line.plain for line in page(report_of(results, **options), width)]
 
 
 @pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])
 def test_a_table_fits_the_terminal_and_never_cuts_a_name(width: int) -> None:
     for by_category in (False, True):
-        lines = shown(usual(), width, View(by_category=by_category, phases=True))
+        lines = shown(usual(), width, by_category=by_category, phases=True)
         assert max(map(len, lines)) <= width, "\n".join(lines)
         for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):
             assert any(line == name or line.startswith(name + " ") for line in lines)
@@ -90,10 +94,9 @@ def test_a_table_fits_the_terminal_and_never_cuts_a_name(width: int) -> None:
 
 def test_narrow_terminals_drop_columns_by_priority() -> None:
     titles = ("passes", "HM", "share", "a pass", "length", "lexity", "interval")
-    results = usual()
-    figures, left = method_results(results), []
+    report, left = report_of(usual()), []
     for width in range(140, 45, -1):
-        heads = [line.plain for line in page(results, figures, CONDITIONS, View(), width)][2:4]
+        heads = [line.plain for line in page(report, width)][2:4]
         left.append([title for title in titles if not any(title in line for line in heads)])
     assert left[0] == []
     assert left[-1] == list(titles)
@@ -109,17 +112,17 @@ def test_the_order_is_plain_lossless_by_speed_lossy_and_not_run() -> None:
     wide = shown(usual(), 200)
     assert "svip is the fastest that keeps the target's output: 2.10× plain decoding (ar)." in wide
     assert any("tie at 57 of prompt 1 (p1) (svip): the two tokens' logits are 0.0004 apart" in line for line in wide)
-    assert "lossy: other text than the target's, by design; not ranked." in wide
+    assert LOSSY in wide
 
 
 def test_only_the_best_lossless_method_is_bold() -> None:
-    lines = speed_table(method_results(usual()), 100).lines
+    lines = speed_table(method_results(usual()), 100)[0]
     bold = {line.plain.split()[0] for line in lines if any(span.style == "strong" and span.start == 0 for span in line.spans)}
     assert bold == {"svip"}
 
 
 def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
-    lines = {line.plain.split()[0]: line.plain for line in speed_table(method_results(usual()), 100).lines if line.plain.strip()}
+    lines = {line.plain.split()[0]: line.plain for line in speed_table(method_results(usual()), 100)[0] if line.plain.strip()}
     made = {row.spec.written: row for row in method_results(usual())}
     bars = {name: re.search("[━╾╸─╴]+$", line) for name, line in lines.items()}
     figures = made["wild"].overall
@@ -232,9 +235,8 @@ def test_the_progress_fits_and_its_end_stays() -> None:
 def test_the_live_table_is_drawn_on_show_and_erased_at_the_end() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
     results = usual()
-    view = View(is_live=True)
     step = BenchmarkStep(None, None, False, 3, 9, 4.0)
-    with LiveTable(console, lambda width: page(results, method_results(results), CONDITIONS, view, width), quiet=False) as live:
+    with LiveTable(console, lambda width: headed_table(report_of(results), width)[0], quiet=False) as live:
         before = len(console.file.getvalue())  # type: ignore[attr-defined]
         live.show(step)
         assert "3 of 9 runs" in console.file.getvalue()[before:]  # type: ignore[attr-defined]
@@ -276,23 +278,25 @@ class Page(HTMLParser):
 
 def test_the_page_shows_all_results_and_fetches_nothing() -> None:
     results = usual()
-    results.prompts = [Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>"), *results.prompts[1:]]
+    results.config = replace(
+        results.config, prompts=[Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>"), *results.config.prompts[1:]]
+    )
     start = {"method": "svip", "settings": {}, "prompt_ids": [1], "prompt_index": 0}
-    round_ = Round(0, "sequential", Draft([1], range(-1, 0), stop_reason="eos"), Verdict((0,), 2, "bonus"), {"verify": 1.0})
+    round_ = Round(0, "sequential", Draft.chain([1], stop_reason="eos"), Verdict((0,), 2, "bonus"), {"verify": 1.0})
     summary = {"text": "<b>a</b>", "token_ids": [1, 2], "finish_reason": "length"}
-    example = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
-    about = compare_page.About([("Machine", "a <fast> one")], "specgen 1", "specgen compare")
+    results.examples["svip"] = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
+    about = [("Machine", "a <fast> one")], "specgen 1", "specgen compare"
     predictions = {"svip": Prediction(1.25, 1.5)}
-    predicted = [
-        replace(result, prediction=predictions.get(result.spec.written, Prediction())) for result in method_results(results)
-    ]
-    view = View(by_category=True)
-    more = "".join(compare_page.page(results, predicted, CONDITIONS, {"svip": example}, about, view))
+    report = report_of(results, by_category=True)
+    predicted = replace(
+        report, made=[replace(made, prediction=predictions.get(made.spec.written, Prediction())) for made in report.made]
+    )
+    more = "".join(compare_page.page(predicted, *about))
     assert more.count(">1.25×</td>") == more.count(">1.50×</td>") == 1
     assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
     assert "No prediction for " in more
-    assert "No prediction for " in " ".join(line.plain for line in page(results, predicted, CONDITIONS, view, 200))
-    written = "".join(compare_page.page(results, method_results(results), CONDITIONS, {"svip": example}, about, View()))
+    assert "No prediction for " in " ".join(line.plain for line in page(predicted, 200))
+    written = "".join(compare_page.page(report_of(results), *about))
     parsed = Page(written)
     assert not parsed.open
     assert "script" not in parsed.tags

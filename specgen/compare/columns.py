@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from specgen.compare.ranking import ranked
 from specgen.compare.results import Figures, MethodResult, Prediction
 from specgen.compare.verdict import OUTCOMES, Outcome, outcome_text
 from specgen.traces.summary import Summary
@@ -38,6 +39,16 @@ def entries(result: MethodResult, *, by_category: bool = False) -> list[Entry]:
     overall = Entry(result, result.overall or Figures(Summary(result.spec.name), 0))
     categories = result.by_category.items() if by_category else ()
     return [overall, *(Entry(result, figures, category) for category, figures in categories)]
+
+
+def ranked_entries(results: Sequence[MethodResult], *, by_category: bool = False) -> list[Entry]:
+    """The lines of the methods that ran, in the order of `ranked`; with `by_category` of several categories too."""
+    return [
+        entry
+        for result in ranked(results)
+        if result.overall is not None
+        for entry in entries(result, by_category=by_category and len(result.by_category) > 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +131,8 @@ COLUMNS = (
     Column("speedup", _figure("speedup"), "\nspeedup", "{:.2f}×", is_speed=True),
     Column("speedup_low", _figure("low"), "95%\ninterval", _interval, 4, is_speed=True, is_interval=True),
     Column("speedup_high", _figure("high")),
-    Column("perplexity", _figure("perplexity"), "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
-    Column("joules_per_token", _figure("joules_per_token"), "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),
+    Column("perplexity", _summary("perplexity"), "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
+    Column("joules_per_token", _summary("joules_per_token"), "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),
     Column("energy", _summary("energy"), in_csv=False),
     Column("phase_seconds", _phases, in_csv=False),
     *(Column(f"{phase}_seconds", _phase(phase), in_json=False) for phase in PHASES),

@@ -30,6 +30,7 @@ class Summary:
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
+        self.joules: float | None = None  # above idle, NaN if those of a run are unknown
         self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
 
     def add(self, round_: Round) -> None:
@@ -50,9 +51,19 @@ class Summary:
     def add_energy(self, energy: Energy) -> None:
         """Add one run's energy."""
         self.energy = energy if self.energy is None else self.energy + energy
+        self.joules = (self.joules or 0.0) + (math.nan if energy.joules is None else energy.joules)
 
     def include(self, line: Mapping[str, Any]) -> None:
-        """Add a whole run by its summary line with the additional key `drafts`, as in comparisons."""
+        """Add a whole run by its summary line with the additional key `drafts`, as in comparisons.
+
+        Perplexity and joules per token stay None unless every run with tokens has them.
+        """
+        if tokens := len(line["token_ids"]):
+            perplexity, joules = (
+                math.nan if line.get(name) is None else line[name] for name in ("perplexity", "joules_per_token")
+            )
+            self.add_log_likelihood(-tokens * math.log(perplexity))
+            self.joules = (self.joules or 0.0) + tokens * joules
         self.rounds += line["rounds"]
         self.token_ids += line["token_ids"]
         self.drafts += line["drafts"]
@@ -122,9 +133,9 @@ class Summary:
     @property
     def joules_per_token(self) -> float | None:
         """Energy above idle per generated token; None where there is no counter."""
-        if self.energy is None or self.energy.joules is None or not self.new_tokens:
+        if self.joules is None or math.isnan(self.joules) or not self.new_tokens:
             return None
-        return self.energy.joules / self.new_tokens
+        return self.joules / self.new_tokens
 
     @property
     def mean_draft_length(self) -> float | None:
