@@ -27,7 +27,7 @@ from specgen.ui.html import compare_page
 from specgen.ui.recorded_methods import LOSSY
 from specgen.ui.terminal.comparison import Report, headed_table, page
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
-from specgen.ui.terminal.live_table import LiveTable, duration, progress_line
+from specgen.ui.terminal.live_table import duration, live_lines, live_table, progress_line
 
 PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
 WILD = MethodSpec("wild", "wild", {}, lossless=False)
@@ -233,17 +233,17 @@ def test_the_progress_fits_and_its_end_stays() -> None:
 
 
 def test_the_live_table_is_drawn_on_show_and_erased_at_the_end() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
-    results = usual()
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
     step = BenchmarkStep(None, None, False, 3, 9, 4.0)
-    with LiveTable(console, lambda width: headed_table(report_of(results), width)[0], quiet=False) as live:
-        before = len(console.file.getvalue())  # type: ignore[attr-defined]
-        live.show(step)
-        assert "3 of 9 runs" in console.file.getvalue()[before:]  # type: ignore[attr-defined]
-    piped = Console(file=io.StringIO(), width=80)
-    with LiveTable(piped, lambda width: [], quiet=False) as live:
-        live.show(step)
-    assert piped.file.getvalue() == ""  # type: ignore[attr-defined]
+    with live_lines(console, quiet=False) as show:
+        before = len(out.getvalue())
+        assert show is not None
+        show(live_table(headed_table(report_of(usual()), 80)[0], step, console))
+        assert "3 of 9 runs" in out.getvalue()[before:]
+    assert out.getvalue().endswith("\x1b[2K")
+    with live_lines(Console(file=out, width=80), quiet=False) as show:
+        assert show is None
 
 
 # ------------------------------------------------------------------ the page

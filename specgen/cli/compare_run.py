@@ -25,7 +25,7 @@ from specgen.traces import trace_writer as traces
 from specgen.ui import theme
 from specgen.ui.html.page import write_page
 from specgen.ui.terminal import comparison as views
-from specgen.ui.terminal.live_table import LiveTable
+from specgen.ui.terminal.live_table import live_lines, live_table
 
 if TYPE_CHECKING:
     from specgen.cli.compare import CompareOutput
@@ -73,10 +73,11 @@ class Comparison:
         failure: SpecgenError | None = None
         with self._interrupts as interrupts:
             try:
-                with LiveTable(self._err, self._live_page, quiet=self._display.quiet) as live:
+                with live_lines(self._err, quiet=self._display.quiet) as show:
                     for step in self._runner.steps():
-                        with interrupts.held():
-                            live.show(step)
+                        if show is not None:
+                            with interrupts.held():
+                                show(live_table(self._table_so_far(), step, self._err))
                 if self._output.predict:
                     costs = measure_costs(self._pair, self.results)
             except KeyboardInterrupt:
@@ -108,8 +109,8 @@ class Comparison:
     def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
         return views.Report(self.results, made, self._where, self._output.by_category, self._output.phases, notes)
 
-    def _live_page(self, width: int) -> Sequence[Text]:
-        return views.headed_table(self._report(method_results(self.results, FEW_RESAMPLES)), width)[0]
+    def _table_so_far(self) -> Sequence[Text]:
+        return views.headed_table(self._report(method_results(self.results, FEW_RESAMPLES)), self._err.width)[0]
 
     def _interruption(self, interrupted: bool) -> list[str]:
         path = self._output.trace_path
