@@ -61,9 +61,9 @@ class Column:
     """
 
     key: str
-    value: Callable[[Entry], Any]
+    value: Callable[[Any], Any]
     title: str = ""
-    form: str | Callable[[Entry], str] = "{}"
+    form: str | Callable[[Any], str] = "{}"
     priority: int = 0
     label: str = ""
     is_optional: bool = field(default=False, kw_only=True)  # shown only where an entry has a value
@@ -72,7 +72,7 @@ class Column:
     in_json: bool = field(default=True, kw_only=True)
     in_csv: bool = field(default=True, kw_only=True)
 
-    def text(self, entry: Entry) -> str:
+    def text(self, entry: Any) -> str:
         """The cell of a table, empty where there is no value."""
         value = self.value(entry)
         return "" if value is None else self.form.format(value) if isinstance(self.form, str) else self.form(entry)

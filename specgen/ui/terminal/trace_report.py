@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 
 from rich.console import Console
 from rich.text import Text
 
-from specgen.compare.columns import draft_length
+from specgen.compare.columns import Column
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
-from specgen.ui.recorded_methods import ENDED, LOSSY, RecordedMethod
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import wrapped
 
 NARROWEST = 44  # cells for each run where several are shown side by side
 _GAP = 4
+_SPEED = Column("tokens_per_second", attrgetter("statistics.summary.tokens_per_second"), form="{:.1f}", label="tokens/s")
 _EIGHTHS = "▁▂▃▄▅▆▇█"
-_PHASES = (
-    ("prompt", "prefill"),
-    ("drafting", "draft"),
-    ("verifying", "verify"),
-    ("sampling", "sample"),
-    ("other", "other"),
-)
+_PHASES = {"prompt": "prefill", "drafting": "draft", "verifying": "verify", "sampling": "sample", "other": "other"}
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
@@ -90,7 +86,7 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     yield Text()
     if summary.seconds:
         yield from _titled("where the time went", f"{summary.seconds:.3g} s", width)
-        for name, phase in _PHASES:
+        for name, phase in _PHASES.items():
             if share := summary.share_of_time(phase):
                 yield _bar(f"{name:<10}", share, f"{share:>4.0%}", width, "bar" if phase != "draft" else "token.accepted")
         yield Text()
@@ -206,23 +202,13 @@ _EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
 
 def _table(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
     """A line for each method; narrow terminals lose columns from the right."""
-    heads = ("tokens/s", "accepted", "a pass", "drafted", "runs")
-    names = max(6, *(len(inline(entry.label)) for entry in shown))
-    names = min(names, max(6, width - 11))
-    kept = max(1, min(len(heads), (width - names) // 10))
-    yield Text(" " * names + "".join(f"{head:>10}" for head in heads[:kept]), "quiet")
+    names = min(max(6, *(len(inline(entry.label)) for entry in shown)), max(6, width - 11))
+    columns = (_SPEED, *COLUMNS)[: max(1, (width - names) // 10)]
+    yield Text(" " * names + "".join(f"{column.label:>10}" for column in columns), "quiet")
     for entry in shown:
-        summary, length = entry.statistics.summary, entry.statistics.summary.mean_draft_length
-        cells = (
-            f"{summary.tokens_per_second:.1f}" if summary.tokens_per_second else "",
-            "" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}",
-            f"{summary.block_efficiency or 0:.2f}",
-            draft_length(length, branches=entry.statistics.branches),
-            f"{entry.statistics.runs}",
-        )
         label = Text(inline(entry.label))
         label.truncate(names, overflow="ellipsis", pad=True)
-        yield label.append("".join(f"{cell:>10}" for cell in cells[:kept]))
+        yield label.append("".join(f"{column.text(entry):>10}" for column in columns))
     if not all(entry.lossless for entry in shown):
         yield from wrapped(Text(LOSSY, "quiet"), width)
     yield Text()
