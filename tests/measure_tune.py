@@ -112,7 +112,7 @@ def measure(
     for step in runner.steps():
         if step.done and step.done % 200 == 0:
             print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
-    broken = [difference for difference in results.differences.values() if difference.outcome.is_broken]
+    broken = [difference for difference in results.differences.values() if difference.is_broken]
     assert not broken, "an output is not the target's"
     return [result for result in method_results(results) if result.overall is not None]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from specgen.compare.ranking import ranked
 from specgen.compare.results import Figures, MethodResult, Prediction
-from specgen.compare.verdict import OUTCOMES, Outcome, outcome_text
+from specgen.compare.verdict import OUTCOMES, outcome_text
 from specgen.traces.summary import Summary
 from specgen.types import PHASES
 
@@ -91,7 +91,7 @@ def _interval(entry: Entry) -> str:
     return f"{entry.figures.low:.2f}–{entry.figures.high:.2f}"
 
 
-def _outcome(outcome: Outcome) -> Callable[[Entry], int | None]:
+def _outcome(outcome: str) -> Callable[[Entry], int | None]:
     return lambda entry: entry.figures.outcomes.get(outcome)
 
 
@@ -114,7 +114,7 @@ def _summary(name: str) -> Callable[[Entry], Any]:
 
 COLUMNS = (
     Column("prompts", _figure("prompts")),
-    *(Column(outcome.key, _outcome(outcome)) for outcome in OUTCOMES),
+    *(Column(outcome, _outcome(outcome)) for outcome in OUTCOMES),
     Column("acceptance_rate", _summary("acceptance_rate"), "accep-\ntance", "{:.0%}", 2, "accepted"),
     Column("draft_share", _summary("draft_share"), "draft\nshare", "{:.0%}", 10),
     Column("harmonic_mean", _summary("harmonic_mean"), "\nHM", "{:.2f}", 11),

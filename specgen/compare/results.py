@@ -12,7 +12,7 @@ from typing import Any
 
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
-from specgen.compare.verdict import Difference, Outcome, count_outcomes
+from specgen.compare.verdict import Difference, count_outcomes
 from specgen.errors import SpecgenError
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRun
@@ -106,7 +106,7 @@ class Figures:
     branches: bool = False  # drafts are trees or several chains
 
     @property
-    def outcomes(self) -> Mapping[Outcome, int]:
+    def outcomes(self) -> Mapping[str, int]:
         """Prompts by how their output compares with plain decoding's; empty where outputs are not compared."""
         return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
@@ -141,7 +141,7 @@ class MethodResult:
     @property
     def broken(self) -> Difference | None:
         """The first difference that a lossless method must not have."""
-        return next((difference for difference in self.differences if difference.outcome.is_broken), None)
+        return next((difference for difference in self.differences if difference.is_broken), None)
 
     @property
     def speedup(self) -> float | None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specgen.compare.baselines import Baseline, baseline_settings
+from specgen.compare.baselines import baseline_settings, run_baseline
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
@@ -181,11 +181,10 @@ class Runner:
 
     def _run_baseline(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
         settings = baseline_settings(spec.name, spec.settings)
-        baseline = Baseline(self.pair, spec.name, settings)
         plan = self._reference_plan(ids, sampling)
         summary = Summary(spec.name)
         with self._metered(summary):
-            counted = baseline.run(ids, plan.run.limit, sampling, plan.seed)
+            counted = run_baseline(self.pair, spec.name, settings, ids, plan.run.limit, sampling, plan.seed)
         start = traces.start_line(plan.info) | {"method": spec.name, "settings": settings, "lossless": True}
         if spec.name == "transformers-assisted" and self.pair.draft is not None:
             start["draft"] = self.pair.draft.name

@@ -15,6 +15,14 @@ LOSSY = "lossy: the output differs from the target's by design, so it is not ran
 ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
 
 
+def conditions(start: Mapping[str, Any], runs: int) -> str:
+    """The models, the device, the sampling and the number of runs, from a run's start line."""
+    models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
+    temperature = start["sampling"].get("temperature")
+    how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
+    return f"{models}, {start['device']} {start['dtype']}, {how}" + (f", {runs} runs" if runs > 1 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedMethod:
     """A method in a trace: its name, the statistics of all its runs and the run to show in detail.

@@ -12,7 +12,7 @@ from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
 from specgen.ui.html.token_view import run_view
-from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, best
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions
 
 MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
 
@@ -23,7 +23,7 @@ def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
     return render(
         "trace_page.html.j2",
         headline=verdict(shown),
-        subtitle=_subtitle(shown),
+        subtitle=conditions(shown[0].run.start, sum(entry.statistics.runs for entry in shown)),
         table=_table(shown) if len(shown) > 1 else None,
         has_lossy=not all(entry.lossless for entry in shown),
         lossy=LOSSY,
@@ -49,15 +49,6 @@ def verdict(shown: Sequence[RecordedMethod]) -> str:
         return f"{len(shown)} recordings side by side"
     what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
     return f"{top.label} was {what}: {top.speed:.1f} tokens per second"
-
-
-def _subtitle(shown: Sequence[RecordedMethod]) -> str:
-    start = shown[0].run.start
-    models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
-    runs = sum(entry.statistics.runs for entry in shown)
-    temperature = start["sampling"].get("temperature")
-    how = f"temperature {temperature:g}" if temperature else "greedy"
-    return f"{models}, {start['device']} {start['dtype']}, {runs} run{'s' * (runs != 1)}, {how}"
 
 
 def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:

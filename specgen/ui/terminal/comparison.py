@@ -115,7 +115,7 @@ def _differences(report: Report) -> list[Text]:
     found: dict[tuple[int, int], dict[str, Difference]] = {}
     for result in ranked(report.made):
         for difference in result.differences:
-            if not difference.outcome.is_broken:
+            if not difference.is_broken:
                 found.setdefault((difference.prompt_index, difference.position), {})[result.spec.written] = difference
     ties = [sentence(next(iter(by_method.values())), list(by_method), "quiet") for by_method in found.values()]
     more = len(ties) - MOST_EXPLAINED

@@ -78,7 +78,7 @@ def _line(cells: Sequence[Text], columns: Sequence[Column], sizes: Mapping[str, 
 def _style(column: Column, entry: Entry, *, is_best: bool) -> str:
     if is_best and (column.is_speed or column is _NAME) and not column.is_interval:
         return "strong"
-    if column is _OUTPUT and not entry.category and any(found.outcome.is_broken for found in entry.figures.differences or ()):
+    if column is _OUTPUT and not entry.category and any(found.is_broken for found in entry.figures.differences or ()):
         return "bad"
     is_quiet = entry.category or column.is_interval or (column is _OUTPUT and entry.result.is_reference)
     return "quiet" if is_quiet else "none"

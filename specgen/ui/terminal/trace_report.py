@@ -13,7 +13,7 @@ from rich.text import Text
 from specgen.compare.columns import Column
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
-from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import wrapped
@@ -75,13 +75,14 @@ def _show_rounds(console: Console, entry: RecordedMethod, limit: int, *, is_only
 
 def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     """A method's figures over all its runs and charts of the shown run, in lines of at most `width` cells."""
-    anatomy, run = entry.statistics, entry.run
-    summary = anatomy.summary
-    yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
+    statistics, run = entry.statistics, entry.run
+    summary = statistics.summary
+    where = conditions(run.start, statistics.runs) + "".join(f", {name} {values}" for name, values in entry.varying.items())
+    yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {inline(where)}", "quiet"), width)
     for note in run.notes:
         yield from wrapped(Text().append("note: ", "bad").append(note), width)
-    yield from wrapped(Text("  ").join(_figures(anatomy)), width)
-    if run.finish_reason is not None and anatomy.runs == 1:
+    yield from wrapped(Text("  ").join(_figures(statistics)), width)
+    if run.finish_reason is not None and statistics.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
     if summary.seconds:
@@ -92,26 +93,16 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
         yield Text()
     rounds = [traced.round for traced in run.rounds]
     if summary.drafted:
-        yield from _lengths(anatomy, width)
-    if bins := anatomy.acceptance_by_entropy():
+        yield from _lengths(statistics, width)
+    if bins := statistics.acceptance_by_entropy():
         yield from _by_entropy(bins, width)
-    if bounds := anatomy.bounds():
+    if bounds := statistics.bounds():
         yield from _bounds(bounds, width)
     yield from _posterior(rounds, width)
 
 
-def _where(entry: RecordedMethod) -> str:
-    start = entry.run.start
-    models = f"{start['target']} + {start['draft']}" if start["draft"] else start["target"]
-    temperature = start["sampling"].get("temperature")
-    how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
-    runs = f", {entry.statistics.runs} runs" if entry.statistics.runs > 1 else ""
-    varying = "".join(f", {name} {values}" for name, values in entry.varying.items())
-    return inline(f"{models}, {start['device']} {start['dtype']}, {how}{runs}{varying}")
-
-
-def _figures(anatomy: TraceStatistics) -> Iterator[Text]:
-    summary = anatomy.summary
+def _figures(statistics: TraceStatistics) -> Iterator[Text]:
+    summary = statistics.summary
     yield Text(f"{summary.new_tokens:,} tokens")
     if summary.tokens_per_second:
         yield Text(f"{summary.tokens_per_second:.1f} tokens/s")
@@ -133,14 +124,14 @@ def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
     return Text(f"  {label}{figure}  ").append("━" * (halves // 2) + "╸" * (halves % 2), style)
 
 
-def _lengths(anatomy: TraceStatistics, width: int) -> Iterator[Text]:
+def _lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
     """Draft lengths and accepted lengths over the rounds of all runs. The length of a tree is its number of nodes."""
-    means = f"mean {anatomy.summary.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
-    longest = max(anatomy.lengths, default=0)
+    means = f"mean {statistics.summary.mean_draft_length or 0:.1f} and {statistics.mean_accepted_length or 0:.1f}"
+    longest = max(statistics.lengths, default=0)
     if longest:
-        means += f", {'most' if anatomy.branches else 'longest'} {longest}"
-    yield from _titled("draft nodes, accepted length" if anatomy.branches else "draft length, accepted length", means, width)
-    courses = (("drafted", anatomy.lengths, "bar.plain"), ("accepted", anatomy.accepted_lengths, "token.accepted"))
+        means += f", {'most' if statistics.branches else 'longest'} {longest}"
+    yield from _titled("draft nodes, accepted length" if statistics.branches else "draft length, accepted length", means, width)
+    courses = (("drafted", statistics.lengths, "bar.plain"), ("accepted", statistics.accepted_lengths, "token.accepted"))
     for name, lengths, style in courses if longest else ():
         yield Text(f"  {name:<10}").append(_spark(lengths, longest, width - 12), style)
     yield Text()
