@@ -107,7 +107,7 @@ class Runner:
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
         for position, (spec, prompt, repeat) in enumerate(todo):
-            if spec.written in self.results.failures or prompt.index in self.results.skipped:
+            if self._is_ruled_out(spec, prompt):
                 continue
             yield self._step(todo, position, spec, prompt)
             finished = self._attempt(spec, prompt, repeat)
@@ -125,20 +125,21 @@ class Runner:
         *,
         warming_up: bool = False,
     ) -> BenchmarkStep:
-        def possible(runs: Sequence[tuple[MethodSpec, Prompt, int]]) -> list[str]:
-            """The methods of these runs, less the runs that failures rule out."""
-            failures, skipped = self.results.failures, self.results.skipped
-            return [spec.written for spec, prompt, _ in runs if spec.written not in failures and prompt.index not in skipped]
-
-        done, left = possible(todo[:position]), possible(todo[position:])
+        done, left = (
+            [other.written for other, prompt, _ in runs if not self._is_ruled_out(other, prompt)]
+            for runs in (todo[:position], todo[position:])
+        )
         means = {written: sum(seconds) / len(seconds) for written, seconds in self._seconds.items()}
         longest = max(means.values(), default=None)
         seconds_left = None if longest is None else sum(means.get(written, longest) for written in left)
         return BenchmarkStep(spec, prompt, warming_up, len(done), len(done) + len(left), seconds_left)
 
+    def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
+        return spec.written in self.results.failures or prompt.index in self.results.skipped
+
     def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> _Finished | None:
         """Make one run. Returns None where the method fails (`results.failures` then says why) or the prompt is skipped."""
-        if prompt.index in self.results.skipped or spec.written in self.results.failures:
+        if self._is_ruled_out(spec, prompt):
             return None
         sampling = replace(self.config.sampling, seed=(self._seed + repeat) % 2**63)
         start = time.perf_counter()
@@ -149,8 +150,8 @@ class Runner:
             self._fail(spec, prompt, error)
             return None
         self._seconds[spec.written].append(time.perf_counter() - start)
-        place = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
-        return replace(finished, start={**finished.start, **place, "prompt_name": prompt.name})
+        keys = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
+        return replace(finished, start={**finished.start, **keys, "prompt_name": prompt.name})
 
     def _fail(self, spec: MethodSpec, prompt: Prompt, error: Exception) -> None:
         """Record why a method cannot run, or that a later turn is too long; raises what no method is to blame for."""

@@ -56,14 +56,13 @@ class Summary:
     def include(self, line: Mapping[str, Any]) -> None:
         """Add a whole run by its summary line with the additional key `drafts`, as in comparisons.
 
-        Perplexity and joules per token stay None unless every run with tokens has them.
+        Where lines have perplexity and joules per token, those of the summary are None unless all runs with tokens have them.
         """
-        if tokens := len(line["token_ids"]):
-            perplexity, joules = (
-                math.nan if line.get(name) is None else line[name] for name in ("perplexity", "joules_per_token")
-            )
-            self.add_log_likelihood(-tokens * math.log(perplexity))
-            self.joules = (self.joules or 0.0) + tokens * joules
+        tokens = len(line["token_ids"])
+        if tokens and "perplexity" in line:
+            self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
+        if tokens and "joules_per_token" in line:
+            self.joules = (self.joules or 0.0) + tokens * _or_nan(line["joules_per_token"])
         self.rounds += line["rounds"]
         self.token_ids += line["token_ids"]
         self.drafts += line["drafts"]
@@ -157,3 +156,7 @@ class Summary:
             "energy": None if self.energy is None else self.energy.as_dict(),
             "phase_seconds": dict(self.phase_seconds),
         }
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
