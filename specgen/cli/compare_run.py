@@ -28,7 +28,7 @@ from specgen.ui.terminal import comparison as views
 from specgen.ui.terminal.live_table import live_lines, live_table
 
 if TYPE_CHECKING:
-    from specgen.cli.compare import CompareOutput
+    from specgen.cli.compare_output import CompareOutput
     from specgen.cli.options import OutputOptions
     from specgen.pair import Pair
 

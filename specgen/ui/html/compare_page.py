@@ -13,8 +13,6 @@ from specgen.ui.html.page import render
 from specgen.ui.html.token_view import run_view
 from specgen.ui.terminal.comparison import Report, headline, sentences
 
-PROMPT_SHOWN = 600  # characters
-
 
 def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made_with: str) -> Iterator[str]:
     """The page in pieces. `machine` describes the machine as pairs of a heading and a text, `made_with` is the command."""
@@ -35,7 +33,6 @@ def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made
             if not overall.summary.unsplit_seconds
         ],
         prompt=prompts[runs[0][1].start["prompt_index"]] if runs else None,
-        prompt_shown=PROMPT_SHOWN,
         examples=[(name, run_view(run, run.fold(), f"gone-{index}")) for index, (name, run) in enumerate(runs)],
         machine=machine,
         versions=versions,
