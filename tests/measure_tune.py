@@ -15,8 +15,8 @@ from statistics import median
 import specgen
 from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.compare.results import MethodResult, Results, method_results
-from specgen.compare.runner import BenchmarkConfig, Runner
+from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
+from specgen.compare.runner import Runner
 from specgen.pair import Pair
 from specgen.settings import written
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
@@ -80,13 +80,13 @@ def main() -> None:
 def measure(
     pair: Pair, specs: Sequence[str], prompts: Sequence[Prompt], repeats: int, sampling: SamplingParams
 ) -> list[MethodResult]:
-    parsed = parse_specs(list(specs))
-    results = Results(parsed, prompts, sampling.greedy)
+    runner = Runner(pair, BenchmarkConfig(parse_specs(list(specs)), prompts, repeats, sampling))
+    results = runner.results
     start = time.perf_counter()
-    for step in Runner(pair, BenchmarkConfig(parsed, prompts, repeats, sampling), results).steps():
+    for step in runner.steps():
         if step.done and step.done % 200 == 0:
             print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
-    broken = [difference for difference in results.differences.values() if difference.outcome.is_broken]
+    broken = [difference for difference in results.differences.values() if difference.is_broken]
     assert not broken, "an output is not the target's"
     return [result for result in method_results(results) if result.overall is not None]
 

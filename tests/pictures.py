@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,6 @@ import specgen
 from specgen.traces.statistics import TraceStatistics
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import read_trace
-from specgen.traces.trace_writer import TraceWriter, round_line, start_line, summary_line
 from specgen.ui.recorded_methods import RecordedMethod
 from specgen.ui.svg_export import BACKGROUNDS, recorder
 from specgen.ui.terminal import trace_report
@@ -50,23 +50,15 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     return console.export_svg(title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-{flavour}")
 
 
-def draw_inspected(pair: specgen.Pair, flavour: str, folder: Path) -> str:
+def draw_inspected(flavour: str, folder: Path) -> str:
     """Two recorded runs side by side, as `inspect` shows them in a terminal."""
-    paths = []
-    for method in ("svip", "beta-ts"):
-        plan = pair.plan(STORY, method, specgen.SamplingParams(max_new_tokens=256, temperature=0.7, seed=1, ignore_eos=True))
-        rounds = list(plan.run.rounds())
-        summary = Summary(method)
-        for round_ in rounds:
-            summary.add(round_)
-        paths.append(folder / f"{method}.jsonl")
-        with closing(TraceWriter(paths[-1])) as trace:
-            trace.write(start_line(plan.info))
-            for round_ in rounds:
-                trace.write(round_line(round_, pair.tokenizer.text_of))
-            trace.write(summary_line(summary.as_dict(pair.text(plan, summary.token_ids), "length")))
     shown = []
-    for path in paths:
+    for method in ("svip", "beta-ts"):
+        path = folder / f"{method}.jsonl"
+        options = f"-m {method} -n 256 --temperature 0.7 --seed 1 --ignore-eos --device cpu --dtype float32 -q --trace {path}"
+        subprocess.run(
+            [sys.executable, "-m", "specgen", "generate", STORY, *options.split()], stdout=subprocess.DEVNULL, check=True
+        )
         run = next(read_trace(path))
         shown.append(RecordedMethod(run.method, path.name, TraceStatistics(run.method), run))
         shown[-1].statistics.add(run)
@@ -83,7 +75,7 @@ def main() -> None:
         for flavour in BACKGROUNDS:
             (FOLDER / f"rounds-{flavour}.svg").write_text(draw(pair, flavour), encoding="utf-8")
             with TemporaryDirectory() as folder:
-                (FOLDER / f"inspect-{flavour}.svg").write_text(draw_inspected(pair, flavour, Path(folder)), encoding="utf-8")
+                (FOLDER / f"inspect-{flavour}.svg").write_text(draw_inspected(flavour, Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

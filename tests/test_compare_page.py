@@ -22,20 +22,11 @@ def page(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Pat
     prompts = [{"prompt": "the cat sat on the mat", "id": "<cat>"}, {"prompt": "hello\nthere"}]
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     written = folder / "page.html"
-    arguments = [
-        "-m",
-        "svip,lookup,transformers,sd:k=3",
-        "--prompts",
-        str(folder / "p.jsonl"),
-        "-n",
-        "20",
-        "--repeats",
-        "1",
-        "-q",
-    ]
+    arguments = ["-m", "svip,lookup,transformers,sd:k=3", "--prompts", str(folder / "p.jsonl")]
+    arguments += ["-n", "20", "--repeats", "1", "-q", "--html", str(written)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specgen.decoding.drafters.PromptLookupDrafter.propose", _broken)
-        patch.setattr(sys, "argv", ["specgen", "compare", *pair, "--device", "cpu", *arguments, "--html", str(written)])
+        patch.setattr(sys, "argv", ["specgen", "compare", *pair, "--device", "cpu", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code == 1

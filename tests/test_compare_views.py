@@ -15,21 +15,21 @@ from rich.console import Console
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import MethodResult, Prediction, Results, Run, method_results
+from specgen.compare.results import BenchmarkConfig, MethodResult, Prediction, Results, Run, method_results
 from specgen.compare.runner import BenchmarkStep
-from specgen.compare.verdict import DIFFERENT, SAME, TIE, Difference, first_difference
+from specgen.compare.verdict import Difference, first_difference
 from specgen.engine.tolerances import tie_threshold
 from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Draft, Round, SamplingParams, Verdict
 from specgen.ui import theme
 from specgen.ui.html import compare_page
-from specgen.ui.terminal.comparison import Conditions, View, page
+from specgen.ui.recorded_methods import LOSSY
+from specgen.ui.terminal.comparison import Report, headed_table, page
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
-from specgen.ui.terminal.live_table import LiveTable, duration, progress_line
+from specgen.ui.terminal.live_table import duration, live_lines, live_table, progress_line
 
 PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
-CONDITIONS = Conditions("demo pair", "cpu float32", 1, SamplingParams(max_new_tokens=100))
 WILD = MethodSpec("wild", "wild", {}, lossless=False)
 
 
@@ -51,7 +51,7 @@ def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
     """Each method's runs, one a prompt."""
     specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
     prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(3)]
-    results = Results(specs, prompts, greedy=True)
+    results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
     for spec, runs in zip(specs, methods.values(), strict=True):
         for index, measured in enumerate(runs):
             results.runs[spec.written, index, 0] = measured
@@ -74,14 +74,18 @@ def usual() -> Results:
     return results
 
 
-def shown(results: Results, width: int, view: View = View()) -> list[str]:  # noqa: B008  frozen
-    return [line.plain for line in page(results, method_results(results), CONDITIONS, view, width)]
+def report_of(results: Results, **options: bool) -> Report:
+    return Report(results, method_results(results), "demo pair, cpu float32", **options)
+
+
+def shown(results: Results, width: int, **options: bool) -> list[str]:
+    return [line.plain for line in page(report_of(results, **options), width)]
 
 
 @pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])
 def test_a_table_fits_the_terminal_and_never_cuts_a_name(width: int) -> None:
     for by_category in (False, True):
-        lines = shown(usual(), width, View(by_category=by_category, phases=True))
+        lines = shown(usual(), width, by_category=by_category, phases=True)
         assert max(map(len, lines)) <= width, "\n".join(lines)
         for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):
             assert any(line == name or line.startswith(name + " ") for line in lines)
@@ -90,10 +94,9 @@ def test_a_table_fits_the_terminal_and_never_cuts_a_name(width: int) -> None:
 
 def test_narrow_terminals_drop_columns_by_priority() -> None:
     titles = ("passes", "HM", "share", "a pass", "length", "lexity", "interval")
-    results = usual()
-    figures, left = method_results(results), []
+    report, left = report_of(usual()), []
     for width in range(140, 45, -1):
-        heads = [line.plain for line in page(results, figures, CONDITIONS, View(), width)][2:4]
+        heads = [line.plain for line in page(report, width)][2:4]
         left.append([title for title in titles if not any(title in line for line in heads)])
     assert left[0] == []
     assert left[-1] == list(titles)
@@ -109,31 +112,25 @@ def test_the_order_is_plain_lossless_by_speed_lossy_and_not_run() -> None:
     wide = shown(usual(), 200)
     assert "svip is the fastest that keeps the target's output: 2.10× plain decoding (ar)." in wide
     assert any("tie at 57 of prompt 1 (p1) (svip): the two tokens' logits are 0.0004 apart" in line for line in wide)
-    assert "lossy: other text than the target's, by design; not ranked." in wide
+    assert LOSSY in wide
 
 
 def test_only_the_best_lossless_method_is_bold() -> None:
-    lines = speed_table(method_results(usual()), 100).lines
+    lines = speed_table(method_results(usual()), 100)[0]
     bold = {line.plain.split()[0] for line in lines if any(span.style == "strong" and span.start == 0 for span in line.spans)}
     assert bold == {"svip"}
 
 
 def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
-    lines = {line.plain.split()[0]: line.plain for line in speed_table(method_results(usual()), 100).lines if line.plain.strip()}
-    made = {row.spec.written: row for row in method_results(usual())}
-    bars = {name: re.search("[━╾╸─╴]+$", line) for name, line in lines.items()}
-    figures = made["wild"].overall
-    assert figures is not None
-    assert figures.high is not None
-    full = bars["wild"]
-    assert full is not None
-    svip, plain = bars["svip"], bars["ar"]
-    assert svip is not None
-    assert plain is not None
-    assert len(plain[0]) == pytest.approx(len(full[0]) / figures.high, abs=1)
-    assert set(plain[0]) <= set("━╸")
-    assert svip[0].startswith("━")
-    assert set(svip[0]) & set("╾─╴")
+    table = "\n".join(line.plain for line in speed_table(method_results(usual()), 100)[0])
+    bars = dict(re.findall(r"^(\S+) .*?([━╾╸─╴]+)$", table, flags=re.MULTILINE))
+    wild = next(made.overall for made in method_results(usual()) if made.spec.written == "wild")
+    assert wild is not None
+    assert wild.high is not None
+    assert len(bars["ar"]) == pytest.approx(len(bars["wild"]) / wild.high, abs=1)
+    assert set(bars["ar"]) <= set("━╸")
+    assert bars["svip"].startswith("━")
+    assert set(bars["svip"]) & set("╾─╴")
 
 
 @pytest.mark.parametrize(
@@ -155,15 +152,13 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     results.differences["svip", 1, 0] = Difference(1, 0, 12, 4, 5, 3.5, 1e-3)
     lines = shown(results, 200)
     assert any(line.startswith("svip ") and "differs at 12" in line for line in lines)
-    assert any(
-        "svip differs from plain decoding at 12 of prompt 1 (p1): the target's logit of its token is 3.5 lower" in line
-        for line in lines
-    )
-    assert any(line.startswith("transformers-assisted is the fastest") for line in lines)
+    text = "\n".join(lines)
+    assert "svip differs from plain decoding at 12 of prompt 1 (p1): the target's logit of its token is 3.5 lower" in text
+    assert "\ntransformers-assisted is the fastest" in text
     broken = next(row for row in method_results(results) if row.spec.written == "svip")
     assert broken.broken is not None
     assert broken.overall is not None
-    assert broken.overall.outcomes == {SAME: 2, TIE: 0, DIFFERENT: 1}
+    assert broken.overall.outcomes == {"identical": 2, "tied": 0, "diverged": 1}
 
 
 def test_an_incomplete_repeat_is_not_counted() -> None:
@@ -204,15 +199,15 @@ def test_the_first_difference_may_be_the_end_of_one_answer() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert Difference(0, 0, 2, 3, None, None, 1e-3).outcome is DIFFERENT
+    assert Difference(0, 0, 2, 3, None, None, 1e-3).is_broken
 
 
 def test_ties_are_gaps_that_rounding_explains() -> None:
     assert tie_threshold("float32", 50.0) == 1e-3
     assert tie_threshold("bfloat16", 32.0) == 0.5
     assert tie_threshold("float16", 32.0) == 0.125
-    assert Difference(0, 0, 1, 3, 4, -0.4, 0.5).outcome is TIE
-    assert Difference(0, 0, 1, 3, 4, 0.5, 0.5).outcome is DIFFERENT
+    assert not Difference(0, 0, 1, 3, 4, -0.4, 0.5).is_broken
+    assert Difference(0, 0, 1, 3, 4, 0.5, 0.5).is_broken
 
 
 # ------------------------------------------------------------------ while it runs
@@ -230,18 +225,17 @@ def test_the_progress_fits_and_its_end_stays() -> None:
 
 
 def test_the_live_table_is_drawn_on_show_and_erased_at_the_end() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
-    results = usual()
-    view = View(is_live=True)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=20, theme=theme.theme("ansi"), _environ={})
     step = BenchmarkStep(None, None, False, 3, 9, 4.0)
-    with LiveTable(console, lambda width: page(results, method_results(results), CONDITIONS, view, width), quiet=False) as live:
-        before = len(console.file.getvalue())  # type: ignore[attr-defined]
-        live.show(step)
-        assert "3 of 9 runs" in console.file.getvalue()[before:]  # type: ignore[attr-defined]
-    piped = Console(file=io.StringIO(), width=80)
-    with LiveTable(piped, lambda width: [], quiet=False) as live:
-        live.show(step)
-    assert piped.file.getvalue() == ""  # type: ignore[attr-defined]
+    with live_lines(console, quiet=False) as show:
+        before = len(out.getvalue())
+        assert show is not None
+        show(live_table(headed_table(report_of(usual()), 80)[0], step, console))
+        assert "3 of 9 runs" in out.getvalue()[before:]
+    assert out.getvalue().endswith("\x1b[2K")
+    with live_lines(Console(file=out, width=80), quiet=False) as show:
+        assert show is None
 
 
 # ------------------------------------------------------------------ the page
@@ -276,23 +270,25 @@ class Page(HTMLParser):
 
 def test_the_page_shows_all_results_and_fetches_nothing() -> None:
     results = usual()
-    results.prompts = [Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>"), *results.prompts[1:]]
+    results.config = replace(
+        results.config, prompts=[Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>"), *results.config.prompts[1:]]
+    )
     start = {"method": "svip", "settings": {}, "prompt_ids": [1], "prompt_index": 0}
-    round_ = Round(0, "sequential", Draft([1], range(-1, 0), stop_reason="eos"), Verdict((0,), 2, "bonus"), {"verify": 1.0})
+    round_ = Round(0, "sequential", Draft.chain([1], stop_reason="eos"), Verdict((0,), 2, "bonus"), {"verify": 1.0})
     summary = {"text": "<b>a</b>", "token_ids": [1, 2], "finish_reason": "length"}
-    example = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
-    about = compare_page.About([("Machine", "a <fast> one")], "specgen 1", "specgen compare")
+    results.examples["svip"] = TracedRun(start, 0, [TracedRound(round_, ("<b>",), "</b>")], summary)
+    about = [("Machine", "a <fast> one")], "specgen 1", "specgen compare"
     predictions = {"svip": Prediction(1.25, 1.5)}
-    predicted = [
-        replace(result, prediction=predictions.get(result.spec.written, Prediction())) for result in method_results(results)
-    ]
-    view = View(by_category=True)
-    more = "".join(compare_page.page(results, predicted, CONDITIONS, {"svip": example}, about, view))
+    report = report_of(results, by_category=True)
+    predicted = replace(
+        report, made=[replace(made, prediction=predictions.get(made.spec.written, Prediction())) for made in report.made]
+    )
+    more = "".join(compare_page.page(predicted, *about))
     assert more.count(">1.25×</td>") == more.count(">1.50×</td>") == 1
     assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
     assert "No prediction for " in more
-    assert "No prediction for " in " ".join(line.plain for line in page(results, predicted, CONDITIONS, view, 200))
-    written = "".join(compare_page.page(results, method_results(results), CONDITIONS, {"svip": example}, about, View()))
+    assert "No prediction for " in " ".join(line.plain for line in page(predicted, 200))
+    written = "".join(compare_page.page(report_of(results), *about))
     parsed = Page(written)
     assert not parsed.open
     assert "script" not in parsed.tags

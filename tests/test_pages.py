@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +79,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     started.driver.quit()
 
 
-def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: list[traces.Line]) -> Path:
-    """The page of these runs, each in its own trace file."""
-    paths = [traces.write(folder / f"run-{position}.jsonl", *run) for position, run in enumerate(runs)]
-    page = folder / "page.html"
-    monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "-q", *map(str, paths), "--html", str(page)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    return page
-
-
 def check_silent(browser: Browser, page: Path) -> None:
     """Check that the page made no requests and no console messages, and has no script."""
     assert [url for url in browser.requests() if not url.startswith("data:,")] == [page.as_uri()]
@@ -97,10 +86,28 @@ def check_silent(browser: Browser, page: Path) -> None:
     assert browser.find("script") == []
 
 
-def test_tokens_show_their_details_on_hover_and_on_tap(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page = made(monkeypatch, tmp_path, traces.a_run())
-    browser.open(page)
-    check_silent(browser, page)
+OpenPage = Callable[..., None]
+
+
+@pytest.fixture
+def open_page(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OpenPage:
+    """Open the page of these runs, each in its own trace file, and check that it is silent."""
+
+    def call(*runs: list[traces.Line], **view: Any) -> None:
+        paths = [traces.write(tmp_path / f"run-{position}.jsonl", *run) for position, run in enumerate(runs)]
+        page = tmp_path / "page.html"
+        monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "-q", *map(str, paths), "--html", str(page)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        browser.open(page, **view)
+        check_silent(browser, page)
+
+    return call
+
+
+def test_tokens_show_their_details_on_hover_and_on_tap(browser: Browser, open_page: OpenPage) -> None:
+    open_page(traces.a_run())
     assert browser.driver.title.startswith("specgen: svip: 77% of drafted tokens accepted, 2.50 tokens per target pass")
     committed = "".join(browser.texts(".tok:not(.gone)"))
     assert committed == "Hello starts with 24 pencils pencils. 3 baskets baskets\n     world.⟨eos⟩"
@@ -129,8 +136,8 @@ def test_tokens_show_their_details_on_hover_and_on_tap(browser: Browser, monkeyp
     ]
 
 
-def test_the_rounds_and_their_chart(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    browser.open(made(monkeypatch, tmp_path, traces.a_run()))
+def test_the_rounds_and_their_chart(browser: Browser, open_page: OpenPage) -> None:
+    open_page(traces.a_run())
     titles = browser.texts("svg.rounds .col title")
     assert titles == [
         "round 0: prompt processed, then the target's token",
@@ -152,11 +159,9 @@ def test_the_rounds_and_their_chart(browser: Browser, monkeypatch: pytest.Monkey
     assert browser.texts(".keys")[-1] != ""
 
 
-def test_entropy_against_acceptance_and_the_posterior(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_entropy_against_acceptance_and_the_posterior(browser: Browser, open_page: OpenPage) -> None:
     run = traces.a_recorded_run(40, settings={"c": 0.15, "threshold": 0.4})
-    page = made(monkeypatch, tmp_path, run)
-    browser.open(page)
-    check_silent(browser, page)
+    open_page(run)
     drafted = [(line, position) for line in run[1:-1] for position in range(len(line["draft_ids"]))]
     points = browser.find("svg.scatter.gutter circle, svg.scatter.gutter svg.x")
     assert len(points) == len(drafted)
@@ -176,10 +181,8 @@ def test_entropy_against_acceptance_and_the_posterior(browser: Browser, monkeypa
     assert any(f"After round 39: {mean:.2f}, between" in text for text in browser.texts("figure .note"))
 
 
-def test_without_distributions_the_chart_shows_the_share_of_accepted_tokens(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    browser.open(made(monkeypatch, tmp_path, traces.a_run()))
+def test_without_distributions_the_chart_shows_the_share_of_accepted_tokens(browser: Browser, open_page: OpenPage) -> None:
+    open_page(traces.a_run())
     assert browser.texts("svg.scatter .bin title") == ["entropy 0.5 to 1: 10 of 12 accepted, 83%"]
     assert browser.find("svg.scatter .pinsker") == []
     assert any("--record distributions" in text for text in browser.texts("figure .note"))
@@ -187,12 +190,8 @@ def test_without_distributions_the_chart_shows_the_share_of_accepted_tokens(
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1600])
 @pytest.mark.parametrize("dark", [False, True])
-def test_pages_fit_any_window_in_light_and_dark(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, dark: bool
-) -> None:
-    page = made(monkeypatch, tmp_path, traces.a_recorded_run(120, 1), traces.a_run("ar"), traces.a_recorded_run(30, 2))
-    browser.open(page, width=width, dark=dark)
-    check_silent(browser, page)
+def test_pages_fit_any_window_in_light_and_dark(browser: Browser, open_page: OpenPage, width: int, dark: bool) -> None:
+    open_page(traces.a_recorded_run(120, 1), traces.a_run("ar"), traces.a_recorded_run(30, 2), width=width, dark=dark)
     assert browser.overflow() == 0
     assert browser.css("body", "backgroundColor") == (DARK if dark else LIGHT)
     assert len(browser.find("article")) == 3
@@ -204,25 +203,17 @@ def test_pages_fit_any_window_in_light_and_dark(
     assert [row.text.split()[0] for row in browser.find(".methods tbody th")] == ["beta-ts", "ar", "beta-ts"]
 
 
-def test_markup_and_control_characters_in_a_trace_stay_text(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_markup_and_control_characters_in_a_trace_stay_text(browser: Browser, open_page: OpenPage) -> None:
     evil = "\"'></span><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\x1b[31m\u202e"
     start, first, second, *rest = traces.a_run("svip", target=evil, settings={evil: evil}, versions={"specgen": evil})
-    page = made(
-        monkeypatch,
-        tmp_path,
-        [start, first | {"token_text": evil}, second | {"draft_texts": [evil] * 3, "stop_reason": evil}, *rest],
-    )
-    browser.open(page)
-    check_silent(browser, page)
+    open_page([start, first | {"token_text": evil}, second | {"draft_texts": [evil] * 3, "stop_reason": evil}, *rest])
     assert browser.find("img") == []
     assert browser.driver.title != "owned"
     assert browser.texts(".tok.own")[0] == evil.replace("\x1b", "␛").replace("\u202e", "")
 
 
-def test_print_shows_the_whole_text(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    browser.open(made(monkeypatch, tmp_path, traces.a_recorded_run(400)))
+def test_print_shows_the_whole_text(browser: Browser, open_page: OpenPage) -> None:
+    open_page(traces.a_recorded_run(400))
     assert browser.css(".answer", "overflowY") == "auto"
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     assert browser.css(".answer", "maxHeight") == "none"
@@ -232,11 +223,9 @@ def test_print_shows_the_whole_text(browser: Browser, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_page_of_ten_thousand_rounds_opens(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page = made(monkeypatch, tmp_path, traces.a_recorded_run(10_000))
+def test_a_page_of_ten_thousand_rounds_opens(browser: Browser, open_page: OpenPage) -> None:
     browser.driver.set_page_load_timeout(30)
-    browser.open(page, width=390)
-    check_silent(browser, page)
+    open_page(traces.a_recorded_run(10_000), width=390)
     assert browser.overflow() == 0
     assert len(browser.texts(".list li")) == 10_000
     assert len(browser.texts("svg.rounds.gutter .col")) == 200

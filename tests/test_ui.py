@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -47,7 +48,7 @@ def a_round(
     reason: str = "limit 5",
     **more: object,
 ) -> Round:
-    draft = Draft(tokens, range(-1, len(tokens) - 1), stop_reason=reason)
+    draft = Draft.chain(tokens, stop_reason=reason)
     mode = "sequential" if index else "prefill"
     return Round(index, mode, draft, Verdict(tuple(range(accepted)), token, source), **more)  # type: ignore[arg-type]
 
@@ -86,20 +87,23 @@ def test_what_may_become_a_stop_text_is_held_back(stop: tuple[str, ...], steps: 
     assert not any(text_ in answer.text for text_ in stop)
 
 
-def rounds_at(width: int, *rounds: Round, legend: bool = False) -> list[str]:
-    out = io.StringIO()
-    console = Console(file=out, width=width, theme=theme.theme("ansi"), markup=False, highlight=False, soft_wrap=True)
-    view = RoundsView(console, text_of, {0}, prompt_length=43)
-    if legend:
-        view.legend()
-    for round_ in rounds:
-        view.show(round_)
-    return out.getvalue().splitlines()
+class Screen(RoundsView):
+    """The view of rounds on a console of some width, and what it wrote."""
+
+    def __init__(self, width: int, prompt_length: int = 3, **options: Any) -> None:
+        colours: dict[str, Any] = options.pop("colours", {})
+        self.out = io.StringIO()
+        console = Console(file=self.out, width=width, theme=theme.theme("ansi"), soft_wrap=True, **colours)
+        super().__init__(console, text_of, {0}, prompt_length, **options)
+
+    def lines(self, *rounds: Round) -> list[str]:
+        for round_ in rounds:
+            self.show(round_)
+        return [line.rstrip() for line in self.out.getvalue().splitlines()]
 
 
 def test_a_line_a_round_as_in_the_mock_up() -> None:
-    lines = rounds_at(
-        100,
+    lines = Screen(100, 43).lines(
         a_round(0, (), 0, 10),
         a_round(1, (1, 2, 3), 3, 4, "bonus", "√cH 0.43 > 0.40"),
         a_round(2, (4, 5, 6, 7, 8), 3, 9, "correction", "limit 5"),
@@ -114,7 +118,9 @@ def test_a_line_a_round_as_in_the_mock_up() -> None:
 
 
 def test_narrow_terminals_put_the_reason_after_the_text_and_wrap() -> None:
-    legend, more, key, *lines = rounds_at(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), legend=True)
+    screen = Screen(40)
+    screen.legend()
+    legend, more, key, *lines = screen.lines(a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"))
     assert legend == "accepted   ✗rejected   discarded"
     assert more == "→correction   ⊕bonus"
     assert key == "3/5 accepted of drafted"
@@ -129,23 +135,17 @@ def test_a_trees_line_shows_accepted_path_and_rejected_candidates() -> None:
     draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
     refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
     accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
-    lines = rounds_at(100, refused, accepted)
+    lines = Screen(100).lines(refused, accepted)
     assert lines[0].split()[2:] == ["starts", "with", "✗3|packs", "→", "baskets", "limit", "3"]
     assert lines[1].split()[2:] == ["pencils².", "⊕", "baskets", "limit", "3"]
 
 
 def test_tokens_keep_their_styles() -> None:
-    out = io.StringIO()
-    console = Console(
-        file=out, width=100, theme=theme.theme("ansi"), force_terminal=True, color_system="standard", soft_wrap=True
-    )
-    RoundsView(console, text_of, {0}, 1).show(a_round(2, (4, 5, 6, 7, 8), 3, 9, "correction"))
-    text = out.getvalue()
-    assert "\x1b[32mpencils. 3\x1b[0m" in text
-    assert "\x1b[1;31m✗\x1b[0m" in text
-    assert "\x1b[9;31mpacks\x1b[0m" in text
-    assert "\x1b[2m of\x1b[0m" in text
-    assert "\x1b[1m→\x1b[0m baskets" in text
+    screen = Screen(100, colours={"force_terminal": True, "color_system": "standard"})
+    screen.show(a_round(2, (4, 5, 6, 7, 8), 3, 9, "correction"))
+    for text in ("\x1b[32mpencils. 3\x1b[0m", "\x1b[1;31m✗\x1b[0m", "\x1b[9;31mpacks\x1b[0m", "\x1b[2m of\x1b[0m"):
+        assert text in screen.out.getvalue()
+    assert "\x1b[1m→\x1b[0m baskets" in screen.out.getvalue()
 
 
 def a_summary() -> Summary:
@@ -188,64 +188,54 @@ def a_parallel_summary() -> Summary:
 
 
 @pytest.mark.parametrize(
-    ("width", "line"),
+    ("width", "figures"),
     [
         (
             140,
-            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 tokens a pass  runs of 15.0"
-            "  10% waiting for the draft, 85% verifying",
+            "  33.0 tokens/s  75% accepted  11.00 tokens a pass  runs of 15.0  10% waiting for the draft, 85% verifying",
         ),
-        (
-            100,
-            "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass  runs of 15.0",
-        ),
-        (90, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s  75% accepted  11.00 a pass"),
-        (60, "pearl (window 8, c 8.2)  33 tokens  33.0 tokens/s"),
-        (40, "pearl (window 8, c 8.2)  33 tokens"),
+        (100, "  33.0 tokens/s  75% accepted  11.00 a pass  runs of 15.0"),
+        (90, "  33.0 tokens/s  75% accepted  11.00 a pass"),
+        (60, "  33.0 tokens/s"),
+        (40, ""),
     ],
 )
-def test_pearls_footer_shows_the_time_spent_waiting_for_the_draft(width: int, line: str) -> None:
+def test_pearls_footer_shows_the_time_spent_waiting_for_the_draft(width: int, figures: str) -> None:
     """The mean accepted tokens for each rejection (PEARL, Table 4) differ from the tokens for each target pass."""
     summary = a_parallel_summary()
-    assert footer(summary, ["window 8, c 8.2"], width).plain == line
+    assert footer(summary, ["window 8, c 8.2"], width).plain == f"pearl (window 8, c 8.2)  33 tokens{figures}"
     assert summary.as_dict("", "length")["mean_accepted_run"] == 15
     assert summary.block_efficiency == 11
 
 
 @pytest.mark.parametrize("width", [40, 60, 79, 80])
 def test_pearls_rounds_and_their_legend_fit_any_width(width: int) -> None:
-    out = io.StringIO()
     window = "window 12: a target pass takes as long as 12.3 draft passes, as measured here"
-    view = RoundsView(Console(file=out, width=width), text_of, {0}, 3, parallel=True, window=window)
-    view.legend()
-    legend = out.getvalue()
-    assert " ".join(legend.split()).endswith(window)
-    for mode in ("pre-verify", "post-verify"):
-        for size in range(1, 9):
-            round_ = a_round(333, tuple(range(1, size + 1)), size - 1, 9, "correction", "window 9, 8 ahead")
-            view.show(replace(round_, mode=mode))
-    lines = out.getvalue().splitlines()
+    screen = Screen(width, parallel=True, window=window)
+    screen.legend()
+    legend = screen.lines()
+    assert " ".join(" ".join(legend).split()).endswith(window)
+    rounds = [a_round(333, range(1, size + 1), size - 1, 9, "correction", "window 9, 8 ahead") for size in range(1, 9)]
+    lines = screen.lines(*(replace(round_, mode=mode) for mode in ("pre-verify", "post-verify") for round_ in rounds))
     assert max(map(len, lines)) <= width
-    rounds = lines[len(legend.splitlines()) :]
+    rounds = lines[len(legend) :]
     assert all(line.startswith(("333  p", " " * 18)) for line in rounds), "the console wrapped no line again"
 
 
 def test_the_legend_of_trees_explains_candidates() -> None:
-    out = io.StringIO()
-    RoundsView(Console(file=out, width=60), text_of, {0}, 3, branches=True).legend()
-    legend = " ".join(out.getvalue().split())
-    assert legend.endswith("a|b: candidates for one position ²: the second one was accepted")
+    screen = Screen(60, branches=True)
+    screen.legend()
+    assert " ".join(screen.out.getvalue().split()).endswith("a|b: candidates for one position ²: the second one was accepted")
 
 
 def test_pearls_rounds_are_named_as_in_its_figure() -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=90, theme=theme.theme("mono"))
-    view = RoundsView(console, text_of, {0}, 3, parallel=True, window="window 4: c 4.2")
-    view.legend()
-    view.show(a_round(0, (), 0, 10))
-    view.show(replace(a_round(1, (1,), 1, None, None, "window 4, 3 ahead"), mode="pre-verify"))
-    view.show(replace(a_round(2, (2, 3, 4, 5, 6, 7, 8), 3, 9, "correction", "window 4"), mode="post-verify"))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    screen = Screen(90, parallel=True, window="window 4: c 4.2")
+    screen.legend()
+    lines = screen.lines(
+        a_round(0, (), 0, 10),
+        replace(a_round(1, (1,), 1, None, None, "window 4, 3 ahead"), mode="pre-verify"),
+        replace(a_round(2, (2, 3, 4, 5, 6, 7, 8), 3, 9, "correction", "window 4"), mode="post-verify"),
+    )
     assert lines[1] == "pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified"
     assert lines[2] == "window 4: c 4.2"
     assert [len(line) for line in lines[3:]] == [90] * 3, "reasons are right-aligned"

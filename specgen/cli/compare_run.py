@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,121 +14,58 @@ from specgen.cli.error_reporting import INTERRUPTED, report
 from specgen.cli.interrupts import Interrupts
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.machine_description import describe
-from specgen.compare.method_specs import MethodSpec
 from specgen.compare.predictions import PassCosts, measure_costs, with_predictions
-from specgen.compare.prompts import Prompt
-from specgen.compare.results import FEW_RESAMPLES, MethodResult, Prediction, Results, method_results
+from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult, Prediction, method_results
 from specgen.compare.resume import RecordedComparison
-from specgen.compare.runner import BenchmarkConfig, Runner
+from specgen.compare.runner import Runner
 from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
-from specgen.files import check_writable
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
-from specgen.types import SamplingParams
 from specgen.ui import theme
 from specgen.ui.html.page import write_page
 from specgen.ui.terminal import comparison as views
-from specgen.ui.terminal.live_table import LiveTable
+from specgen.ui.terminal.live_table import live_lines, live_table
 
 if TYPE_CHECKING:
+    from specgen.cli.compare_output import CompareOutput
+    from specgen.cli.options import OutputOptions
     from specgen.pair import Pair
 
 OUTPUT_DIFFERS = 3  # the exit code where a lossless method did not give the target's own output
-PIPED_WIDTH = 100  # columns where stdout is not a terminal
-
-
-@dataclass(frozen=True, slots=True)
-class DisplayOptions:
-    """What is shown, and how."""
-
-    by_category: bool
-    phases: bool
-    predict: bool
-    json: bool
-    quiet: bool
-    no_color: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFiles:
-    """The files to write. `resume` is a trace that is read first and then appended to. Raises SpecgenError for a path that cannot
-    be written, before anything is loaded."""
-
-    trace: Path | None
-    resume: Path | None
-    csv: Path | None
-    svg: Path | None
-    html: Path | None
-
-    def __post_init__(self) -> None:
-        if self.trace is not None and self.resume is not None and self.trace != self.resume:
-            raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
-        for what, path in (("trace", self.trace_path), ("CSV file", self.csv), ("picture", self.svg)):
-            if path is not None:
-                check_writable(path, what)
-        if self.html is not None:
-            check_writable(self.html, "page", replaces=True)
-
-    @property
-    def trace_path(self) -> Path | None:
-        return self.resume or self.trace
-
-
-@dataclass(frozen=True, slots=True)
-class CompareRequest:
-    """A comparison as the command line asks for it. `recorded` holds the runs of a trace that is resumed.
-
-    Raises SpecgenError for fewer than one repeat.
-    """
-
-    specs: list[MethodSpec]
-    prompts: list[Prompt]
-    repeats: int
-    sampling: SamplingParams
-    chat: bool
-    record: bool
-    perplexity: bool
-    energy: bool
-    display: DisplayOptions
-    files: OutputFiles
-    recorded: RecordedComparison | None
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise SpecgenError(f"--repeats is {self.repeats}", "It has to be a whole number of at least 1")
-
-    def wants(self, figure: str, requested: bool) -> bool:
-        """Whether to measure a figure: where an option asks for it, or the resumed trace has it."""
-        return requested or (self.recorded is not None and self.recorded.has(figure))
-
-    def config(self) -> BenchmarkConfig:
-        perplexity, energy = self.wants("perplexity", self.perplexity), self.wants("energy", self.energy)
-        return BenchmarkConfig(self.specs, self.prompts, self.repeats, self.sampling, self.chat, self.record, perplexity, energy)
 
 
 class Comparison:
-    """One comparison on a loaded pair. Raises SpecgenError for prompts that do not fit and for a trace with other settings."""
+    """One comparison on a loaded pair; `recorded` holds the runs of a trace that is resumed. Raises SpecgenError for prompts that
+    do not fit and for a trace with other settings."""
 
-    def __init__(self, pair: Pair, request: CompareRequest) -> None:
-        self._pair, self._request = pair, request
-        config, recorded = request.config(), request.recorded
-        self.results = Results(request.specs, request.prompts, request.sampling.greedy)
+    def __init__(
+        self,
+        pair: Pair,
+        config: BenchmarkConfig,
+        recorded: RecordedComparison | None,
+        output: CompareOutput,
+        display: OutputOptions,
+    ) -> None:
+        self._pair, self._config, self._output, self._display = pair, config, output, display
         self._interrupts = Interrupts()
-        self._runner = Runner(pair, config, self.results, self._write_trace, self._interrupts.held)
+        self._runner = Runner(pair, config, self._write_trace, self._interrupts.held)
+        self.results = self._runner.results
         self._runner.check()
         if recorded is not None:
-            recorded.add_to(self._runner, config, pair)
+            recorded.add_to(self._runner)
         self._trace: traces.TraceWriter | None = None
-        if request.files.trace_path is not None:
-            self._trace = traces.TraceWriter(request.files.trace_path, keep=recorded.end if recorded is not None else None)
-        self._out = theme.console(no_color=request.display.no_color)
-        self._err = theme.console(stderr=True, no_color=request.display.no_color)
-        target = pair.target.name
-        models = target if pair.draft is None else f"{target} with {pair.draft.name}"
-        models = "demo pair" if target == "demo/target" else models
-        machine = f"{pair.target.device} {pair.target.dtype_name}"
-        self._conditions = views.Conditions(models, machine, request.repeats, request.sampling)
+        if output.trace_path is not None:
+            self._trace = traces.TraceWriter(output.trace_path, keep=None if recorded is None else recorded.end)
+        self._out = theme.console(no_color=display.no_color)
+        self._err = theme.console(stderr=True, no_color=display.no_color)
+        target = pair.target
+        models = (
+            "demo pair"
+            if target.name == "demo/target"
+            else " with ".join(model.name for model in (pair.target, pair.draft) if model)
+        )
+        self._where = f"{models}, {target.device} {target.dtype_name}"
 
     def run(self) -> int:
         """Measure, then write all outputs. Returns the exit code; an error that ended the runs is raised after the output."""
@@ -137,11 +73,12 @@ class Comparison:
         failure: SpecgenError | None = None
         with self._interrupts as interrupts:
             try:
-                with LiveTable(self._err, self._live_page, quiet=self._request.display.quiet) as live:
+                with live_lines(self._err, quiet=self._display.quiet) as show:
                     for step in self._runner.steps():
-                        with interrupts.held():
-                            live.show(step)
-                if self._request.display.predict:
+                        if show is not None:
+                            with interrupts.held():
+                                show(live_table(self._table_so_far(), step, self._err))
+                if self._output.predict:
                     costs = measure_costs(self._pair, self.results)
             except KeyboardInterrupt:
                 interrupted = True
@@ -152,10 +89,10 @@ class Comparison:
             made = method_results(self.results)
             if costs is not None:
                 made = with_predictions(made, self.results, costs)
-            view = self._view(interrupted=interrupted)
+            shown = self._report(made, " ".join([*self._interruption(interrupted), *self._energy_notes()]))
             with interrupts.held():
-                self._write_files(made, view)  # before stdout, whose reader may close the pipe
-                self._print(made, view, costs)
+                self._write_files(shown)  # before stdout, whose reader may close the pipe
+                self._print(shown, costs)
         if failure is not None:
             raise failure
         return INTERRUPTED if interrupted else self._exit_code(made)
@@ -169,64 +106,60 @@ class Comparison:
             for line in lines:
                 self._trace.write(line)
 
-    def _view(self, *, interrupted: bool = False, is_live: bool = False) -> views.View:
-        display, notes = self._request.display, self._energy_notes()
-        if interrupted:
-            path = self._request.files.trace_path
-            hint = "with --trace FILE.jsonl the next one can be resumed" if path is None else f"continue with --resume {path}"
-            notes.insert(0, f"Interrupted after {len(self.results.runs)} runs; {hint}.")
-        return views.View(display.by_category, display.phases, " ".join(notes), is_live)
+    def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
+        return views.Report(self.results, made, self._where, self._output.by_category, self._output.phases, notes)
+
+    def _table_so_far(self) -> Sequence[Text]:
+        return views.headed_table(self._report(method_results(self.results, FEW_RESAMPLES)), self._err.width)[0]
+
+    def _interruption(self, interrupted: bool) -> list[str]:
+        path = self._output.trace_path
+        hint = "with --trace FILE.jsonl the next one can be resumed" if path is None else f"continue with --resume {path}"
+        return [f"Interrupted after {len(self.results.runs)} runs; {hint}."] * interrupted
 
     def _energy_notes(self) -> list[str]:
         """How joules were counted, or why they are unavailable."""
-        measured = [run.line["energy"] for run in self.results.runs.values() if run.line.get("energy")]
-        if not measured or not self._request.wants("energy", self._request.energy):
+        energy = next((run.line["energy"] for run in self.results.runs.values() if run.line.get("energy")), None)
+        if energy is None or not self._config.energy:
             return []
-        energy = measured[0]
         if energy["joules"] is None:
             return [f"Energy is unavailable: {energy['reason']}."]
         return [f"Joules are those above {energy['idle_watts']:.3g} W idle ({energy['source']})."]
 
-    def _live_page(self, width: int) -> list[Text]:
-        made = method_results(self.results, FEW_RESAMPLES)
-        return views.page(self.results, made, self._conditions, self._view(is_live=True), width)
-
-    def _print(self, made: Sequence[MethodResult], view: views.View, costs: PassCosts | None) -> None:
-        if not self._request.display.json:
-            width = self._out.width if self._out.is_terminal else PIPED_WIDTH
-            for text in views.page(self.results, made, self._conditions, view, width):
+    def _print(self, shown: views.Report, costs: PassCosts | None) -> None:
+        if not self._display.json:
+            for text in views.page(shown, theme.width(self._out)):
                 self._out.print(text)
             return
-        for result in made:
+        for result in shown.made:
             line = as_json(result)
             if costs is not None:
                 prediction = result.prediction or Prediction()
                 predicted = {"eq14": prediction.formula, "pass_costs": prediction.pass_costs}
                 line |= {"predicted": predicted, "costs": costs.as_dict()}
             print_json(line)
-        if not self._request.display.quiet:
+        if not self._display.quiet:
             for note in self._energy_notes():
                 self._err.print(Text(note, "quiet"))
 
-    def _write_files(self, made: Sequence[MethodResult], view: views.View) -> None:
-        files = self._request.files
-        if files.csv is not None:
-            _write(files.csv, csv_text(made, by_category=view.by_category))
-        if files.svg is not None:
+    def _write_files(self, shown: views.Report) -> None:
+        output = self._output
+        if output.csv is not None:
+            _write(output.csv, csv_text(shown.made, by_category=output.by_category))
+        if output.svg is not None:
             from specgen.ui.svg_export import svg
 
-            lines = views.page(self.results, made, self._conditions, view, PIPED_WIDTH)
-            _write(files.svg, svg(lines, PIPED_WIDTH))
-        if files.html is not None:
+            _write(output.svg, svg(views.page(shown, theme.PIPED_WIDTH), theme.PIPED_WIDTH))
+        if output.html is not None:
             from specgen.ui.html import compare_page
 
             installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-            about = compare_page.About(describe(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
-            write_page(files.html, compare_page.page(self.results, made, self._conditions, self.results.examples, about, view))
+            command = f"specgen {shlex.join(sys.argv[1:])}"
+            write_page(output.html, compare_page.page(shown, describe(self._pair), installed, command))
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:
         """The exit code, with an error line for each method whose output differs or that failed while running."""
-        no_color = self._request.display.no_color
+        no_color = self._display.no_color
         broken = [(result, result.broken) for result in made if result.broken]
         for result, difference in broken:
             hint = "This is an error in the method or in a forward pass: please report it with --trace"

@@ -89,44 +89,8 @@ IgnoreEos = Annotated[
     bool, _sampling("--ignore-eos", help="Continue after an end-of-sequence token, so that every measured run is equally long.")
 ]
 
-CompareMethods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--methods",
-        "-m",
-        metavar="LIST",
-        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all methods. "
-        "transformers and transformers-assisted are baselines.",
-    ),
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl.",
-    ),
-]
 Category = Annotated[str | None, typer.Option(metavar="NAME", help="Use only the prompts of this category.")]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="Use at most N prompts, taken from the categories in turn.")]
-Turns = Annotated[
-    bool,
-    typer.Option("--turns", help="Use all turns of a question, with plain decoding's answers between them, not only the first."),
-]
 CompareChat = Annotated[bool, typer.Option("--chat", help="Format each prompt with the model's chat template.")]
-Repeats = Annotated[int, typer.Option(metavar="N", help="Run each prompt N times and use the median time.")]
-ByCategory = Annotated[bool, _output("--by-category", help="Show one row for each category as well.")]
-Phases = Annotated[bool, _output("--phases", help="Show the time for drafting, verification and sampling.")]
-Predict = Annotated[
-    bool, _output("--predict", help="Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.")
-]
-Resume = Annotated[
-    Path | None, _output(metavar="FILE.jsonl", help="Continue an interrupted comparison from its trace, and append to it.")
-]
-Csv = Annotated[Path | None, _output(metavar="FILE", help="Write all figures to a CSV file.")]
-Html = Annotated[
-    Path | None, _output(metavar="FILE", help="Write a self-contained page with all figures and an example of each method.")
-]
-Svg = Annotated[Path | None, _output(metavar="FILE", help="Write the table as an SVG image.")]
 
 Trace = Annotated[Path | None, _output(metavar="FILE.jsonl", help="Write every round to this file, as JSON lines.")]
 Record = Annotated[

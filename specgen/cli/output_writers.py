@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.plan import Plan
 
-PIPED_WIDTH = 100  # columns where stderr is not a terminal
-
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
@@ -106,9 +104,10 @@ class OutputWriter:
             return
         if not display.json:
             self._err.print()
-        width = self._err.width if self._err.is_terminal else PIPED_WIDTH
         mono = theme.is_mono(no_color=display.no_color)
-        self._err.print(footer(self._summary, self._notes(finish_reason), width, mono=mono, tuned=self._output.tuned))
+        self._err.print(
+            footer(self._summary, self._notes(finish_reason), theme.width(self._err), mono=mono, tuned=self._output.tuned)
+        )
 
     def close(self) -> None:
         if self._trace is not None:

@@ -86,7 +86,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
 
         key = profiles.profile_key_of(pair)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
-        with view.TuneProgress(err, request.begin, request.budget, quiet=quiet) as progress:
+        with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
             progress.done(_headline(pair, sampling))
             outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress)
         profile = profiles.from_outcome(outcome, key)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from specgen.compare.ranking import ranked
 from specgen.compare.results import Figures, MethodResult, Prediction
-from specgen.compare.verdict import OUTCOMES, Outcome, outcome_text
+from specgen.compare.verdict import OUTCOMES, outcome_text
 from specgen.traces.summary import Summary
 from specgen.types import PHASES
 
@@ -40,6 +41,16 @@ def entries(result: MethodResult, *, by_category: bool = False) -> list[Entry]:
     return [overall, *(Entry(result, figures, category) for category, figures in categories)]
 
 
+def ranked_entries(results: Sequence[MethodResult], *, by_category: bool = False) -> list[Entry]:
+    """The lines of the methods that ran, in the order of `ranked`; with `by_category` of several categories too."""
+    return [
+        entry
+        for result in ranked(results)
+        if result.overall is not None
+        for entry in entries(result, by_category=by_category and len(result.by_category) > 1)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A figure of a comparison under its JSON and CSV `key`; `value` reads it from an entry.
@@ -50,9 +61,9 @@ class Column:
     """
 
     key: str
-    value: Callable[[Entry], Any]
+    value: Callable[[Any], Any]
     title: str = ""
-    form: str | Callable[[Entry], str] = "{}"
+    form: str | Callable[[Any], str] = "{}"
     priority: int = 0
     label: str = ""
     is_optional: bool = field(default=False, kw_only=True)  # shown only where an entry has a value
@@ -61,7 +72,7 @@ class Column:
     in_json: bool = field(default=True, kw_only=True)
     in_csv: bool = field(default=True, kw_only=True)
 
-    def text(self, entry: Entry) -> str:
+    def text(self, entry: Any) -> str:
         """The cell of a table, empty where there is no value."""
         value = self.value(entry)
         return "" if value is None else self.form.format(value) if isinstance(self.form, str) else self.form(entry)
@@ -80,7 +91,7 @@ def _interval(entry: Entry) -> str:
     return f"{entry.figures.low:.2f}–{entry.figures.high:.2f}"
 
 
-def _outcome(outcome: Outcome) -> Callable[[Entry], int | None]:
+def _outcome(outcome: str) -> Callable[[Entry], int | None]:
     return lambda entry: entry.figures.outcomes.get(outcome)
 
 
@@ -103,7 +114,7 @@ def _summary(name: str) -> Callable[[Entry], Any]:
 
 COLUMNS = (
     Column("prompts", _figure("prompts")),
-    *(Column(outcome.key, _outcome(outcome)) for outcome in OUTCOMES),
+    *(Column(outcome, _outcome(outcome)) for outcome in OUTCOMES),
     Column("acceptance_rate", _summary("acceptance_rate"), "accep-\ntance", "{:.0%}", 2, "accepted"),
     Column("draft_share", _summary("draft_share"), "draft\nshare", "{:.0%}", 10),
     Column("harmonic_mean", _summary("harmonic_mean"), "\nHM", "{:.2f}", 11),
@@ -120,8 +131,8 @@ COLUMNS = (
     Column("speedup", _figure("speedup"), "\nspeedup", "{:.2f}×", is_speed=True),
     Column("speedup_low", _figure("low"), "95%\ninterval", _interval, 4, is_speed=True, is_interval=True),
     Column("speedup_high", _figure("high")),
-    Column("perplexity", _figure("perplexity"), "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
-    Column("joules_per_token", _figure("joules_per_token"), "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),
+    Column("perplexity", _summary("perplexity"), "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
+    Column("joules_per_token", _summary("joules_per_token"), "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),
     Column("energy", _summary("energy"), in_csv=False),
     Column("phase_seconds", _phases, in_csv=False),
     *(Column(f"{phase}_seconds", _phase(phase), in_json=False) for phase in PHASES),

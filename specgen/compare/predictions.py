@@ -71,7 +71,7 @@ def measure_costs(pair: Pair, results: Results) -> PassCosts:
     widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1
     widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
     plain = {index: run for (written, index, _), run in results.runs.items() if written == REFERENCE}
-    prompts = [prompt for prompt in results.prompts if prompt.index in plain]
+    prompts = [prompt for prompt in results.config.prompts if prompt.index in plain]
     # on average a pass comes after half of the answer
     lengths = [len(pair.tokenizer.encode(prompt.text)) + plain[prompt.index].tokens // 2 for prompt in prompts]
     context = max(int(median(lengths)), 1) if lengths else 1

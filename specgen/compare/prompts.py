@@ -52,46 +52,35 @@ def load_prompts(
     if not questions:
         raise SpecgenError(f"{path} holds no prompts", "Write some: the top of examples.yaml shows how")
     if category is not None:
-        known = list(dict.fromkeys(question.category for question in questions))
+        known = list(dict.fromkeys(turns[0].category for turns in questions))
         if category not in known:
             raise SpecgenError(
                 f"{path} has no category {category!r}{nearest(category, known)}", f"It has {', '.join(known[:20])}"
             )
-        questions = [question for question in questions if question.category == category]
+        questions = [turns for turns in questions if turns[0].category == category]
     kept = questions if limit is None else _in_turn(questions, limit)
-    return [
-        Prompt(question.first_index + turn, text, question.category, question.name, question.turns[:turn])
-        for question in kept
-        for turn, text in enumerate(question.turns)
-        if turn == 0 or all_turns
-    ]
+    return [prompt for turns in kept for prompt in (turns if all_turns else turns[:1])]
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    first_index: int
-    turns: tuple[str, ...]
-    category: str
-    name: str
-
-
-def _in_turn(questions: Sequence[_Question], limit: int) -> list[_Question]:
+def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence[Prompt]]:
     """`limit` questions in the file's order: the first of each category, then the second of each category, and so on."""
-    by_category: dict[str, list[_Question]] = defaultdict(list)
-    for question in questions:
-        by_category[question.category].append(question)
-    taken = [question for question in chain.from_iterable(zip_longest(*by_category.values())) if question is not None]
-    return sorted(taken[:limit], key=lambda question: question.first_index)
+    by_category: dict[str, list[Sequence[Prompt]]] = defaultdict(list)
+    for turns in questions:
+        by_category[turns[0].category].append(turns)
+    taken = [turns for turns in chain.from_iterable(zip_longest(*by_category.values())) if turns is not None]
+    return sorted(taken[:limit], key=lambda turns: turns[0].index)
 
 
-def _questions(path: Path) -> Iterator[_Question]:
-    index = 0
+def _questions(path: Path) -> Iterator[list[Prompt]]:
+    """The turns of each question."""
+    first = 0
     for position, entry in _entries(path):
-        turns = _turns(entry, f"{path}, {position}")
-        category = _word(entry, "category", f"{path}, {position}") or UNCATEGORISED
-        name = _word(entry, "id", f"{path}, {position}") or _word(entry, "question_id", f"{path}, {position}")
-        yield _Question(index, turns, category, name)
-        index += len(turns)
+        where = f"{path}, {position}"
+        texts = _turns(entry, where)
+        category = _word(entry, "category", where) or UNCATEGORISED
+        name = _word(entry, "id", where) or _word(entry, "question_id", where)
+        yield [Prompt(first + turn, text, category, name, texts[:turn]) for turn, text in enumerate(texts)]
+        first += len(texts)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -138,12 +127,11 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SpecgenError(
-                f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}", "Write one JSON object a line"
-            ) from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets nested too deeply
-            raise SpecgenError(f"{path}, line {number} cannot be read as JSON", "Write one JSON object a line") from error
+        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets nested too deeply
+            problem = "cannot be read as JSON"
+            if isinstance(error, json.JSONDecodeError):
+                problem = f"is not JSON: {error.msg} at column {error.colno}"
+            raise SpecgenError(f"{path}, line {number} {problem}", "Write one JSON object a line") from error
         yield f"line {number}", entry
 
 

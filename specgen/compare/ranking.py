@@ -43,16 +43,16 @@ def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[Metho
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
-    """Methods without figures and why: methods that failed for the same reason share an entry."""
+    """Methods without figures and why: methods with the same reason share an entry."""
     has_lookup = any(result.spec.name == "lookup" for result in results)
-    pending: list[tuple[list[str], str]] = []
     reasons: dict[str, list[str]] = {}
     for result in ranked(results):
-        if result.overall is None and result.failure is None:
-            pending.append(([result.spec.written], "not measured yet"))
-        elif result.failure is not None:
+        if result.overall is not None:
+            continue
+        reason = "not measured yet"
+        if result.failure is not None:
             hint = result.failure.hint.removesuffix(WITHOUT_A_DRAFT) if has_lookup else result.failure.hint
             reason = f"{NOT_RUN}: {result.failure.message.removeprefix(f'{result.spec.name} ')}"
             reason += f"; {hint[:1].lower()}{hint[1:]}" if hint else ""
-            reasons.setdefault(reason, []).append(result.spec.written)
-    return [*pending, *((names, reason) for reason, names in reasons.items())]
+        reasons.setdefault(reason, []).append(result.spec.written)
+    return [(names, reason) for reason, names in reasons.items()]

@@ -6,23 +6,45 @@ and every figure can be computed again from the trace. Imports no torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
-from specgen.compare.verdict import Difference, Outcome, count_outcomes
+from specgen.compare.verdict import Difference, count_outcomes
 from specgen.errors import SpecgenError
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRun
-from specgen.types import Round
+from specgen.types import Round, SamplingParams
 
 RESAMPLES = 2000
 FEW_RESAMPLES = 200  # for the live table, whose intervals still change
 LEVEL = 0.95
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkConfig:
+    """What to measure. `record` adds to the trace how far both models' distributions agree. Perplexity is measured for all
+    methods where it is requested or a method is lossy. Raises SpecgenError for fewer than one repeat."""
+
+    specs: Sequence[MethodSpec]
+    prompts: Sequence[Prompt]
+    repeats: int
+    sampling: SamplingParams
+    chat: bool = False
+    record: bool = False
+    perplexity: bool = False
+    energy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise SpecgenError(f"--repeats is {self.repeats}", "It has to be a whole number of at least 1")
+
+    @property
+    def measures_perplexity(self) -> bool:
+        return self.perplexity or not all(spec.lossless for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +58,7 @@ class Run:
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rounds: Sequence[Round]) -> Run:
-        branches = any(list(round_.draft.parents) != list(range(-1, len(round_.draft.tokens) - 1)) for round_ in rounds)
+        branches = not all(round_.draft.is_chain for round_ in rounds)
         in_turn = not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
         return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None, branches)
 
@@ -53,9 +75,7 @@ class Run:
 class Results:
     """What was measured so far. `differences` are those from plain decoding's output in greedy decoding."""
 
-    specs: Sequence[MethodSpec]
-    prompts: Sequence[Prompt]
-    greedy: bool
+    config: BenchmarkConfig
     runs: dict[Key, Run] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     failures: dict[str, SpecgenError] = field(default_factory=dict)
@@ -64,12 +84,12 @@ class Results:
 
     def complete_repeats(self) -> set[tuple[int, int]]:
         """The (prompt index, repeat) pairs that every method has run, failed methods aside: only these can be compared."""
-        running = [spec.written for spec in self.specs if spec.written not in self.failures]
+        running = [spec.written for spec in self.config.specs if spec.written not in self.failures]
         repeats = {(prompt, repeat) for _, prompt, repeat in self.runs}
         return {pair for pair in repeats if all((written, *pair) in self.runs for written in running)}
 
     def label(self, prompt_index: int) -> str:
-        return next(prompt.label for prompt in self.prompts if prompt.index == prompt_index)
+        return next(prompt.label for prompt in self.config.prompts if prompt.index == prompt_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +103,10 @@ class Figures:
     low: float | None = None
     high: float | None = None
     differences: Sequence[Difference] | None = None
-    perplexity: float | None = None
-    joules_per_token: float | None = None
     branches: bool = False  # drafts are trees or several chains
 
     @property
-    def outcomes(self) -> Mapping[Outcome, int]:
+    def outcomes(self) -> Mapping[str, int]:
         """Prompts by how their output compares with plain decoding's; empty where outputs are not compared."""
         return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
@@ -123,7 +141,7 @@ class MethodResult:
     @property
     def broken(self) -> Difference | None:
         """The first difference that a lossless method must not have."""
-        return next((difference for difference in self.differences if difference.outcome.is_broken), None)
+        return next((difference for difference in self.differences if difference.is_broken), None)
 
     @property
     def speedup(self) -> float | None:
@@ -132,24 +150,25 @@ class MethodResult:
 
 def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodResult]:
     """Each method's results, in the order of the request, plain decoding first."""
-    repeats = results.complete_repeats()
-    categories = {prompt.index: prompt.category for prompt in results.prompts}
-    medians = {spec.written: median_runs(results, spec.written, repeats) for spec in results.specs}
+    config, repeats = results.config, results.complete_repeats()
+    reference = median_runs(results, REFERENCE, repeats)
+    categories = {prompt.index: prompt.category for prompt in config.prompts}
     made = []
-    for spec in results.specs:
-        own, failure = medians[spec.written], results.failures.get(spec.written)
+    for spec in config.specs:
+        own, failure = median_runs(results, spec.written, repeats), results.failures.get(spec.written)
         if failure is not None or not own:
             made.append(MethodResult(spec, None, failure=failure))
             continue
         differences = None
-        if results.greedy and spec.lossless:
-            keys = [key for key in results.differences if key[0] == spec.written and key[1:] in repeats]
-            differences = [results.differences[key] for key in sorted(keys, key=lambda key: key[1:])]
-        by_category = {}
-        for category in dict.fromkeys(categories[index] for index in own):
-            part = {index: run for index, run in own.items() if categories[index] == category}
-            by_category[category] = _figures(spec, part, medians[REFERENCE], differences, resamples)
-        made.append(MethodResult(spec, _figures(spec, own, medians[REFERENCE], differences, resamples), by_category))
+        if config.sampling.greedy and spec.lossless:
+            differences = [
+                found for key, found in sorted(results.differences.items()) if key[0] == spec.written and key[1:] in repeats
+            ]
+        parts: dict[str, dict[int, Run]] = {}
+        for index, run in own.items():
+            parts.setdefault(categories[index], {})[index] = run
+        by_category = {category: _figures(spec, part, reference, differences, resamples) for category, part in parts.items()}
+        made.append(MethodResult(spec, _figures(spec, own, reference, differences, resamples), by_category))
     return made
 
 
@@ -179,23 +198,7 @@ def _figures(
         differences, low, high = (), None, None
     elif differences is not None:
         differences = [difference for difference in differences if difference.prompt_index in own]
-    perplexity, joules = _mean(own.values(), "perplexity", geometric=True), _mean(own.values(), "joules_per_token")
-    branches = any(run.branches for run in own.values())
-    return Figures(summary, len(own), speedup, low, high, differences, perplexity, joules, branches)
-
-
-def _mean(runs: Iterable[Run], key: str, *, geometric: bool = False) -> float | None:
-    """The mean over all tokens of a figure of the summary lines: perplexities are averaged as log-likelihoods, joules add up.
-
-    None unless every run with tokens has the figure, since a mean over some of the prompts cannot be compared.
-    """
-    measured = [run for run in runs if run.tokens]
-    if not measured or any(run.line.get(key) is None for run in measured):
-        return None
-    total = sum(run.tokens for run in measured)
-    if geometric:
-        return math.exp(sum(math.log(run.line[key]) * run.tokens for run in measured) / total)
-    return sum(float(run.line[key]) * run.tokens for run in measured) / total
+    return Figures(summary, len(own), speedup, low, high, differences, any(run.branches for run in own.values()))
 
 
 def speedup_interval(

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run
-from specgen.compare.runner import BenchmarkConfig, Runner, settings_of
+from specgen.compare.runner import Runner
+from specgen.environment import versions
 from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRun, read_trace
 
-if TYPE_CHECKING:
-    from specgen.pair import Pair
-
-_OPTIONS = {
-    "target": "--target",
-    "device": "--device",
-    "dtype": "--dtype",
-    "max_new_tokens": "-n",
-    "temperature": "--temperature",
-    "top_p": "--top-p",
-    "top_k": "--top-k",
-    "ignore_eos": "--ignore-eos",
-}
 _UNCHANGED = "Name a trace as --trace writes it, unchanged"
 
 
@@ -55,14 +43,15 @@ class RecordedComparison:
         """Whether a run's summary line has this figure."""
         return any(recorded.run.line.get(figure) is not None for recorded in self.runs)
 
-    def add_to(self, runner: Runner, config: BenchmarkConfig, pair: Pair) -> None:
-        """Count the runs that this comparison asks for. Raises SpecgenError where they were made with other settings."""
+    def add_to(self, runner: Runner) -> None:
+        """Count the runs that the runner's comparison asks for. Raises SpecgenError where they were made with other settings."""
+        config, now = runner.config, _settings(runner)
         specs = {spec.written: spec for spec in config.specs}
         prompts = {prompt.index: prompt for prompt in config.prompts}
         # plain decoding's runs come first, since the others are compared with them
         for recorded in sorted(self.runs, key=lambda run: run.start["spec"] != REFERENCE):
             start = recorded.start
-            self._check_settings(start, settings_of(config, pair))
+            self._check_settings({**start, **start["sampling"]}, now)
             spec, prompt = specs.get(start["spec"]), prompts.get(start["prompt_index"])
             if spec is None or prompt is None or start["repeat"] >= config.repeats:
                 continue
@@ -75,19 +64,33 @@ class RecordedComparison:
             if recorded.traced is not None and prompt is config.prompts[0]:
                 runner.results.examples[spec.written] = recorded.traced
 
-    def _check_settings(self, start: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        before, after = {**start, **start["sampling"]}, {**now, **now["sampling"]}
-        for name in after:
-            if name != "sampling" and before.get(name) != after[name]:
-                option = _OPTIONS.get(name)
+    def _check_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for name, value in now.items():
+            if before.get(name) == value:
+                continue
+            if name == "versions":
+                now_in_words = ", ".join(f"{library} {version}" for library, version in value.items())
                 raise SpecgenError(
-                    f"{self.path} was made with {option or name} {_shown(before.get(name))}, and now it is {_shown(after[name])}",
-                    f"Give the same {option}" if option else "Times from other versions cannot be compared: start a new trace",
+                    f"{self.path} was made with other versions; now there are {now_in_words}",
+                    "Times from other versions cannot be compared: start a new trace",
                 )
+            option = "-n" if name == "max_new_tokens" else f"--{name.replace('_', '-')}"
+            raise SpecgenError(
+                f"{self.path} was made with {option} {before.get(name)}, and now it is {value}", f"Give the same {option}"
+            )
 
 
-def _shown(value: object) -> str:
-    return ", ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, dict) else str(value)
+def _settings(runner: Runner) -> dict[str, Any]:
+    """What has to be equal for runs to be comparable, under the keys of a trace's start line and of its `sampling`."""
+    target = runner.pair.target
+    sampling = {name: value for name, value in asdict(runner.config.sampling).items() if name not in ("seed", "stop")}
+    return {
+        "target": target.name,
+        "device": str(target.device),
+        "dtype": target.dtype_name,
+        "versions": versions(),
+        **sampling,
+    }
 
 
 def read_comparison(path: Path) -> RecordedComparison:

@@ -11,16 +11,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specgen.compare.baselines import Baseline, baseline_settings
+from specgen.compare.baselines import baseline_settings, run_baseline
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import Results, Run
+from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.energy import energy_meter_for
-from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
@@ -30,25 +29,6 @@ from specgen.types import Round, SamplingParams
 if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class BenchmarkConfig:
-    """What to measure. `record` adds to the trace how far both models' distributions agree. Perplexity is measured for all
-    methods where it is requested or a method is lossy."""
-
-    specs: Sequence[MethodSpec]
-    prompts: Sequence[Prompt]
-    repeats: int
-    sampling: SamplingParams
-    chat: bool = False
-    record: bool = False
-    perplexity: bool = False
-    energy: bool = False
-
-    @property
-    def measures_perplexity(self) -> bool:
-        return self.perplexity or not all(spec.lossless for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +59,20 @@ class Runner:
         self,
         pair: Pair,
         config: BenchmarkConfig,
-        results: Results,
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
         held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._pair, self._config, self.results, self._write, self._held = pair, config, results, write, held
+        self.pair, self.config, self._write, self._held = pair, config, write, held
+        self.results = Results(config)
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
-        self._seconds: dict[str, list[float]] = defaultdict(
-            list
-        )  # wall-clock, warm-up included, for the estimate of what is left
+        self._seconds: dict[str, list[float]] = defaultdict(list)  # wall-clock, warm-up included, to estimate the time left
         self._ids: dict[int, list[int]] = {}
         self._meter = energy_meter_for(pair.all_devices) if config.energy else None
 
     def check(self) -> None:
         """Raises SpecgenError naming the first prompt that plain decoding cannot continue, before anything is run."""
-        for prompt in self._config.prompts:
+        for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:
                     self._reference_plan(self.prompt_ids(prompt))
@@ -107,11 +85,11 @@ class Runner:
             previous = range(prompt.index - len(prompt.previous_turns), prompt.index)
             answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
             turns = list(zip(prompt.previous_turns, answers, strict=True))
-            if self._config.chat:
-                ids = self._pair.tokenizer.chat(prompt.text, None, turns)
+            if self.config.chat:
+                ids = self.pair.tokenizer.chat(prompt.text, None, turns)
             else:
                 history = "".join(f"{question}{answer.rstrip()}\n\n" for question, answer in turns)
-                ids = self._pair.tokenizer.encode(history + prompt.text)
+                ids = self.pair.tokenizer.encode(history + prompt.text)
             self._ids[prompt.index] = ids
         return self._ids[prompt.index]
 
@@ -119,17 +97,17 @@ class Runner:
         """Yields before each run and once at the end; the run itself happens when the caller takes the next step."""
         todo = [
             (spec, prompt, repeat)
-            for repeat in range(self._config.repeats)
-            for prompt in self._config.prompts
-            for spec in self._config.specs
+            for repeat in range(self.config.repeats)
+            for prompt in self.config.prompts
+            for spec in self.config.specs
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
-        first_prompt = self._config.prompts[0]
-        for spec in [spec for spec in self._config.specs if any(spec is other for other, _, _ in todo)]:
+        first_prompt = self.config.prompts[0]
+        for spec in [spec for spec in self.config.specs if any(spec is other for other, _, _ in todo)]:
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
         for position, (spec, prompt, repeat) in enumerate(todo):
-            if spec.written in self.results.failures or prompt.index in self.results.skipped:
+            if self._is_ruled_out(spec, prompt):
                 continue
             yield self._step(todo, position, spec, prompt)
             finished = self._attempt(spec, prompt, repeat)
@@ -147,22 +125,23 @@ class Runner:
         *,
         warming_up: bool = False,
     ) -> BenchmarkStep:
-        def possible(runs: Sequence[tuple[MethodSpec, Prompt, int]]) -> list[str]:
-            """The methods of these runs, less the runs that failures rule out."""
-            failures, skipped = self.results.failures, self.results.skipped
-            return [spec.written for spec, prompt, _ in runs if spec.written not in failures and prompt.index not in skipped]
-
-        done, left = possible(todo[:position]), possible(todo[position:])
+        done, left = (
+            [other.written for other, prompt, _ in runs if not self._is_ruled_out(other, prompt)]
+            for runs in (todo[:position], todo[position:])
+        )
         means = {written: sum(seconds) / len(seconds) for written, seconds in self._seconds.items()}
         longest = max(means.values(), default=None)
         seconds_left = None if longest is None else sum(means.get(written, longest) for written in left)
         return BenchmarkStep(spec, prompt, warming_up, len(done), len(done) + len(left), seconds_left)
 
+    def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
+        return spec.written in self.results.failures or prompt.index in self.results.skipped
+
     def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> _Finished | None:
         """Make one run. Returns None where the method fails (`results.failures` then says why) or the prompt is skipped."""
-        if prompt.index in self.results.skipped or spec.written in self.results.failures:
+        if self._is_ruled_out(spec, prompt):
             return None
-        sampling = replace(self._config.sampling, seed=(self._seed + repeat) % 2**63)
+        sampling = replace(self.config.sampling, seed=(self._seed + repeat) % 2**63)
         start = time.perf_counter()
         try:
             ids = self.prompt_ids(prompt)
@@ -171,8 +150,8 @@ class Runner:
             self._fail(spec, prompt, error)
             return None
         self._seconds[spec.written].append(time.perf_counter() - start)
-        place = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
-        return replace(finished, start={**finished.start, **place, "prompt_name": prompt.name})
+        keys = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
+        return replace(finished, start={**finished.start, **keys, "prompt_name": prompt.name})
 
     def _fail(self, spec: MethodSpec, prompt: Prompt, error: Exception) -> None:
         """Record why a method cannot run, or that a later turn is too long; raises what no method is to blame for."""
@@ -188,32 +167,31 @@ class Runner:
             raise error
 
     def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        plan = self._pair.plan(ids, spec.name, sampling, record=self._config.record, **spec.settings)
-        self._pair.forget()
+        plan = self.pair.plan(ids, spec.name, sampling, record=self.config.record, **spec.settings)
+        self.pair.forget()
         summary = Summary(spec.name)
         with self._metered(summary):
             rounds = list(plan.run.rounds())
         for round_ in rounds:
             summary.add(round_)
         self._add_likelihood(summary, ids)
-        text = self._pair.text(plan, summary.token_ids)
+        text = self.pair.text(plan, summary.token_ids)
         counts = {"drafts": summary.drafts, "rejections": summary.rejections}
         line = summary.as_dict(text, plan.run.finish_reason or "length") | counts
         return _Finished(traces.start_line(plan.info), rounds, line)
 
     def _run_baseline(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
         settings = baseline_settings(spec.name, spec.settings)
-        baseline = Baseline(self._pair, spec.name, settings)
         plan = self._reference_plan(ids, sampling)
         summary = Summary(spec.name)
         with self._metered(summary):
-            counted = baseline.run(ids, plan.run.limit, sampling, plan.seed)
+            counted = run_baseline(self.pair, spec.name, settings, ids, plan.run.limit, sampling, plan.seed)
         start = traces.start_line(plan.info) | {"method": spec.name, "settings": settings, "lossless": True}
-        if spec.name == "transformers-assisted" and self._pair.draft is not None:
-            start["draft"] = self._pair.draft.name
+        if spec.name == "transformers-assisted" and self.pair.draft is not None:
+            start["draft"] = self.pair.draft.name
         summary.include(counted)
         self._add_likelihood(summary, ids)
-        line = summary.as_dict(self._pair.text(plan, counted["token_ids"]), counted["finish_reason"])
+        line = summary.as_dict(self.pair.text(plan, counted["token_ids"]), counted["finish_reason"])
         return _Finished(start, (), line | {"phase_seconds": None, "drafts": counted["drafts"]})
 
     @contextmanager
@@ -227,28 +205,28 @@ class Runner:
         summary.add_energy(self._meter.stop())
 
     def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
-        if self._config.measures_perplexity:
-            summary.add_log_likelihood(self._pair.log_likelihood(prompt_ids, summary.token_ids))
+        if self.config.measures_perplexity:
+            summary.add_log_likelihood(self.pair.log_likelihood(prompt_ids, summary.token_ids))
 
     def _reference_plan(self, ids: list[int], sampling: SamplingParams | None = None) -> Plan:
-        return self._pair.plan(ids, REFERENCE, sampling or self._config.sampling)
+        return self.pair.plan(ids, REFERENCE, sampling or self.config.sampling)
 
     def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: _Finished) -> None:
         if self._write is not None:
             self._write(self._lines(finished))
-        if repeat == 0 and prompt is self._config.prompts[0]:
+        if repeat == 0 and prompt is self.config.prompts[0]:
             self.results.examples[spec.written] = self._traced(finished)
         self.add(spec, prompt, repeat, Run.of(finished.line, finished.rounds))
 
     def _lines(self, finished: _Finished) -> Iterator[Mapping[str, Any]]:
         yield finished.start
         for round_ in finished.rounds:
-            yield traces.round_line(round_, self._pair.tokenizer.text_of, record=self._config.record)
+            yield traces.round_line(round_, self.pair.tokenizer.text_of, record=self.config.record)
         yield traces.summary_line(finished.line)
 
     def _traced(self, finished: _Finished) -> TracedRun:
         """The run in the form in which a reader of its trace gets it."""
-        text_of = self._pair.tokenizer.text_of
+        text_of = self.pair.tokenizer.text_of
         rounds = []
         for round_ in finished.rounds:
             texts = tuple(text_of([token]) for token in round_.draft.tokens)
@@ -262,21 +240,9 @@ class Runner:
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
         reference = results.runs.get((REFERENCE, prompt.index, repeat))
-        if not results.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:
+        if not self.config.sampling.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:
             return
         answers = reference.line["token_ids"], run.line["token_ids"]
-        difference = judge(self._pair, prompt.index, repeat, self.prompt_ids(prompt), *answers)
+        difference = judge(self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers)
         if difference is not None:
             results.differences[key] = difference
-
-
-def settings_of(config: BenchmarkConfig, pair: Pair) -> dict[str, Any]:
-    """What has to be equal for runs to be comparable, under the keys of a trace's start line."""
-    sampling = {name: value for name, value in asdict(config.sampling).items() if name not in ("seed", "stop")}
-    return {
-        "target": pair.target.name,
-        "device": str(pair.target.device),
-        "dtype": pair.target.dtype_name,
-        "versions": versions(),
-        "sampling": sampling,
-    }

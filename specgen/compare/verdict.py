@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,22 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an answer compares with plain decoding's. `key` names the count of prompts in JSON and CSV, `one` and `several` are the
-    words for a table's cell, and `is_broken` says that a lossless method must never have it."""
-
-    key: str
-    one: str
-    several: str
-    is_broken: bool = False
-
-
-SAME = Outcome("identical", "same", "same")
-TIE = Outcome("tied", "tie at {position}", "{count} ties")
-DIFFERENT = Outcome("diverged", "differs at {position}", "{count} differ", is_broken=True)
-OUTCOMES = (SAME, TIE, DIFFERENT)  # from best to worst
+OUTCOMES = ("identical", "tied", "diverged")  # keys of the counts of prompts in JSON and CSV, from best to worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +29,18 @@ class Difference:
     threshold: float
 
     @property
-    def outcome(self) -> Outcome:
-        return TIE if self.gap is not None and abs(self.gap) < self.threshold else DIFFERENT
+    def is_broken(self) -> bool:
+        """Whether rounding does not explain it: a lossless method must not have such a difference."""
+        return self.gap is None or not abs(self.gap) < self.threshold
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of a JSON line's `differences`, whose keys are a promise."""
         fields = asdict(self)
-        return {"place": fields.pop("position"), **fields, "tie": self.outcome is TIE}
+        return {"place": fields.pop("position"), **fields, "tie": not self.is_broken}
 
     def explanation(self, methods: str, prompt: str) -> str:
         """A sentence on where these methods left plain decoding's output, and whether rounding explains it."""
-        if self.outcome is TIE:
+        if not self.is_broken:
             return (
                 f"tie at {self.position} of {prompt} ({methods}): "
                 f"the two tokens' logits are {abs(self.gap or 0):.2g} apart; rounding explains {self.threshold:.2g}."
@@ -70,22 +55,22 @@ class Difference:
         )
 
 
-def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[Outcome, int]:
-    """Of `prompts` prompts, how many have each outcome; a prompt counts with the worst outcome of its repeats."""
-    worst: dict[int, Outcome] = {}
-    for difference in differences:
-        so_far = worst.get(difference.prompt_index, SAME)
-        worst[difference.prompt_index] = max(so_far, difference.outcome, key=OUTCOMES.index)
-    counts = Counter(worst.values())
-    return {SAME: prompts - len(worst)} | {outcome: counts[outcome] for outcome in OUTCOMES[1:]}
+def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[str, int]:
+    """Of `prompts` prompts, how many have each of `OUTCOMES`; a prompt counts with the worst outcome of its repeats."""
+    broken = {found.prompt_index for found in differences if found.is_broken}
+    tied = {found.prompt_index for found in differences} - broken
+    return dict(zip(OUTCOMES, (prompts - len(broken) - len(tied), len(tied), len(broken)), strict=True))
 
 
 def outcome_text(differences: Sequence[Difference]) -> str:
-    """The worst outcome in the words of a table's cell: `same`, `tie at 57`, `2 differ`."""
-    worst = max((difference.outcome for difference in differences), key=OUTCOMES.index, default=SAME)
-    found = [difference for difference in differences if difference.outcome is worst]
-    count = len({difference.prompt_index for difference in found})
-    return worst.several.format(count=count) if count > 1 else worst.one.format(position=found[0].position if found else 0)
+    """The worst outcome in the words of a table's cell: `same`, `tie at 57`, `2 ties`, `2 differ`."""
+    broken = [found for found in differences if found.is_broken]
+    worst = broken or differences
+    if not worst:
+        return "same"
+    if (count := len({found.prompt_index for found in worst})) > 1:
+        return f"{count} differ" if broken else f"{count} ties"
+    return f"{'differs' if broken else 'tie'} at {worst[0].position}"
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:

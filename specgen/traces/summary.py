@@ -30,6 +30,7 @@ class Summary:
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
+        self.joules: float | None = None  # above idle, NaN if those of a run are unknown
         self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
 
     def add(self, round_: Round) -> None:
@@ -50,9 +51,18 @@ class Summary:
     def add_energy(self, energy: Energy) -> None:
         """Add one run's energy."""
         self.energy = energy if self.energy is None else self.energy + energy
+        self.joules = (self.joules or 0.0) + (math.nan if energy.joules is None else energy.joules)
 
     def include(self, line: Mapping[str, Any]) -> None:
-        """Add a whole run by its summary line with the additional key `drafts`, as in comparisons."""
+        """Add a whole run by its summary line with the additional key `drafts`, as in comparisons.
+
+        Where lines have perplexity and joules per token, those of the summary are None unless all runs with tokens have them.
+        """
+        tokens = len(line["token_ids"])
+        if tokens and "perplexity" in line:
+            self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
+        if tokens and "joules_per_token" in line:
+            self.joules = (self.joules or 0.0) + tokens * _or_nan(line["joules_per_token"])
         self.rounds += line["rounds"]
         self.token_ids += line["token_ids"]
         self.drafts += line["drafts"]
@@ -122,9 +132,9 @@ class Summary:
     @property
     def joules_per_token(self) -> float | None:
         """Energy above idle per generated token; None where there is no counter."""
-        if self.energy is None or self.energy.joules is None or not self.new_tokens:
+        if self.joules is None or math.isnan(self.joules) or not self.new_tokens:
             return None
-        return self.energy.joules / self.new_tokens
+        return self.joules / self.new_tokens
 
     @property
     def mean_draft_length(self) -> float | None:
@@ -146,3 +156,7 @@ class Summary:
             "energy": None if self.energy is None else self.energy.as_dict(),
             "phase_seconds": dict(self.phase_seconds),
         }
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.compare.method_specs import parse_spec
-from specgen.compare.results import Results, method_results
-from specgen.compare.runner import BenchmarkConfig, Runner
+from specgen.compare.results import BenchmarkConfig, method_results
+from specgen.compare.runner import Runner
 from specgen.tuning.outcome import PLAIN, Candidate, counted, plain_of
 
 if TYPE_CHECKING:
@@ -34,10 +34,11 @@ def confirm(
         return candidates, {"confirmation": OUT_OF_TIME}
     run_seconds = new_tokens * _token_seconds(candidates, listed)
     specs = [parse_spec(PLAIN), *(parse_spec(candidate.written) for candidate in listed)]
-    results = Results(specs, request.prompts, request.sampling.greedy)
     sampling = replace(request.seeded_sampling, max_new_tokens=new_tokens)
     config = BenchmarkConfig(specs, request.prompts, MOST_REPEATS, sampling, request.chat)
-    for step in Runner(pair, config, results).steps():
+    runner = Runner(pair, config)
+    results = runner.results
+    for step in runner.steps():
         observer.doing(f"really running {'' if step.spec is None else step.spec.written}")
         if request.deadline.left < run_seconds:
             break

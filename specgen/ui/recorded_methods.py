@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
+from specgen.compare.columns import Column, draft_length
 from specgen.traces.statistics import TraceStatistics
 from specgen.traces.trace_reader import TracedRun
 
 LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
 ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
+
+
+def conditions(start: Mapping[str, Any], runs: int) -> str:
+    """The models, the device, the sampling and the number of runs, from a run's start line."""
+    models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
+    temperature = start["sampling"].get("temperature")
+    how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
+    return f"{models}, {start['device']} {start['dtype']}, {how}" + (f", {runs} runs" if runs > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,22 @@ class RecordedMethod:
     def speed(self) -> float:
         """Tokens per second over all runs; 0 where no time was recorded."""
         return self.statistics.summary.tokens_per_second or 0.0
+
+
+def _figure(name: str) -> Callable[[RecordedMethod], Any]:
+    return attrgetter(f"statistics.summary.{name}")
+
+
+def _length(entry: RecordedMethod) -> str:
+    return draft_length(entry.statistics.summary.mean_draft_length, branches=entry.statistics.branches)
+
+
+COLUMNS = (
+    Column("acceptance_rate", _figure("acceptance_rate"), "accept-\nance", "{:.0%}", label="accepted"),
+    Column("block_efficiency", _figure("block_efficiency"), "tokens\na pass", "{:.2f}", label="a pass"),
+    Column("mean_draft_length", _figure("mean_draft_length"), "draft\nlength", _length, label="drafted"),
+    Column("run_count", attrgetter("statistics.runs"), "runs", label="runs"),
+)
 
 
 def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:

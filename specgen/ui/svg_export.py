@@ -37,19 +37,18 @@ _FORMAT = """\
 
 def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
     """The SVG of styled lines on a background `width` cells wide. `unique_id` prefixes its CSS classes."""
-    pictures = {flavour: _picture(lines, width, flavour, unique_id) for flavour in BACKGROUNDS}
-    light, dark = (BACKGROUNDS[flavour].background_color.hex for flavour in ("light", "dark"))
-    rules = [*_rules(pictures["dark"], unique_id), f".{unique_id}-background {{ fill: {dark}; }}"]
+    pictures = {}
+    for flavour, background in BACKGROUNDS.items():
+        console = recorder(width, flavour)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+        pictures[flavour] = console.export_svg(title="", theme=background, code_format=_FORMAT, unique_id=unique_id)
+    light, dark = (background.background_color.hex for background in BACKGROUNDS.values())
+    # Rich numbers the CSS classes of styles as they appear, so those of both flavours match
+    rules = re.findall(rf"^\s*(\.{unique_id}-r\d+ {{.*}})$", pictures["dark"], flags=re.MULTILINE)
+    rules.append(f".{unique_id}-background {{ fill: {dark}; }}")
     dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
     return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
-
-
-def _picture(lines: Sequence[Text], width: int, flavour: str, unique_id: str) -> str:
-    """Rich's SVG of the lines in one flavour. Rich numbers CSS classes as styles appear, so those of both flavours match."""
-    console = recorder(width, flavour)
-    for line in lines:
-        console.print(line, soft_wrap=True)
-    return console.export_svg(title="", theme=BACKGROUNDS[flavour], code_format=_FORMAT, unique_id=unique_id)
 
 
 def recorder(width: int, flavour: str) -> Console:
@@ -67,8 +66,3 @@ def recorder(width: int, flavour: str) -> Console:
         legacy_windows=False,
         _environ={},
     )
-
-
-def _rules(picture: str, unique_id: str) -> list[str]:
-    """The CSS rules of the text styles."""
-    return re.findall(rf"^\s*(\.{unique_id}-r\d+ {{.*}})$", picture, flags=re.MULTILINE)

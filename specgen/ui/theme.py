@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.theme import Theme
 
+PIPED_WIDTH = 100  # columns of output that does not go to a terminal
 _STYLES = {
     "token.accepted": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "none"},
     "token.rejected": {"ansi": "red strike", "dark": "#ff7b72 strike", "light": "#b3261e strike", "mono": "strike"},
@@ -62,6 +63,11 @@ class ThemedConsole(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def width(console: Console) -> int:
+    """The columns for a console's output, `PIPED_WIDTH` where it is not a terminal."""
+    return console.width if console.is_terminal else PIPED_WIDTH
 
 
 def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:

@@ -2,93 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specgen.compare.columns import Entry, entries, output_text, shown_columns
+from specgen.compare.columns import Entry, output_text, ranked_entries, shown_columns
 from specgen.compare.ranking import best, not_run, ranked
-from specgen.compare.results import MethodResult, Results
-from specgen.traces.trace_reader import TracedRun
 from specgen.ui.html.charts import time_shares
 from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
 from specgen.ui.html.token_view import run_view
-from specgen.ui.terminal.comparison import Conditions, View, headline, remarks, sentences
-
-PROMPT_SHOWN = 600  # characters
+from specgen.ui.terminal.comparison import Report, headline, sentences
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """How the comparison was made: the machine as pairs of a name and a description, versions, and the command."""
-
-    machine: Sequence[tuple[str, str]]
-    versions: str
-    made_with: str
-
-
-def page(
-    results: Results,
-    made: Sequence[MethodResult],
-    conditions: Conditions,
-    examples: Mapping[str, TracedRun],
-    about: About,
-    view: View,
-) -> Iterator[str]:
-    """The page in pieces. `examples` are runs of the same prompt, by method."""
+def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made_with: str) -> Iterator[str]:
+    """The page in pieces. `machine` describes the machine as pairs of a heading and a text, `made_with` is the command."""
+    results, made = report.results, report.made
     measured = [(result.spec.written, result.overall) for result in ranked(made) if result.overall is not None]
-    runs = [(name, examples[name]) for name, _ in measured if name in examples and examples[name].rounds]
-    prompts = {prompt.index: prompt for prompt in results.prompts}
+    runs = [(name, results.examples[name]) for name, _ in measured if name in results.examples and results.examples[name].rounds]
+    prompts = {prompt.index: prompt for prompt in results.config.prompts}
     return render(
         "compare_page.html.j2",
-        headline=verdict_of(results, made),
-        subtitle=headline(results, made, conditions),
-        has_lossy=any(result.overall is not None and not result.spec.lossless for result in made),
-        table=_table(made, view),
-        sentences=[sentence.plain for sentence in [*sentences(results, made), *remarks(made, view)]],
+        headline=verdict_of(report),
+        subtitle=headline(report),
+        has_lossy=report.measured_lossy,
+        table=_table(report),
+        sentences=[sentence.plain for sentence in sentences(report)],
         times=[
             (name, time_shares(overall.summary.phase_seconds))
             for name, overall in measured
             if not overall.summary.unsplit_seconds
         ],
         prompt=prompts[runs[0][1].start["prompt_index"]] if runs else None,
-        prompt_shown=PROMPT_SHOWN,
         examples=[(name, run_view(run, run.fold(), f"gone-{index}")) for index, (name, run) in enumerate(runs)],
-        machine=about.machine,
-        versions=about.versions,
-        made_with=about.made_with,
+        machine=machine,
+        versions=versions,
+        made_with=made_with,
         wide=False,
     )
 
 
-def verdict_of(results: Results, made: Sequence[MethodResult]) -> str:
+def verdict_of(report: Report) -> str:
     """The result as a headline."""
-    broken = [result for result in made if result.broken]
+    broken = [result for result in report.made if result.broken]
     if broken:
         return f"{broken[0].spec.written} does not give the target's own output"
-    top = best(made)
+    top = best(report.made)
     if top is None or top.overall is None or top.speedup is None:
         return "Nothing to compare with plain decoding"
     speedup, low = top.speedup, top.overall.low
     if speedup <= 1 or (low is not None and low <= 1):
         return f"No method is clearly faster than plain decoding; the best, {top.spec.written}, is {speedup:.2f} times as fast"
-    what = "the target's text" if results.greedy else "text of the target's distribution"
+    what = "the target's text" if report.results.config.sampling.greedy else "text of the target's distribution"
     return f"{top.spec.written} gives {what} {speedup:.2f} times as fast"
 
 
-def _table(made: Sequence[MethodResult], view: View) -> dict[str, Any]:
-    """The methods in order, each with its categories where they are asked for, and last those that could not run."""
-    shown = [
-        entry
-        for result in ranked(made)
-        if result.overall is not None
-        for entry in entries(result, by_category=view.by_category and len(result.by_category) > 1)
-    ]
-    top = best(made)
+def _table(report: Report) -> dict[str, Any]:
+    """The methods in order, each with its categories where requested, and last those that could not run."""
+    shown, top = ranked_entries(report.made, by_category=report.by_category), best(report.made)
     lines = [_line(entry, is_best=entry.result is top) for entry in shown]
     speeds = [speed for line in lines for speed in (line.speed, line.low, line.high)]
-    lines += [Line("off", ", ".join(names), why=reason) for names, reason in not_run(made)]
+    lines += [Line("off", ", ".join(names), why=reason) for names, reason in not_run(report.made)]
     columns = [column for column in shown_columns(shown) if column.label]
     return {"lines": lines, "columns": columns, "scale": Scale.over(speeds, "×", reference=1.0)}
 

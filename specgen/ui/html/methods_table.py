@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from specgen.ui.html.charts import tick_step
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A figure of each method. `key` is its CSS class, `title` has its line breaks, and `label` follows the figure on narrow
-    screens, which have no room for titles. An optional column is shown only where a method has the figure."""
-
-    key: str
-    title: str
-    label: str
-    text: Callable[[Any], str]
-    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +52,3 @@ class Scale:
     def at(self, value: float) -> str:
         """The x of a value in percent, within the scale."""
         return f"{min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2%}"
-
-
-def number(value: float | None, form: str) -> str:
-    """The formatted value, empty for None."""
-    return "" if value is None else format(value, form)

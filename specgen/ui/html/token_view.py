@@ -11,7 +11,7 @@ from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import TokenStatus
 from specgen.ui.html.charts import time_shares
 from specgen.ui.sanitize import inline
-from specgen.ui.terminal.rounds import MODES, parts
+from specgen.ui.terminal.rounds import MODES, parts, reason
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a token shows that holds only some bytes of a character
 _EOS = "⟨eos⟩"
@@ -137,17 +137,10 @@ def _rounds(run: TracedRun) -> Iterator[dict[str, Any]]:
 
     for traced in run.rounds:
         round_, drafted = traced.round, len(traced.round.draft.tokens)
+        mode = f"{MODES[round_.mode]}, " if round_.mode in MODES else ""  # PEARL's
         yield {
             "index": round_.index,
             "kept": f"{len(round_.verdict.path)}/{drafted}" if drafted else "",
             "pieces": [(_CLASSES.get(part.kind, part.kind), part.text) for part in parts(round_, text_of)],
-            "reason": _reason(traced, len(run.start["prompt_ids"])),
+            "reason": mode + reason(round_, len(run.start["prompt_ids"])),
         }
-
-
-def _reason(traced: TracedRound, prompt_tokens: int) -> str:
-    """PEARL's mode, and what ended the draft."""
-    if traced.round.mode == "prefill":
-        return f"prompt, {prompt_tokens:,} token{'s' * (prompt_tokens != 1)}"
-    mode = f"{MODES[traced.round.mode]}, " if traced.round.mode in MODES else ""
-    return mode + (traced.round.draft.stop_reason or "")

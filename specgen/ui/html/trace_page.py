@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specgen.compare.columns import draft_length
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
 from specgen.ui.html.entropy_chart import entropy_chart
-from specgen.ui.html.methods_table import Column, Line, Scale, number
+from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
 from specgen.ui.html.token_view import run_view
-from specgen.ui.recorded_methods import ENDED, LOSSY, RecordedMethod, best
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions
 
 MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
 
@@ -24,7 +23,7 @@ def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
     return render(
         "trace_page.html.j2",
         headline=verdict(shown),
-        subtitle=_subtitle(shown),
+        subtitle=conditions(shown[0].run.start, sum(entry.statistics.runs for entry in shown)),
         table=_table(shown) if len(shown) > 1 else None,
         has_lossy=not all(entry.lossless for entry in shown),
         lossy=LOSSY,
@@ -50,15 +49,6 @@ def verdict(shown: Sequence[RecordedMethod]) -> str:
         return f"{len(shown)} recordings side by side"
     what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
     return f"{top.label} was {what}: {top.speed:.1f} tokens per second"
-
-
-def _subtitle(shown: Sequence[RecordedMethod]) -> str:
-    start = shown[0].run.start
-    models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
-    runs = sum(entry.statistics.runs for entry in shown)
-    temperature = start["sampling"].get("temperature")
-    how = f"temperature {temperature:g}" if temperature else "greedy"
-    return f"{models}, {start['device']} {start['dtype']}, {runs} run{'s' * (runs != 1)}, {how}"
 
 
 def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
@@ -96,19 +86,6 @@ def stop_entropy(run: TracedRun) -> float | None:
     return threshold**2 / c if c and threshold is not None else None
 
 
-_COLUMNS = (
-    Column("run_count", "runs", "runs", lambda runs: str(runs.runs)),
-    Column("acceptance_rate", "accept-\nance", "accepted", lambda runs: number(runs.summary.acceptance_rate, ".0%")),
-    Column("block_efficiency", "tokens\na pass", "a pass", lambda runs: number(runs.summary.block_efficiency or 0.0, ".2f")),
-    Column(
-        "mean_draft_length",
-        "draft\nlength",
-        "drafted",
-        lambda runs: draft_length(runs.summary.mean_draft_length, branches=runs.branches),
-    ),
-)
-
-
 def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
     """A line per method: tokens per second over all its runs, with the slowest and the fastest run as its interval."""
     top, lines = best(shown), []
@@ -116,5 +93,5 @@ def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
         runs = entry.statistics
         kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
         low, high = min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)
-        lines.append(Line(kind, entry.label, entry=runs, speed=entry.speed, low=low, high=high))
-    return {"lines": lines, "columns": _COLUMNS, "scale": Scale.over(speed for line in lines for speed in (line.low, line.high))}
+        lines.append(Line(kind, entry.label, entry=entry, speed=entry.speed, low=low, high=high))
+    return {"lines": lines, "columns": COLUMNS, "scale": Scale.over(speed for line in lines for speed in (line.low, line.high))}

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specgen.traces.summary import Summary
 
-Segment = tuple[str, str]  # text, style
+_STYLES = {"name": "strong", "shares": "quiet"}
 
 
 def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
@@ -17,53 +17,41 @@ def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = F
     Narrow terminals lose the last figures first, then the method's name; `notes` and `tuned` (the method and settings that a
     profile chose, in words) always stay. With `mono` the target's own tokens are counted, since no colour shows them.
     """
-    for segments in _variants(summary, notes, mono, tuned):
-        line = Text("  ").join(_styled(text, style) for text, style in segments)
+    name = (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else "")
+    tokens = f"{summary.new_tokens:,} token{'s' * (summary.new_tokens != 1)}"
+    own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
+    figures = {"name": name, "tokens": tokens + own, **_figures(summary)}
+    words = "wait" if summary.parallel else "draft"
+    shorter = [
+        ("a pass", figures["a pass"].replace("tokens ", "")),
+        ("shares", f"{summary.share_of_time('draft'):.0%} {words} {summary.share_of_time('verify'):.0%} verify"),
+        ("shares", ""),
+        ("runs", ""),
+        ("tokens", tokens),
+        ("name", name if notes or tuned else ""),
+        *((figure, "") for figure in ("a pass", "accepted", "energy", "perplexity", "speed")),
+    ]
+    for figure, text in [("name", name), *shorter]:
+        if figures[figure]:
+            figures[figure] = text
+        line = Text("  ").join(Text(text, _STYLES.get(figure, "none")) for figure, text in figures.items() if text)
         if line.cell_len <= width:
-            return line
+            break
+    line.highlight_words(["accepted"], "token.accepted")  # the green word explains the colour of accepted tokens
     return line
 
 
-def _variants(summary: Summary, notes: Sequence[str], mono: bool, tuned: str) -> list[list[Segment]]:
-    """The footer's segments, from the longest variant to the shortest."""
-    name = [(summary.method, "strong")]
-    noted = f" ({', '.join(notes)})" if notes else ""
-    named = [(f"{tuned or summary.method}{noted}", "strong")] if notes or tuned else []
-    count = f"{summary.new_tokens:,} token{'s' * (summary.new_tokens != 1)}"
-    own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
-    tokens, tokens_long = [(count, "")], [(count + own, "")]
-    speed = [(f"{summary.tokens_per_second:.1f} tokens/s", "")] if summary.tokens_per_second else []
-    rate, efficiency = summary.acceptance_rate, summary.block_efficiency
-    accepted = [(f"{rate:.0%} accepted", "accepted")] if rate is not None else []
-    drafting, verifying = summary.share_of_time("draft"), summary.share_of_time("verify")
-    a_pass = [(f"{efficiency:.2f} a pass", "")] if rate is not None else []
-    a_pass_long = [(f"{efficiency:.2f} tokens a pass", "")] if rate is not None else []
-    measured = [(f"perplexity {summary.perplexity:.2f}", "")] if summary.perplexity is not None else []
-    if summary.joules_per_token is not None and summary.energy is not None:
-        measured.append((f"{summary.joules_per_token:.3g} J/token above {summary.energy.idle_watts:.3g} W idle", ""))
-    run = summary.mean_accepted_run
-    runs = [(f"runs of {run:.1f}", "")] if summary.parallel and run is not None else []
-    words = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")
-    shares = [(f"{drafting:.0%} {words[1]} {verifying:.0%} verify", "quiet")] if rate is not None else []
-    shares_long = [(f"{drafting:.0%} {words[0]}, {verifying:.0%} verifying", "quiet")] if rate is not None else []
-    speed += measured
-    head = named or name
-    return [
-        head + tokens_long + speed + accepted + a_pass_long + runs + shares_long,
-        *([head + tokens + speed + accepted + a_pass + runs + more for more in (shares, [])] if runs else []),
-        head + tokens_long + speed + accepted + a_pass_long + shares_long,
-        head + tokens_long + speed + accepted + a_pass + shares,
-        head + tokens_long + speed + accepted + a_pass if own else head + tokens + speed + accepted + a_pass + shares,
-        head + tokens + speed + accepted + a_pass,
-        named + tokens + speed + accepted + a_pass,
-        named + tokens + speed + accepted,
-        named + tokens + speed,
-        named + tokens,
-    ]
-
-
-def _styled(text: str, style: str) -> Text:
-    if style != "accepted":
-        return Text(text, style)
-    number, _, word = text.partition(" ")
-    return Text(f"{number} ").append(word, "token.accepted")  # the green word explains the colour of accepted tokens
+def _figures(summary: Summary) -> dict[str, str]:
+    """The figures after the number of tokens, at full length, empty where there is none."""
+    rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
+    joules, drafting = summary.joules_per_token, "waiting for the draft" if summary.parallel else "drafting"
+    shares = f"{summary.share_of_time('draft'):.0%} {drafting}, {summary.share_of_time('verify'):.0%} verifying"
+    return {
+        "speed": f"{summary.tokens_per_second:.1f} tokens/s" if summary.tokens_per_second else "",
+        "perplexity": "" if summary.perplexity is None else f"perplexity {summary.perplexity:.2f}",
+        "energy": f"{joules:.3g} J/token above {energy.idle_watts:.3g} W idle" if joules is not None and energy else "",
+        "accepted": "" if rate is None else f"{rate:.0%} accepted",
+        "a pass": "" if rate is None else f"{summary.block_efficiency:.2f} tokens a pass",
+        "runs": f"runs of {run:.1f}" if summary.parallel and run is not None else "",
+        "shares": "" if rate is None else shares,
+    }

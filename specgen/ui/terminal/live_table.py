@@ -1,9 +1,9 @@
-"""Shows a running comparison: the table so far, a progress bar and the time left, drawn only between runs."""
+"""Lines on a terminal that are redrawn while something runs: a progress bar with the time left, and a comparison's table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,63 +12,56 @@ from rich.text import Text
 from specgen.compare.runner import BenchmarkStep
 from specgen.ui.sanitize import inline
 
-BAR = 20  # cells
+_BAR = 20  # cells
 
 
-class LiveTable:
-    """A context manager that shows the lines that `table` gives for a width, and erases them at the end.
+@contextmanager
+def live_lines(console: Console, *, quiet: bool) -> Iterator[Callable[[Sequence[Text]], None] | None]:
+    """Yields a function that replaces the lines shown at the end of the terminal; they are erased at the end of the block.
 
-    It shows nothing unless `console` is a terminal. No thread redraws it, since that would disturb the timing.
+    Yields None with `quiet` and without a terminal. No thread redraws the lines, since that would disturb timing.
     """
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with Live(
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        vertical_overflow="crop",
+    ) as live:
+        try:
+            yield lambda lines: live.update(Group(*lines), refresh=True)
+        finally:
+            live.update(Text(), refresh=True)
 
-    def __init__(self, console: Console, table: Callable[[int], Sequence[Text]], *, quiet: bool) -> None:
-        self._console, self._table = console, table
-        self._live: Live | None = None
-        if not quiet and console.is_terminal:
-            self._live = Live(
-                console=console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                vertical_overflow="crop",
-            )
 
-    def show(self, step: BenchmarkStep) -> None:
-        if self._live is None:
-            return
-        width = self._console.width
-        lines = [*self._table(width), Text(), progress_line(step, width)]
-        room = max(self._console.height - 1, 4)
-        if len(lines) > room:  # cut the table, not the progress line
-            lines = [*lines[: room - 2], *lines[-2:]]
-        self._live.update(Group(*lines), refresh=True)
-
-    def __enter__(self) -> LiveTable:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.update(Text(), refresh=True)
-            self._live.stop()
+def live_table(table: Sequence[Text], step: BenchmarkStep, console: Console) -> list[Text]:
+    """The table of a running comparison with a progress line below, cut to the console's height."""
+    room = max(console.height - 3, 2)
+    return [*table[:room], Text(), progress_line(step, console.width)]
 
 
 def progress_line(step: BenchmarkStep, width: int) -> Text:
-    """`▸ svip on prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`, of which narrow terminals keep the end."""
-    filled = round(BAR * step.done / step.total) if step.total else BAR
-    count = f"{step.done} of {step.total} runs"
+    """`▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`."""
     left = f"  ~{duration(step.seconds_left)} left" if step.seconds_left is not None and step.done < step.total else ""
-    bar = Text("━" * filled, "bar").append("─" * (BAR - filled), "quiet")
-    tail = Text("  ").append_text(bar).append(f"  {count}{left}", "none")
-    if tail.cell_len + 2 > width:
-        return Text(f"{count}{left}")
     name = "" if step.spec is None else inline(step.spec.written)
     if step.prompt is not None:
         name = f"warming up {name}" if step.warming_up else f"{name}, {inline(step.prompt.label)}"
-    line = Text("▸ ").append(name)
-    line.truncate(max(width - tail.cell_len, 2), overflow="ellipsis", pad=True)
+    share = step.done / step.total if step.total else 1.0
+    return running_line(name, share, f"{step.done} of {step.total} runs{left}", width)
+
+
+def running_line(what: str, share: float, rest: str, width: int) -> Text:
+    """What is running, a bar filled to `share`, and the rest. Narrow terminals cut the first, or show the rest alone."""
+    filled = min(_BAR, round(_BAR * share))
+    tail = Text("  ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet").append(f"  {rest}", "none")
+    if tail.cell_len + 2 > width:
+        return Text(rest)
+    line = Text("▸ ").append(what)
+    line.truncate(width - tail.cell_len, overflow="ellipsis", pad=True)
     return line.append_text(tail)
 
 

@@ -59,6 +59,13 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     return line
 
 
+def reason(round_: Round, prompt_length: int) -> str:
+    """What ended the draft; for the prefill the length of the prompt in tokens."""
+    if round_.mode == "prefill":
+        return f"prompt, {prompt_length:,} token{'s' * (prompt_length != 1)}"
+    return round_.draft.stop_reason or ""
+
+
 def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     line: list[Part] = []
     statuses = zip(round_.draft.tokens, round_.statuses, strict=True)
@@ -132,26 +139,21 @@ class RoundsView:
         drafted = len(round_.draft.tokens)
         accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
         text = self._tokens(round_)
-        reason = Text(self._reason(round_), "quiet")
+        why = Text(reason(round_, self._prompt_length), "quiet")
         width = self._console.width
         column = width - self._lead
         if width >= NARROW:
-            column -= len(reason) + 2
+            column -= len(why) + 2
         else:
-            text.append("  ").append_text(reason)
+            text.append("  ").append_text(why)
         lines = wrapped(text, max(column, 20))
         mode = f"  {MODES.get(round_.mode, ''):<{MODE - 2}}" if self._parallel else ""
         row = Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet").append_text(lines[0])
-        if width >= NARROW and reason:
-            row.append(" " * (width - row.cell_len - reason.cell_len)).append_text(reason)
+        if width >= NARROW and why:
+            row.append(" " * (width - row.cell_len - why.cell_len)).append_text(why)
         for line in lines[1:]:
             row.append("\n" + " " * self._lead).append_text(line)
         self._console.print(row)
-
-    def _reason(self, round_: Round) -> str:
-        if round_.mode == "prefill":
-            return f"prompt, {self._prompt_length:,} token{'s' * (self._prompt_length != 1)}"
-        return round_.draft.stop_reason or ""
 
     def _tokens(self, round_: Round) -> Text:
         """The draft's tokens in the style of their status, then the target's own token."""

@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 
 from rich.console import Console
 from rich.text import Text
 
-from specgen.compare.columns import draft_length
+from specgen.compare.columns import Column
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
-from specgen.ui.recorded_methods import ENDED, LOSSY, RecordedMethod
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import wrapped
 
 NARROWEST = 44  # cells for each run where several are shown side by side
 _GAP = 4
+_SPEED = Column("tokens_per_second", attrgetter("statistics.summary.tokens_per_second"), form="{:.1f}", label="tokens/s")
 _EIGHTHS = "▁▂▃▄▅▆▇█"
-_PHASES = (
-    ("prompt", "prefill"),
-    ("drafting", "draft"),
-    ("verifying", "verify"),
-    ("sampling", "sample"),
-    ("other", "other"),
-)
+_PHASES = {"prompt": "prefill", "drafting": "draft", "verifying": "verify", "sampling": "sample", "other": "other"}
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
@@ -79,43 +75,34 @@ def _show_rounds(console: Console, entry: RecordedMethod, limit: int, *, is_only
 
 def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     """A method's figures over all its runs and charts of the shown run, in lines of at most `width` cells."""
-    anatomy, run = entry.statistics, entry.run
-    summary = anatomy.summary
-    yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {_where(entry)}", "quiet"), width)
+    statistics, run = entry.statistics, entry.run
+    summary = statistics.summary
+    where = conditions(run.start, statistics.runs) + "".join(f", {name} {values}" for name, values in entry.varying.items())
+    yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {inline(where)}", "quiet"), width)
     for note in run.notes:
         yield from wrapped(Text().append("note: ", "bad").append(note), width)
-    yield from wrapped(Text("  ").join(_figures(anatomy)), width)
-    if run.finish_reason is not None and anatomy.runs == 1:
+    yield from wrapped(Text("  ").join(_figures(statistics)), width)
+    if run.finish_reason is not None and statistics.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
     if summary.seconds:
         yield from _titled("where the time went", f"{summary.seconds:.3g} s", width)
-        for name, phase in _PHASES:
+        for name, phase in _PHASES.items():
             if share := summary.share_of_time(phase):
                 yield _bar(f"{name:<10}", share, f"{share:>4.0%}", width, "bar" if phase != "draft" else "token.accepted")
         yield Text()
     rounds = [traced.round for traced in run.rounds]
     if summary.drafted:
-        yield from _lengths(anatomy, width)
-    if bins := anatomy.acceptance_by_entropy():
+        yield from _lengths(statistics, width)
+    if bins := statistics.acceptance_by_entropy():
         yield from _by_entropy(bins, width)
-    if bounds := anatomy.bounds():
+    if bounds := statistics.bounds():
         yield from _bounds(bounds, width)
     yield from _posterior(rounds, width)
 
 
-def _where(entry: RecordedMethod) -> str:
-    start = entry.run.start
-    models = f"{start['target']} + {start['draft']}" if start["draft"] else start["target"]
-    temperature = start["sampling"].get("temperature")
-    how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
-    runs = f", {entry.statistics.runs} runs" if entry.statistics.runs > 1 else ""
-    varying = "".join(f", {name} {values}" for name, values in entry.varying.items())
-    return inline(f"{models}, {start['device']} {start['dtype']}, {how}{runs}{varying}")
-
-
-def _figures(anatomy: TraceStatistics) -> Iterator[Text]:
-    summary = anatomy.summary
+def _figures(statistics: TraceStatistics) -> Iterator[Text]:
+    summary = statistics.summary
     yield Text(f"{summary.new_tokens:,} tokens")
     if summary.tokens_per_second:
         yield Text(f"{summary.tokens_per_second:.1f} tokens/s")
@@ -137,14 +124,14 @@ def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
     return Text(f"  {label}{figure}  ").append("━" * (halves // 2) + "╸" * (halves % 2), style)
 
 
-def _lengths(anatomy: TraceStatistics, width: int) -> Iterator[Text]:
+def _lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
     """Draft lengths and accepted lengths over the rounds of all runs. The length of a tree is its number of nodes."""
-    means = f"mean {anatomy.summary.mean_draft_length or 0:.1f} and {anatomy.mean_accepted_length or 0:.1f}"
-    longest = max(anatomy.lengths, default=0)
+    means = f"mean {statistics.summary.mean_draft_length or 0:.1f} and {statistics.mean_accepted_length or 0:.1f}"
+    longest = max(statistics.lengths, default=0)
     if longest:
-        means += f", {'most' if anatomy.branches else 'longest'} {longest}"
-    yield from _titled("draft nodes, accepted length" if anatomy.branches else "draft length, accepted length", means, width)
-    courses = (("drafted", anatomy.lengths, "bar.plain"), ("accepted", anatomy.accepted_lengths, "token.accepted"))
+        means += f", {'most' if statistics.branches else 'longest'} {longest}"
+    yield from _titled("draft nodes, accepted length" if statistics.branches else "draft length, accepted length", means, width)
+    courses = (("drafted", statistics.lengths, "bar.plain"), ("accepted", statistics.accepted_lengths, "token.accepted"))
     for name, lengths, style in courses if longest else ():
         yield Text(f"  {name:<10}").append(_spark(lengths, longest, width - 12), style)
     yield Text()
@@ -206,23 +193,13 @@ _EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
 
 def _table(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
     """A line for each method; narrow terminals lose columns from the right."""
-    heads = ("tokens/s", "accepted", "a pass", "drafted", "runs")
-    names = max(6, *(len(inline(entry.label)) for entry in shown))
-    names = min(names, max(6, width - 11))
-    kept = max(1, min(len(heads), (width - names) // 10))
-    yield Text(" " * names + "".join(f"{head:>10}" for head in heads[:kept]), "quiet")
+    names = min(max(6, *(len(inline(entry.label)) for entry in shown)), max(6, width - 11))
+    columns = (_SPEED, *COLUMNS)[: max(1, (width - names) // 10)]
+    yield Text(" " * names + "".join(f"{column.label:>10}" for column in columns), "quiet")
     for entry in shown:
-        summary, length = entry.statistics.summary, entry.statistics.summary.mean_draft_length
-        cells = (
-            f"{summary.tokens_per_second:.1f}" if summary.tokens_per_second else "",
-            "" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.0%}",
-            f"{summary.block_efficiency or 0:.2f}",
-            draft_length(length, branches=entry.statistics.branches),
-            f"{entry.statistics.runs}",
-        )
         label = Text(inline(entry.label))
         label.truncate(names, overflow="ellipsis", pad=True)
-        yield label.append("".join(f"{cell:>10}" for cell in cells[:kept]))
+        yield label.append("".join(f"{column.text(entry):>10}" for column in columns))
     if not all(entry.lossless for entry in shown):
         yield from wrapped(Text(LOSSY, "quiet"), width)
     yield Text()

@@ -3,77 +3,72 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from specgen.tuning.outcome import PLAIN, TuningOutcome
+from specgen.ui import theme
 from specgen.ui.sanitize import inline
-from specgen.ui.terminal.live_table import BAR, duration
+from specgen.ui.terminal.live_table import duration, live_lines, running_line
+from specgen.ui.terminal.text_layout import labelled
 
 _LEAD = 11  # columns of the first word of a line of the verdict
 _FIGURES = 38  # columns of the table after the method
-_PIPED_WIDTH = 100
 _REDRAW_SECONDS = 0.2  # at least, between two drawings
 
 
 class TuneProgress:
-    """Context manager and `TuningObserver`: a line with ✓ for each finished step, and on a terminal a bar with the time left."""
+    """A `TuningObserver`: a line with ✓ for each finished step and, through `show`, a bar with the time left."""
 
-    def __init__(self, console: Console, begin: float, budget: float, *, quiet: bool) -> None:
-        self._console, self._begin, self._budget, self._quiet = console, begin, budget, quiet
+    def __init__(
+        self, console: Console, show: Callable[[Sequence[Text]], None] | None, begin: float, budget: float, *, quiet: bool
+    ) -> None:
+        self._console, self._show, self._begin, self._budget, self._quiet = console, show, begin, budget, quiet
         self._finished = begin  # when the last step ended
-        self._live: Live | None = None
         self._drawn = 0.0
-        if not quiet and console.is_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def done(self, what: str) -> None:
         if self._quiet:
             return
         seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
         line = Text("✓ ", "good").append(inline(what), "none")
-        if self._console.is_terminal and self._console.width - line.cell_len > 8:
-            line.append(f"{duration(seconds):>{self._console.width - line.cell_len - 1}}", "quiet")
-        else:
-            line.append(f"  {duration(seconds)}", "quiet")
+        room = self._console.width - line.cell_len - 1 if self._console.is_terminal else 0
+        line.append(f"{duration(seconds):>{room}}" if room > 7 else f"  {duration(seconds)}", "quiet")
         self._console.print(line, soft_wrap=True)
 
     def doing(self, what: str) -> None:
         now = time.perf_counter()
-        if self._live is None or now - self._drawn < _REDRAW_SECONDS:
+        if self._show is None or now - self._drawn < _REDRAW_SECONDS:
             return
         self._drawn = now
-        filled = min(BAR, round(BAR * (now - self._begin) / self._budget))
-        tail = Text("  ").append("━" * filled, "bar").append("─" * (BAR - filled), "quiet")
-        tail.append(f"  ~{duration(max(0.0, self._begin + self._budget - now))} left")
-        line = Text("▸ ").append(inline(what))
-        line.truncate(max(self._console.width - tail.cell_len - 1, 2), overflow="ellipsis", pad=True)
-        self._live.update(line.append_text(tail), refresh=True)
+        spent = now - self._begin
+        left = f"~{duration(max(0.0, self._budget - spent))} left"
+        self._show([running_line(inline(what), spent / self._budget, left, self._console.width - 1)])
 
-    def __enter__(self) -> TuneProgress:
-        if self._live is not None:
-            self._live.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.update(Text(), refresh=True)
-            self._live.stop()
+@contextmanager
+def tune_progress(console: Console, begin: float, budget: float, *, quiet: bool) -> Iterator[TuneProgress]:
+    """The progress of a tuning that began at `begin` and may take `budget` seconds."""
+    with live_lines(console, quiet=quiet) as show:
+        yield TuneProgress(console, show, begin, budget, quiet=quiet)
 
 
 def report(console: Console, outcome: TuningOutcome, path: Path) -> None:
-    width = console.width if console.is_terminal else _PIPED_WIDTH
+    width = theme.width(console)
     headline, details = _verdict(outcome)
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", f"{names}: {reason}"))
     details.append(("saved", f"{_home(path.parent)}, used from now on"))
-    paragraphs = [line for lead, text in details for line in _paragraph(lead, text, width)]
+    paragraphs = [
+        line
+        for lead, text in details
+        for line in labelled(Text(lead, "quiet"), Text(inline(text)), min(width, theme.PIPED_WIDTH), _LEAD)
+    ]
     for line in (Text(), *_table(outcome, width), Text(), Text(headline, "strong"), *paragraphs):
         console.print(line, soft_wrap=True)
 
@@ -142,13 +137,6 @@ def _help(outcome: TuningOutcome) -> str:
     if outcome.speedup_model is None:
         ways.append("a draft model of the target's family: --draft MODEL")
     return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"
-
-
-def _paragraph(lead: str, text: str, width: int) -> Iterator[Text]:
-    lines = Text(inline(text)).wrap(Console(width=width), max(20, min(width, _PIPED_WIDTH) - _LEAD))
-    for number, line in enumerate(lines):
-        line.rstrip()
-        yield Text().append(f"{lead if number == 0 else '':{_LEAD}}", "quiet").append_text(line)
 
 
 def _home(path: Path) -> str:

@@ -1,0 +1,65 @@
+"""The options of `specgen compare` that say what to measure, show and write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specgen.cli import options
+from specgen.errors import SpecgenError
+from specgen.files import check_writable
+
+_output = partial(typer.Option, rich_help_panel="Output")
+
+ByCategory = Annotated[bool, _output("--by-category", help="Show one row for each category as well.")]
+Phases = Annotated[bool, _output("--phases", help="Show the time for drafting, verification and sampling.")]
+Predict = Annotated[
+    bool, _output("--predict", help="Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.")
+]
+Resume = Annotated[
+    Path | None, _output(metavar="FILE.jsonl", help="Continue an interrupted comparison from its trace, and append to it.")
+]
+Csv = Annotated[Path | None, _output(metavar="FILE", help="Write all figures to a CSV file.")]
+Html = Annotated[
+    Path | None, _output(metavar="FILE", help="Write a self-contained page with all figures and an example of each method.")
+]
+Svg = Annotated[Path | None, _output(metavar="FILE", help="Write the table as an SVG image.")]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOutput:
+    """What to measure, show and write. `resume` is a trace that is read first and then appended to. Raises SpecgenError for a
+    path that cannot be written, before anything is loaded."""
+
+    by_category: ByCategory = False
+    phases: Phases = False
+    predict: Predict = False
+    perplexity: options.Perplexity = False
+    energy: options.Energy = False
+    trace: options.Trace = None
+    record: options.Record = None
+    resume: Resume = None
+    csv: Csv = None
+    svg: Svg = None
+    html: Html = None
+
+    def __post_init__(self) -> None:
+        if self.trace is not None and self.resume is not None and self.trace != self.resume:
+            raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
+        if self.records_distributions and self.trace_path is None:
+            raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
+        for what, path in (("trace", self.trace_path), ("CSV file", self.csv), ("picture", self.svg), ("page", self.html)):
+            if path is not None:
+                check_writable(path, what, replaces=what == "page")
+
+    @property
+    def trace_path(self) -> Path | None:
+        return self.resume or self.trace
+
+    @property
+    def records_distributions(self) -> bool:
+        return options.recorded(self.record)
