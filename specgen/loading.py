@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -45,27 +46,34 @@ def load(
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     target_device = pick_device(device)
     other_device = target_device if draft_device is None else pick_device(draft_device)
-    if target is None:
-        sources = [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft")]
-    else:
-        sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
-        if draft is not None:
-            sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
-    try:
-        pair = _load(sources, (target_device, other_device), dtype, announce, process)
-    except BaseException:
+    sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline)
+    with ExitStack() as on_failure:
         if process is not None:
-            process.close()
-        raise
-    try:
+            on_failure.callback(process.close)
+        pair = _load(sources, (target_device, other_device), dtype, announce, process)
+        on_failure.pop_all()
+        on_failure.callback(pair.close)
         if exit_layer is not None:
             pair.exit_layer = load_exit(Path(exit_layer), pair.target)
         else:
             pair.found_exit = FoundExit(pair.target, is_bundled=target is None)
-    except BaseException:
-        pair.close()
-        raise
+        on_failure.pop_all()
     return pair
+
+
+def model_sources(
+    target: str | None,
+    draft: str | None,
+    revision: str | None,
+    draft_revision: str | None,
+    trust_remote_code: bool,
+    offline: bool,
+) -> list[ModelSource]:
+    """Where the target comes from, and the draft model if there is one; without a target those of the bundled pair."""
+    if target is None:
+        return [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in demo.ROLES]
+    named = [(target, revision), *([] if draft is None else [(draft, draft_revision)])]
+    return [ModelSource(name, None, its_revision, trust_remote_code, offline) for name, its_revision in named]
 
 
 def _load(

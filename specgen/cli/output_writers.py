@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.cli.options import OutputOptions
+from specgen.cli.options import GenerateOutput
 from specgen.energy import energy_meter_for
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
@@ -25,25 +23,16 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 100  # columns where stderr is not a terminal
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOutput:
-    """What `generate` shows and records. `tuned` says which settings a profile chose, empty where it chose none."""
-
-    display: OutputOptions
-    rounds: bool
-    trace: Path | None
-    perplexity: bool
-    energy: bool
-    tuned: str
-
-
 class OutputWriter:
-    """Writes the output of one run: call `start`, `add` for each round, `end_text`, `finish`, and `close`."""
+    """Writes the output of one run: call `start`, `add` for each round, `end_text`, `finish`, and `close`.
 
-    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput) -> None:
-        self._pair, self._plan, self._output = pair, plan, output
-        self._out = theme.console(no_color=output.display.no_color)
-        self._err = theme.console(stderr=True, no_color=output.display.no_color)
+    `tuned` says which settings a profile chose, empty where it chose none.
+    """
+
+    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput, tuned: str) -> None:
+        self._pair, self._plan, self._output, self._tuned = pair, plan, output, tuned
+        self._out = theme.console(no_color=output.no_color)
+        self._err = theme.console(stderr=True, no_color=output.no_color)
         self._summary = Summary(plan.method.name)
         self._answer = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), plan.info.sampling.stop)
         self._view = AnswerView(self._out)
@@ -85,7 +74,7 @@ class OutputWriter:
     def end_text(self) -> None:
         """Show the text that was held back because a stop text could have followed. Also for a run that failed."""
         self._show(self._answer.finish())
-        if self._output.display.json:
+        if self._output.json:
             return
         if self._rounds is not None:
             self._err.print()
@@ -101,14 +90,13 @@ class OutputWriter:
             self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
         if self._records:
             self._record(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
-        display = self._output.display
-        if display.quiet:
+        if self._output.quiet:
             return
-        if not display.json:
+        if not self._output.json:
             self._err.print()
         width = self._err.width if self._err.is_terminal else PIPED_WIDTH
-        mono = theme.is_mono(no_color=display.no_color)
-        self._err.print(footer(self._summary, self._notes(finish_reason), width, mono=mono, tuned=self._output.tuned))
+        mono = theme.is_mono(no_color=self._output.no_color)
+        self._err.print(footer(self._summary, self._notes(finish_reason), width, mono=mono, tuned=self._tuned))
 
     def close(self) -> None:
         if self._trace is not None:
@@ -116,18 +104,18 @@ class OutputWriter:
 
     @property
     def _records(self) -> bool:
-        return self._output.display.json or self._trace is not None
+        return self._output.json or self._trace is not None
 
     def _show(self, pieces: list[Piece]) -> None:
         if self._rounds is not None:
             self._pieces += pieces
-        elif not self._output.display.json:
+        elif not self._output.json:
             self._view.show(pieces)
 
     def _record(self, line: Mapping[str, Any]) -> None:
         if self._trace is not None:
             self._trace.write(line)
-        if self._output.display.json:
+        if self._output.json:
             print_json(line)
 
     def _notes(self, finish_reason: str) -> list[str]:
