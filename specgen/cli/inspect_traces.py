@@ -64,17 +64,13 @@ class _Group:
         if self.statistics.runs == detailed:
             self.run = run
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, str]:
         """Each setting's value, or the range of its values: PEARL's measured window differs between prompts."""
-        return {name: values[0] if len(values) == 1 else _range(values) for name, values in self.settings.items()}
-
-    def ranges(self) -> dict[str, str]:
-        """The ranges of the settings that had several values."""
-        return {name: _range(values) for name, values in self.settings.items() if len(values) > 1}
+        return {name: _range(values) for name, values in self.settings.items()}
 
 
 def _range(values: Sequence[Any]) -> str:
-    if all(type(value) in (int, float) for value in values):
+    if len(values) > 1 and all(type(value) in (int, float) for value in values):
         return f"{min(values):g}–{max(values):g}"
     return ", ".join(map(str, values))
 
@@ -130,7 +126,8 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
             label += f" ({group.path.stem})"
         if run.start.get("lossless") is False:
             label += " (lossy)"
-        yield RecordedMethod(label, group.path.name, statistics, run, group.ranges())
+        varying = {name: own[name] for name, values in group.settings.items() if len(values) > 1}
+        yield RecordedMethod(label, group.path.name, statistics, run, varying)
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:
