@@ -131,9 +131,7 @@ class Pair:
         self.prepare(prompt, method, sampling, **parameters)
         plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
-        summary = Summary(plan.method.name)
-        for round_ in rounds:
-            summary.add(round_)
+        summary = Summary(plan.method.name, rounds)
         if perplexity or not plan.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(plan.info.prompt_ids, summary.token_ids))
         text = self.text(plan, summary.token_ids)
@@ -151,8 +149,7 @@ class Pair:
                 self.parallel_costs(request.typical_length, request.sampling)
             worker.ready()
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
-            prompts = preparation.search_prompts(self.tokenizer, self.target.context_limit)
-            self._fastest_skips = preparation.fastest_skips(self.target, lambda skips: self.skipping_speed(skips, prompts))
+            self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
 
     def plan(
         self,

@@ -36,11 +36,9 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
         rounds = list(plan.run.rounds())
         for round_ in rounds:
             file.write(writing.round_line(round_, demo_pair.tokenizer.text_of))
-        summary = Summary(method)
-        for round_ in rounds:
-            summary.add(round_)
-        file.write(writing.summary_line(summary.as_dict("text", "length")))
-        expected.append((start, rounds, summary.as_dict("text", "length")))
+        figures = Summary(method, rounds).as_dict("text", "length")
+        file.write(writing.summary_line(figures))
+        expected.append((start, rounds, figures))
     file.close()
     runs = list(read_trace(path))
     assert len(runs) == 4

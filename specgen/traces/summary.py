@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specgen.energy import Energy
@@ -16,9 +16,9 @@ _METRICS = (
 
 
 class Summary:
-    """Counts over one or more runs. Rates are fractions, None where nothing was drafted."""
+    """Counts over `rounds` and over what is added later. Rates are fractions, None where nothing was drafted."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, rounds: Iterable[Round] = ()) -> None:
         self.method = method
         self.token_ids: list[int] = []
         self.rounds = 0
@@ -31,6 +31,8 @@ class Summary:
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
         self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
+        for round_ in rounds:
+            self.add(round_)
 
     def add(self, round_: Round) -> None:
         self.rounds += 1

@@ -62,10 +62,7 @@ class TracedRun:
 
     def fold(self) -> Summary:
         """The summary, computed from the rounds, for a run that was cut off too."""
-        summary = Summary(self.method)
-        for traced in self.rounds:
-            summary.add(traced.round)
-        return summary
+        return Summary(self.method, (traced.round for traced in self.rounds))
 
     def texts(self) -> dict[int, str]:
         """Texts of the tokens in the rounds, by token id."""
