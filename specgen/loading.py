@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -47,17 +46,20 @@ def load(
     target_device = pick_device(device)
     other_device = target_device if draft_device is None else pick_device(draft_device)
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline)
-    with ExitStack() as on_failure:
-        if process is not None:
-            on_failure.callback(process.close)
+    try:
         pair = _load(sources, (target_device, other_device), dtype, announce, process)
-        on_failure.pop_all()
-        on_failure.callback(pair.close)
+    except BaseException:
+        if process is not None:
+            process.close()
+        raise
+    try:
         if exit_layer is not None:
             pair.exit_layer = load_exit(Path(exit_layer), pair.target)
         else:
             pair.found_exit = FoundExit(pair.target, is_bundled=target is None)
-        on_failure.pop_all()
+    except BaseException:
+        pair.close()
+        raise
     return pair
 
 
@@ -69,11 +71,13 @@ def model_sources(
     trust_remote_code: bool,
     offline: bool,
 ) -> list[ModelSource]:
-    """Where the target comes from, and the draft model if there is one; without a target those of the bundled pair."""
+    """The sources of the target and, if there is one, of the draft model; without a target those of the bundled pair."""
     if target is None:
         return [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in demo.ROLES]
-    named = [(target, revision), *([] if draft is None else [(draft, draft_revision)])]
-    return [ModelSource(name, None, its_revision, trust_remote_code, offline) for name, its_revision in named]
+    sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
+    if draft is not None:
+        sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
+    return sources
 
 
 def _load(
