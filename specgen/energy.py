@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -40,9 +40,6 @@ class Energy:
         seconds = self.seconds + other.seconds
         idle = (self.idle_watts * self.seconds + other.idle_watts * other.seconds) / seconds if seconds else self.idle_watts
         return Energy(self.source, self.joules + other.joules, idle, seconds)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class UnavailableError(Exception):

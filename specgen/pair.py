@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ from specgen.workers.thread_worker import ThreadWorker
 
 
 class Pair:
-    """A target and its draft model. Can be used again and again, by runs in turn too; what it can, it keeps of the last run's
-    cache."""
+    """A target and its draft model, for any number of runs, also alternating ones. Caches keep the prefix that runs share."""
 
     def __init__(
         self,
@@ -369,5 +367,5 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -12,7 +12,6 @@ from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.errors import SpecgenError
-from specgen.files import check_writable
 from specgen.settings import parse_pairs
 
 if TYPE_CHECKING:
@@ -37,8 +36,9 @@ def generate(
     output: options.GenerateOutput,
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
-    from specgen.cli import profile_lookup  # imported here, as Rich is not needed for --help
+    from specgen.cli import profile_lookup  # imported here, as --help needs none of these
     from specgen.cli.output_writers import OutputWriter
+    from specgen.files import check_writable
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
     from specgen.ui.terminal.loading_line import LoadingLine

@@ -39,19 +39,17 @@ class OutputWriter:
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = traces.TraceWriter(output.trace) if output.trace is not None else None
         self._meter = energy_meter_for(pair.devices(plan.method)) if output.energy else None
-        self._rounds = self._rounds_view() if output.rounds else None
-
-    def _rounds_view(self) -> RoundsView:
-        plan = self._plan
-        return RoundsView(
-            self._err,
-            self._pair.tokenizer.text_of,
-            self._pair.target.eos_ids,
-            len(plan.info.prompt_ids),
-            parallel=plan.method.is_parallel,
-            window=_window(plan),
-            branches=plan.method.drafts_trees(plan.settings),
-        )
+        self._rounds: RoundsView | None = None
+        if output.rounds:
+            self._rounds = RoundsView(
+                self._err,
+                pair.tokenizer.text_of,
+                pair.target.eos_ids,
+                len(plan.info.prompt_ids),
+                parallel=plan.method.is_parallel,
+                window=_window(plan),
+                branches=plan.method.drafts_trees(plan.settings),
+            )
 
     def start(self) -> None:
         if self._records:

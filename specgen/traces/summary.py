@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from specgen.energy import Energy
@@ -145,6 +146,6 @@ class Summary:
             "new_tokens": self.new_tokens,
             "finish_reason": finish_reason,
             **{name: getattr(self, name) for name in _METRICS},
-            "energy": None if self.energy is None else self.energy.as_dict(),
+            "energy": None if self.energy is None else asdict(self.energy),
             "phase_seconds": dict(self.phase_seconds),
         }

@@ -124,7 +124,7 @@ class _SummaryLine(_Line):
     finish_reason: FinishReason
 
 
-_LINES = {"start": _StartLine, "round": _RoundLine, "summary": _SummaryLine}
+_LINES: dict[str, type[_Line]] = {"start": _StartLine, "round": _RoundLine, "summary": _SummaryLine}
 
 
 def read_trace(path: Path) -> Iterator[TracedRun]:
@@ -174,7 +174,7 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise ValueError("an object is expected")
     if _ESCAPED_SURROGATE.search(text):
         line = json.loads(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace"))
-    return line
+    return cast(dict[str, Any], line)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -256,9 +256,9 @@ def _path(line: _RoundLine) -> tuple[int, ...]:
         depth = depths.get(parent)
         if depth is not None and line.accepted_ids[depth : depth + 1] == [token]:
             depths[node] = depth + 1
-    node = next((node for node, depth in depths.items() if depth == len(line.accepted_ids)), None)
-    if node is None:
+    if len(line.accepted_ids) not in depths.values():
         raise ValueError("accepted_ids has tokens that were not drafted")
+    node = next(node for node, depth in depths.items() if depth == len(line.accepted_ids))
     path: list[int] = []
     while node >= 0:
         path.append(node)
