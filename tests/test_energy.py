@@ -66,10 +66,10 @@ class TestRapl:
 
 
 class Clockwork:
-    """Time and counters that move as a script says: `watts` a second, in ticks of `tick` seconds."""
+    """A simulated clock and a counter that grows by `watts` joules per second, in steps of `tick` seconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: float = 0.1, wrap: float | None = None) -> None:
-        self.now, self.energy, self.watts, self.tick, self.wrap = 1000.0, 0.0, 50.0, tick, wrap
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: float = 0.1) -> None:
+        self.now, self.energy, self.watts, self.tick = 1000.0, 0.0, 50.0, tick
         self.name = "a counter"
         monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(energy.time, "sleep", self.advance)
