@@ -47,14 +47,22 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def report(error: SpecgenError, *, no_color: bool = False) -> None:
-    """Print `error:`, the message and the hint on stderr: wrapped on a terminal, else on one line."""
+    """Print `error:`, the message and the hint on stderr: wrapped and indented on a terminal, else on one line."""
     from rich.text import Text
 
     from specgen.ui.sanitize import inline
     from specgen.ui.theme import console
 
-    err = console(stderr=True, no_color=no_color)
-    err.print(Text().append("error: ", "bad").append(inline(str(error))), soft_wrap=not err.is_terminal)
+    out = console(stderr=True, no_color=no_color)
+    if not out.is_terminal:
+        print(f"error: {inline(str(error))}", file=sys.stderr)
+        return
+    lead = "error: "
+    for part in filter(None, (error.message, error.hint)):
+        for line in Text(inline(part)).wrap(out, max(20, min(out.width, 100) - len(lead))):
+            line.rstrip()
+            out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
+            lead = " " * len(lead)
 
 
 def usage_error(error: Exception) -> int:
