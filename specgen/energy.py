@@ -7,12 +7,13 @@ programs included. torch is imported on use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any, Protocol
+from typing import Any
 
 RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
@@ -40,40 +41,30 @@ class Energy:
         idle = (self.idle_watts * self.seconds + other.idle_watts * other.seconds) / seconds if seconds else self.idle_watts
         return Energy(self.source, self.joules + other.joules, idle, seconds)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class UnavailableError(Exception):
     """There is no counter to read; the message says why in a few words."""
 
 
-class Counter(Protocol):
-    """An energy counter. `joules` starts at an arbitrary value; `wraps` says whether it has to be read regularly."""
-
-    name: str
-    wraps: bool
-
-    def joules(self) -> float: ...
-
-
 class GpuCounter:
-    """NVML's total energy of one GPU since its driver was loaded."""
+    """NVML's total energy of one GPU since its driver was loaded. The GPU finishes its queued work before each reading."""
 
-    wraps = False
+    def __init__(self, nvml: Any, index: int) -> None:
+        """`index` is torch's, which NVML does not know: its own numbering ignores CUDA_VISIBLE_DEVICES."""
+        import torch
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-        self.name = f"NVML {nvml.nvmlDeviceGetName(handle)}"
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        self._nvml, self._synchronize = nvml, partial(torch.cuda.synchronize, index)
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        self.name = f"NVML {nvml.nvmlDeviceGetName(self._handle)}"
 
     def joules(self) -> float:
+        self._synchronize()
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
 
 
 class RaplZone:
     """One RAPL zone in sysfs: a package, or its memory. The counter restarts at 0 at the end of its range."""
-
-    wraps = True
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
@@ -92,70 +83,62 @@ class RaplZone:
             return self._microjoules / 1e6
 
 
-class NoEnergyMeter:
-    """Has the interface of `EnergyMeter` where nothing can be measured."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def start(self) -> None:
-        """Does nothing."""
-
-    def stop(self) -> Energy:
-        return Energy("unavailable", reason=self.reason)
-
-
 class EnergyMeter:
     """Measures the energy of one run after another. The first `start` measures idle power, which takes some seconds.
 
     A reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) is exact too.
+    Without counters nothing is measured, and `reason` says why.
     """
 
-    def __init__(self, counters: Sequence[Counter], synchronize: Callable[[], None], idle_seconds: float = IDLE_SECONDS) -> None:
-        self._counters = counters
-        self._synchronize = synchronize
+    def __init__(
+        self, counters: Sequence[GpuCounter | RaplZone], reason: str | None = None, idle_seconds: float = IDLE_SECONDS
+    ) -> None:
+        self.counters, self.reason = counters, reason
         self._idle_seconds = idle_seconds
-        self._idle: list[float] | None = None
+        self._idle: list[float] | None = None  # watts of each counter
         self._start_readings: list[tuple[float, float]] = []
         self._stopped = Event()
 
     def start(self) -> None:
         if self._idle is None:
             before = self._read()
-            time.sleep(self._idle_seconds)
-            spans = [_span(*pair) for pair in zip(before, self._read(), strict=True)]
-            self._idle = [joules / seconds for seconds, joules in spans]
-        self._stopped.clear()
+            time.sleep(self._idle_seconds if self.counters else 0)
+            self._idle = [joules / seconds for seconds, joules in self._since(before)]
+        self._stopped = Event()
         self._start_readings = self._read()
-        if any(counter.wraps for counter in self._counters):
-            Thread(target=self._watch, args=(self._stopped,), daemon=True).start()
+        zones = [counter for counter in self.counters if isinstance(counter, RaplZone)]
+        if zones:
+            Thread(target=_watch, args=(zones, self._stopped), daemon=True).start()
 
     def stop(self) -> Energy:
         """The energy since `start`."""
         assert self._idle is not None
-        ended = self._read()
+        spans = self._since(self._start_readings)
         self._stopped.set()
-        self._stopped = Event()
-        spans = [_span(*pair) for pair in zip(self._start_readings, ended, strict=True)]
-        source = ", ".join(counter.name for counter in self._counters)
-        if not all(joules > 0 for _, joules in spans):
-            return Energy("unavailable", reason=f"{source} does not count")
+        source = ", ".join(counter.name for counter in self.counters)
+        if self.reason is not None or not all(joules > 0 for _, joules in spans):
+            return Energy("unavailable", reason=self.reason or f"{source} does not count")
         above = sum(joules - watts * seconds for (seconds, joules), watts in zip(spans, self._idle, strict=True))
         return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans))
 
     def _read(self) -> list[tuple[float, float]]:
-        """Time and value of each counter, once the devices have finished their queued work."""
-        self._synchronize()
-        return [_read_at_change(counter) for counter in self._counters]
+        """Time and value of each counter."""
+        return [_read_at_change(counter) for counter in self.counters]
 
-    def _watch(self, stopped: Event) -> None:
-        while not stopped.wait(_WATCH):
-            for counter in self._counters:
-                with suppress(OSError):
-                    counter.joules()
+    def _since(self, before: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Seconds and joules of each counter since these readings."""
+        return [(end[0] - begin[0], end[1] - begin[1]) for begin, end in zip(before, self._read(), strict=True)]
 
 
-def _read_at_change(counter: Counter) -> tuple[float, float]:
+def _watch(zones: Sequence[RaplZone], stopped: Event) -> None:
+    """Read the counters from time to time, so that no wrap is missed during a long run."""
+    while not stopped.wait(_WATCH):
+        for zone in zones:
+            with suppress(OSError):
+                zone.joules()
+
+
+def _read_at_change(counter: GpuCounter | RaplZone) -> tuple[float, float]:
     first = found = counter.joules()
     end = time.perf_counter() + _TICK
     while found == first and time.perf_counter() < end:
@@ -163,61 +146,38 @@ def _read_at_change(counter: Counter) -> tuple[float, float]:
     return time.perf_counter(), found
 
 
-def _span(begin: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
-    """Seconds and joules between two readings."""
-    return end[0] - begin[0], end[1] - begin[1]
-
-
-def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter | NoEnergyMeter:
+def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter:
     """A meter for these torch devices."""
     kinds = {device.type for device in devices}
     try:
         if other := kinds - {"cuda", "cpu"}:
             raise UnavailableError(f"{min(other)} has no energy counter")
-        counters: list[Counter] = []
-        synchronize: Callable[[], None] = _nothing
-        if "cuda" in kinds:
-            import torch
-
-            indices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-            counters += _gpus([str(torch.cuda.get_device_properties(index).uuid) for index in indices])
-
-            def synchronize() -> None:
-                for index in indices:
-                    torch.cuda.synchronize(index)
-
-        if "cpu" in kinds:
-            counters += _zones(root)
-        return EnergyMeter(counters, synchronize)
+        gpus = _gpus(sorted({device.index or 0 for device in devices if device.type == "cuda"}))
+        return EnergyMeter([*gpus, *(_zones(root) if "cpu" in kinds else [])])
     except UnavailableError as error:
-        return NoEnergyMeter(str(error))
+        return EnergyMeter([], str(error))
 
 
-def _nothing() -> None:
-    """A CPU has no queued work."""
-
-
-def _gpus(uuids: Sequence[str]) -> list[Counter]:
-    """Counters of the GPUs with these UUIDs: NVML's numbering ignores CUDA_VISIBLE_DEVICES."""
+def _gpus(indices: Sequence[int]) -> list[GpuCounter]:
+    if not indices:
+        return []
     try:
         import pynvml
     except ImportError:
         raise UnavailableError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
-    found: list[Counter] = []
     try:
         pynvml.nvmlInit()
-        for uuid in uuids:
-            counter = GpuCounter(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"))
+        found = [GpuCounter(pynvml, index) for index in indices]
+        for counter in found:
             counter.joules()
-            found.append(counter)
     except pynvml.NVMLError as error:
         raise UnavailableError(f"NVML: {error}") from None
     return found
 
 
-def _zones(root: Path) -> list[Counter]:
+def _zones(root: Path) -> list[RaplZone]:
     """Counters of packages and of their memory. Other zones are part of a package (cores) or contain all of them (platform)."""
-    found: list[Counter] = []
+    found: list[RaplZone] = []
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's zones have this name too
         try:
             name = (folder / "name").read_text().strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ __version__ = "0.1.0"
 
 def versions() -> dict[str, str]:
     """Versions of specgen, Python, torch and transformers."""
+    from importlib.metadata import version  # slow to import, and not needed for --help
+
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"specgen": __version__, "python": platform.python_version(), **libraries}
 

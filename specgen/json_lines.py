@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# Control characters, text-direction marks and line separators that JSON allows unescaped but that affect a terminal.
-_UNSAFE = [*range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
-_ESCAPES = {code: f"\\u{code:04x}" for code in _UNSAFE}
+BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # can make text look like other text
+# What JSON allows unescaped although it affects a terminal: also control characters and line separators.
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *BIDIRECTIONAL)}
 
 
 def json_line(content: Mapping[str, Any]) -> bytes:

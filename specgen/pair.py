@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ from specgen.workers.thread_worker import ThreadWorker
 
 
 class Pair:
-    """A target and its draft model. Can be used again and again, by runs in turn too; what it can, it keeps of the last run's
-    cache."""
+    """A target and its draft model, for any number of runs, also alternating ones. Caches keep the prefix that runs share."""
 
     def __init__(
         self,
@@ -136,9 +134,7 @@ class Pair:
         self.prepare(prompt, method, sampling, **parameters)
         plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
-        summary = Summary(plan.method.name)
-        for round_ in rounds:
-            summary.add(round_)
+        summary = Summary(plan.method.name, rounds)
         if perplexity or not plan.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(plan.info.prompt_ids, summary.token_ids))
         text = self.text(plan, summary.token_ids)
@@ -156,8 +152,7 @@ class Pair:
                 self.parallel_costs(request.typical_length, request.sampling)
             worker.ready()
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
-            prompts = preparation.search_prompts(self.tokenizer, self.target.context_limit)
-            self._fastest_skips = preparation.fastest_skips(self.target, lambda skips: self.skipping_speed(skips, prompts))
+            self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
 
     def plan(
         self,
@@ -375,5 +370,5 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel import DraftWorker
     from specgen.engine.layer_skipping import SkippedLayers
     from specgen.engine.model_loading import LoadedModel
-    from specgen.engine.tokenizer import Tokenizer
 
 SEARCH_SECONDS = 10.0
 
@@ -49,7 +48,8 @@ def parallel_costs(
         "versions": versions(),
         "machine": machine(),
     }
-    costs = _valid_costs(measurement_cache.find("costs", key))
+    found = measurement_cache.find("costs", key)
+    costs = None if found is None else ParallelCosts(**found)
     if costs is None:
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
         shortest = min(target.limit_for(length), draft.context_limit)
@@ -61,17 +61,9 @@ def parallel_costs(
     return costs
 
 
-def _valid_costs(found: Any) -> ParallelCosts | None:
-    """The cached pass times, None where they are missing or not positive numbers."""
-    try:
-        costs = ParallelCosts(**found)
-        return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
-    except TypeError:
-        return None
-
-
-def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) -> str:
-    """The layers with which layer skipping is fastest, as `skip` setting: from the cache, or searched now by `speed`.
+def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
+    """The layers with which layer skipping is fastest, as `skip` setting: from the cache, or searched now by their `speed` on
+    some prompts.
 
     Raises SpecgenError where the target's layers cannot be run one by one.
     """
@@ -85,18 +77,19 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers], float]) 
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
         check_llama_structure(target.model, "layer skipping")
-        found = search_skips(target.model.config.get_text_config().num_hidden_layers, speed, SEARCH_SECONDS).skips
+        prompts, layers = _search_prompts(target), target.model.config.get_text_config().num_hidden_layers
+        found = search_skips(layers, lambda skips: speed(skips, prompts), SEARCH_SECONDS).skips
         measurement_cache.keep("skips", key, found)
     return found
 
 
-def search_prompts(tokenizer: Tokenizer, context_limit: int) -> list[list[int]]:
+def _search_prompts(target: LoadedModel) -> list[list[int]]:
     """Prompts to measure skipped layers on: the beginning of one example of each category, at most half a context long."""
-    longest = min(PROMPT_TOKENS, context_limit // 2)
+    longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
     for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:
         texts.setdefault(entry["category"], entry["prompt"])
-    found = [ids for text in list(texts.values())[:PROMPTS] if (ids := tokenizer.encode(text)[:longest])]
+    found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]
     if not found:
         raise SpecgenError("the target's tokenizer has no tokens for the example prompts", "Name the layers: skip=3+5+7")
     return found

@@ -6,16 +6,15 @@ signals, environment and exit code, which is forked from a server that has impor
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
-import select
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import zip_longest
+from multiprocessing.connection import Connection
 from typing import IO, NamedTuple
 
 _ONE_BY_ONE = """
@@ -39,43 +38,10 @@ for arguments, given in json.loads(sys.argv[1]):
         file.seek(0)
     print(json.dumps([code, *(file.read().decode() for file in files[1:]), "torch" in sys.modules]), file=results)
 """
-_SERVER = """
-import gc, json, os, signal, socket, sys
-import specgen.cli.generate, specgen.cli.compare, specgen.loading
-from transformers import LlamaForCausalLM
-gc.freeze()  # otherwise a child's last garbage collection copies all of this memory
-server = socket.socket(fileno=int(sys.argv[1]))
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no monitor is waited for
-while True:
-    data, files, _, _ = socket.recv_fds(server, 1 << 20, 4)
-    if not data:
-        os._exit(0)
-    if os.fork():
-        for file in files:
-            os.close(file)
-        continue
-    # a monitor: it reports the command's process id, waits for its end, and reports its exit code
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    server.close()
-    if pid := os.fork():
-        os.write(files[3], b"%d\\n" % pid)
-        os.write(files[3], b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        os._exit(0)
-    break
-for descriptor, file in enumerate(files):
-    if descriptor < 3:
-        os.dup2(file, descriptor)
-    os.close(file)
-arguments, environment, closed = json.loads(data)
-if closed:  # as in Python started with a closed stdout
-    os.close(1)
-    sys.stdout = None
-os.environ.clear()
-os.environ.update(environment)
-sys.argv = ["specgen", *arguments]
-from specgen.cli.app import main
-main()
-"""
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(
+    ["specgen.cli.generate", "specgen.cli.compare", "specgen.loading", "transformers.models.llama.modeling_llama"]
+)
 
 
 class Ended(NamedTuple):
@@ -97,13 +63,23 @@ def one_by_one(
     return [Ended(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@cache
-def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The socket for sending commands, whose closing at the end of this process ends the server; and the server process."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-c", _SERVER, str(theirs.fileno())]
-        return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()])
+def _main(arguments: Sequence[str], environment: Mapping[str, str], out: Connection, err: Connection, closed: bool) -> None:
+    from specgen.cli.app import main
+
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    out.close()
+    err.close()
+    if closed:  # as in Python started with a closed stdout
+        os.close(1)
+        sys.stdout = None  # type: ignore[assignment]
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["specgen", *arguments]
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()
 
 
 class Forked:
@@ -113,53 +89,38 @@ class Forked:
     """
 
     def __init__(self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False) -> None:
-        reports, report = os.pipe()
-        self.stdout, out = (None, os.dup(stdout.fileno())) if stdout is not None else _pipe()
+        self.stdout, out = (None, Connection(os.dup(stdout.fileno()), readable=False)) if stdout is not None else _pipe()
         self.stderr, err = _pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        files = [nothing, out, err, report]
-        socket.send_fds(_server()[0], [json.dumps([arguments, dict(os.environ), closed]).encode()], files)
-        for file in files:
-            os.close(file)
-        self._reports = os.fdopen(reports, "rb")
-        self.pid = int(self._reports.readline())
-        self.returncode: int | None = None
+        self._process = _FORKSERVER.Process(target=_main, args=(arguments, dict(os.environ), out, err, closed))
+        self._process.start()
+        out.close()
+        err.close()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self._ended(0)
-
-    def wait(self, timeout: float) -> int:
-        if self._ended(timeout) is None:
-            raise subprocess.TimeoutExpired("specgen", timeout)
-        assert self.returncode is not None
         return self.returncode
 
-    def _ended(self, timeout: float) -> int | None:
-        if self.returncode is None and select.select([self._reports], [], [], timeout)[0]:
-            self.returncode = int(self._reports.readline())
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("specgen", timeout)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
+            assert self.pid is not None
             os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-        """Wait for the end. Returns all of stdout and stderr."""
-        found: dict[str, bytes] = {}
-        streams = {"out": self.stdout, "err": self.stderr}
-        readers = [
-            threading.Thread(target=lambda name=name, stream=stream: found.update({name: stream.read()}), daemon=True)
-            for name, stream in streams.items()
-            if stream is not None
-        ]
-        for reader in readers:
-            reader.start()
+        """Wait for the end. Returns all of stdout and stderr, which may each fill a pipe only once."""
         self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
-        return found.get("out", b""), found.get("err", b"")
+        return b"" if self.stdout is None else self.stdout.read(), self.stderr.read()
 
 
-def _pipe() -> tuple[IO[bytes], int]:
-    read, write = os.pipe()
-    return os.fdopen(read, "rb"), write
+def _pipe() -> tuple[IO[bytes], Connection]:
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    return os.fdopen(os.dup(reader.fileno()), "rb"), writer

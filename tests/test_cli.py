@@ -180,14 +180,6 @@ def test_a_closed_output_causes_no_error(pair: tuple[str, ...]) -> None:
     assert process.returncode == 0
 
 
-@POSIX
-@pytest.mark.slow
-def test_an_output_closed_by_the_shell_causes_no_error(pair: tuple[str, ...]) -> None:
-    command = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "specgen", "generate", "-q", "-n", "5", *pair, PROMPT]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
     before = os.times()
     code, out, err = run("--help")
@@ -195,7 +187,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
     assert (code, err) == (0, b"")
     assert b"generate" in out
-    heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors', 'huggingface_hub'}"
+    heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors', 'huggingface_hub', 'pydantic'}"
     check = f"import specgen.cli.app, sys; sys.exit(str({heavy} & set(sys.modules) or ''))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, timeout=60, check=False)
     assert done.stderr.strip() == b""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 RUN_FAILED, USER_ERROR = 1, 2
+DEVICES, WRONG_DEVICES = ("--device", "--draft-device"), ("gpu", "cuda:x", "meta")
 Folders = Mapping[str, str]
 Fails = Callable[..., str]
 
@@ -40,14 +41,6 @@ def check_line(out: str, err: str, named: tuple[str, ...]) -> None:
     for text in named:
         assert text in err
     assert "?." not in err  # a question mark ends its sentence
-
-
-def check_refused(*arguments: str, named: tuple[str, ...], stdin: bytes = b"") -> None:
-    """Run `specgen` in a new process, which may import torch, and check that it is refused."""
-    command = [sys.executable, "-m", "specgen", *arguments]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False)
-    assert done.returncode == USER_ERROR
-    check_line(done.stdout.decode(), done.stderr.decode(), named)
 
 
 @pytest.fixture
@@ -162,23 +155,7 @@ def test_a_mistake_leaves_an_old_trace_unchanged(tmp_path: Path, fails: Fails) -
     assert trace.read_text() == "precious"
 
 
-# ------------------------------------------------------------------ refused when models are opened
-
-
-def _broken(folder: str) -> Path:
-    """A copy of a good model for a test to damage."""
-    good = Path(folder)
-    copy = good.parent / f"{good.name}-{len(list(good.parent.iterdir()))}"
-    shutil.copytree(good, copy)
-    return copy
-
-
-def _reweighted(folder: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    copy = _broken(folder)
-    weights = load_file(copy / "model.safetensors")
-    change(weights)
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    return copy
+# ------------------------------------------------------------------ refused when models are opened, or later
 
 
 @pytest.fixture(scope="module")
@@ -204,90 +181,78 @@ def test_a_missing_folder_in_a_new_process(tmp_path: Path) -> None:
     check_line(out.decode(), err.decode(), (missing, "Check the path"))
 
 
-@pytest.mark.slow
-def test_tokenizers_that_differ_in_a_new_process(folders: Folders) -> None:
-    target, draft = folders["good"], folders["other-ids"]
-    check_refused("generate", "abc", "-t", target, "-d", draft, named=("tokenizers differ", target, draft, "-m lookup"))
-
-
-@pytest.mark.slow
-def test_a_prompt_beyond_the_context_in_a_new_process(folders: Folders) -> None:
-    arguments = ("generate", "-n", "5", "-t", folders["good"])
-    check_refused(*arguments, stdin=b"abc" * CONTEXT, named=(f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"))
-
-
-def test_a_prompt_as_long_as_the_context_leaves_no_room(folders: Folders, fails: Fails) -> None:
-    fails("a" * CONTEXT, "-n", "1", "-t", folders["good"], named=("1 over", "Shorten the prompt"))
-
-
-@pytest.mark.parametrize("model", ["nobody/nothing", "nothing"])
-def test_a_model_that_is_neither_a_folder_nor_cached(model: str, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("abc -t {good} -d {other-ids}", ("tokenizers differ", "{good}", "{other-ids}", "-m lookup")),
+        (f"{'a' * 3 * CONTEXT} -n 5 -t {{good}}", (f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt")),
+        (f"{'a' * CONTEXT} -n 1 -t {{good}}", ("1 over", "Shorten the prompt")),
+        ("hi -t nobody/nothing", ("nobody/nothing", "Check the spelling")),
+        ("hi -t nothing", ("nothing", "Check the spelling")),
+        ("hi -t nothing --offline", ("nothing", "offline")),
+        ("hi -t what?", ("what?", "Check the spelling")),
+        ("hi -t {good}/config.json", ("{good}/config.json", "Name the folder")),
+        ("hi -t {good} --revision v2", ("'v2'", "Leave the revision out")),
+        ("abc -t {encoder-decoder}", ("{encoder-decoder}", "decoder-only")),
+        ("abc -t {good} -d {encoder-decoder}", ("{encoder-decoder}", "decoder-only")),
+        ("abc -t {recurrent}", ("{recurrent}", "attention in every layer")),
+        ("abc -t {good} -d {recurrent}", ("{recurrent}", "attention in every layer")),
+        ("abc -t {good} -m svip", ("svip needs a draft model", "--draft", "-m lookup")),
+        ("abc -t {good} --chat", ("no chat template", "Leave --chat out")),
+        ("abc -t {good} --dtype float8", ("'float8'", "auto, float32, bfloat16, float16")),
+        *((f"hi {option} {device}", (f"'{device}'", "auto, cpu, cuda")) for option, device in product(DEVICES, WRONG_DEVICES)),
+        ("hi -t ./\x1b[2J\nfolder\x9b", ("␛[2J↵folder",)),
+    ],
+)
+def test_wrong_models_and_devices_are_named(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, fails: Fails, arguments: str, named: tuple[str, ...]
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    fails("hi", "-t", model, named=(model, "Check the spelling"))
-    fails("hi", "-t", model, "--offline", named=(model, "offline"))
+    given = [argument.format_map(folders) for argument in arguments.split(" ")]
+    assert fails(*given, named=tuple(name.format_map(folders) for name in named)).rstrip("\n").isprintable()
 
 
-def test_a_name_that_no_model_can_have(fails: Fails) -> None:
-    fails("hi", "-t", "so what?", named=("so what?", "Check the spelling"))
+def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
 
 
-def test_a_file_instead_of_a_folder(folders: Folders, fails: Fails) -> None:
-    file = str(Path(folders["good"]) / "config.json")
-    fails("hi", "-t", file, named=(file, "Name the folder"))
+NAN = change_weights(lambda weights: weights["model.norm.weight"].fill_(float("nan")))
 
 
-def test_a_folder_has_no_revision(folders: Folders, fails: Fails) -> None:
-    fails("hi", "-t", folders["good"], "--revision", "v2", named=("'v2'", "Leave the revision out"))
-
-
-def test_a_folder_without_a_configuration(folders: Folders, fails: Fails) -> None:
-    folder = _broken(folders["good"])
-    (folder / "config.json").unlink()
-    fails("hi", "-t", str(folder), named=(str(folder), "no config.json", "save_pretrained"))
-
-
-def test_a_configuration_that_is_not_json(folders: Folders, fails: Fails) -> None:
-    folder = _broken(folders["good"])
-    (folder / "config.json").write_text("{")
-    fails("hi", "-t", str(folder), named=("configuration", str(folder)))
-
-
-def test_weights_that_could_run_code_are_not_read(folders: Folders, fails: Fails) -> None:
-    folder = _broken(folders["good"])
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    fails("hi", "-t", str(folder), named=(str(folder), "only pytorch_model.bin", "convert it to safetensors"))
-
-
-@pytest.mark.parametrize("spoil", [lambda data: b"\xff" * 300, lambda data: data[: len(data) // 2]], ids=["noise", "half"])
-def test_weights_that_are_damaged(folders: Folders, spoil: Callable[[bytes], bytes], fails: Fails) -> None:
-    folder = _broken(folders["good"])
-    file = folder / "model.safetensors"
-    file.write_bytes(spoil(file.read_bytes()))
-    fails("hi", "-t", str(folder), named=("weights", str(folder)))
-
-
-def test_weights_that_lack_a_tensor(folders: Folders, fails: Fails) -> None:
-    folder = _reweighted(folders["good"], lambda weights: weights.pop("model.norm.weight"))
-    fails("hi", "-t", str(folder), named=(str(folder), "model.norm.weight", "Download or save it again"))
-
-
-def test_a_folder_without_a_tokenizer(folders: Folders, fails: Fails) -> None:
-    folder = _broken(folders["good"])
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    fails("hi", "-t", str(folder), named=("tokenizer", str(folder)))
-
-
-@pytest.mark.parametrize("role", ["-t", "-d"])
-@pytest.mark.parametrize(("kind", "hint"), [("encoder-decoder", "decoder-only"), ("recurrent", "attention in every layer")])
-def test_a_model_that_cannot_be_rolled_back(folders: Folders, fails: Fails, kind: str, hint: str, role: str) -> None:
-    target = () if role == "-t" else ("-t", folders["good"])
-    fails("abc", *target, role, folders[kind], named=(folders[kind], hint))
-
-
-def test_nan_logits_are_a_failure_of_the_run(folders: Folders, fails: Fails) -> None:
-    folder = _reweighted(folders["good"], lambda weights: weights["model.norm.weight"].fill_(float("nan")))
-    fails("abc", "-t", str(folder), code=RUN_FAILED, named=("NaN", "--dtype float32"))
+@pytest.mark.parametrize(
+    ("damage", "named", "code"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), ("no config.json", "save_pretrained"), USER_ERROR),
+        (lambda folder: (folder / "config.json").write_text("{"), ("configuration",), USER_ERROR),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            ("only pytorch_model.bin", "convert it to safetensors"),
+            USER_ERROR,
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 300), ("weights",), USER_ERROR),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), ("weights",), USER_ERROR),
+        (
+            change_weights(lambda weights: weights.pop("model.norm.weight")),
+            ("model.norm.weight", "Download or save it again"),
+            USER_ERROR,
+        ),
+        (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], ("tokenizer",), USER_ERROR),
+        (NAN, ("NaN", "--dtype float32"), RUN_FAILED),
+    ],
+    ids=["no-config", "config", "pickled", "noise", "half", "tensor", "tokenizer", "nan"],
+)
+def test_a_damaged_model_is_named(
+    folders: Folders, tmp_path: Path, fails: Fails, damage: Callable[[Path], object], named: tuple[str, ...], code: int
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders["good"], folder)
+    damage(folder)
+    fails("abc", "-t", str(folder), named=named if damage is NAN else (str(folder), *named), code=code)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -295,36 +260,17 @@ def test_a_trace_on_a_full_disk_is_a_failure_of_the_run(folders: Folders, fails:
     fails("abc", "-t", folders["good"], "--trace", "/dev/full", code=RUN_FAILED, named=("/dev/full", "No space left"))
 
 
-def test_a_method_that_needs_a_draft_model(folders: Folders, fails: Fails) -> None:
-    fails("abc", "-t", folders["good"], "-m", "svip", named=("svip needs a draft model", "--draft", "-m lookup"))
-
-
-def test_chat_without_a_template(folders: Folders, fails: Fails) -> None:
-    fails("abc", "-t", folders["good"], "--chat", named=("no chat template", "Leave --chat out"))
-
-
-@pytest.mark.parametrize("option", ["--device", "--draft-device"])
-@pytest.mark.parametrize("device", ["gpu", "cuda:x", "meta"])
-def test_a_device_that_does_not_exist(fails: Fails, option: str, device: str) -> None:
-    fails("hi", option, device, named=(f"'{device}'", "auto, cpu, cuda"))
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:99"])
-def test_a_gpu_that_is_not_there(fails: Fails, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fails("hi", "--device", device, named=("no CUDA device", "Leave --device out to use the CPU"))
-
-
-def test_a_gpu_beyond_those_that_are_there(fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    fails("hi", "--device", "cuda:99", named=("cuda:99", "This machine has 2: cuda:0 to cuda:1"))
-
-
-def test_a_dtype_that_does_not_exist(folders: Folders, fails: Fails) -> None:
-    fails("abc", "-t", folders["good"], "--dtype", "float8", named=("'float8'", "auto, float32, bfloat16, float16"))
-
-
-def test_control_characters_of_an_argument_are_not_shown(fails: Fails) -> None:
-    err = fails("hi", "-t", "./\x1b[2J\nfolder\x9b", named=("␛[2J↵folder",))
-    assert err.rstrip("\n").isprintable()
+@pytest.mark.parametrize(
+    ("device", "count", "named"),
+    [
+        ("cuda", 0, ("no CUDA device", "Leave --device out to use the CPU")),
+        ("cuda:99", 0, ("no CUDA device", "Leave --device out to use the CPU")),
+        ("cuda:99", 2, ("cuda:99", "This machine has 2: cuda:0 to cuda:1")),
+    ],
+)
+def test_a_gpu_that_is_not_there(
+    fails: Fails, monkeypatch: pytest.MonkeyPatch, device: str, count: int, named: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    fails("hi", "--device", device, named=named)

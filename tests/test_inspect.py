@@ -213,7 +213,7 @@ def test_malformed_traces_get_one_line(inspect: Inspect, tmp_path: Path) -> None
         out, err = inspect(path, *options, code=2)
         assert out == ""
         assert len(err.splitlines()) == 1
-        assert err.startswith(f"error: {path}, line 2, is round 'x")
+        assert err.startswith(f"error: {path}, line 2: index: Input should be a valid integer (it is 'x")
         assert "\x1b" not in err
     assert not (tmp_path / "page.html").exists()
 

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
+from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.errors import SpecgenError
 from specgen.settings import parse_pairs
-from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.cli.output_writers import GenerateOutput
-    from specgen.pair import Pair
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """What to generate, checked as far as possible without a model. Raises SpecgenError for a prompt that cannot be used."""
-
-    prompt: str
-    method: str
-    settings: Mapping[str, object]
-    sampling: SamplingParams
-    chat: bool
-    system: str | None
-    record: bool
-
-    def __post_init__(self) -> None:
-        if self.system is not None and not self.chat:
-            raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
-        for name, argument in (("the prompt", self.prompt), ("--system", self.system or "")):
-            if any("\ud800" <= character <= "\udfff" for character in argument):  # how Python represents undecodable bytes
-                raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
-        if not self.prompt.strip():
-            raise SpecgenError("the prompt is empty", "Give the model a text to continue")
+    from specgen.cli.output_writers import OutputWriter
+    from specgen.plan import Plan
 
 
 @reported
@@ -57,42 +33,43 @@ def generate(
     profile: options.Profile = None,
     sampling: options.SamplingOptions,
     stop: options.Stop = None,
-    rounds: options.Rounds = False,
-    trace: options.Trace = None,
-    perplexity: options.Perplexity = False,
-    energy: options.Energy = False,
-    record: options.Record = None,
-    display: options.OutputOptions,
+    output: options.GenerateOutput,
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
-    from specgen.cli import profile_lookup  # imported here, as Rich is not needed for --help
-    from specgen.cli.output_writers import GenerateOutput
+    from specgen.cli import profile_lookup  # imported here, as --help needs none of these
+    from specgen.cli.output_writers import OutputWriter
     from specgen.files import check_writable
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
+    from specgen.ui.terminal.loading_line import LoadingLine
 
     if help_method:
-        method_catalogue.method_card(theme.console(no_color=display.no_color), methods.find(method or "svip"))
+        method_catalogue.method_card(theme.console(no_color=output.no_color), methods.find(method or "svip"))
         return None
     models = profile_lookup.with_exit(models, profile)
     params = sampling.params(stop or ())
     chosen = _method(method, models)
     given = parse_pairs(settings or [])
     methods.resolve(chosen, given)
-    distributions = options.recorded(record)
-    if distributions and trace is None and not display.json:
+    record = options.recorded(output.record)
+    if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
     text = _standard_input(requested=prompt == "-") if prompt in (None, "-") else str(prompt)
-    request = GenerateRequest(text, chosen.name, given, params, chat, system, distributions)
-    if trace is not None:
-        check_writable(trace, "trace")
-    err = theme.console(stderr=True, no_color=display.no_color)
+    _check_texts(text, system, chat=chat)
+    if output.trace is not None:
+        check_writable(output.trace, "trace")
+    err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
-    with open_pair(models, err, quiet=display.quiet, parallel=parallel) as pair:
-        tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=display.quiet)
-        choice = profile_lookup.choose(tuned, pair, method, request.settings)
-        request = replace(request, method=choice.method, settings=choice.settings)
-        return _run(pair, request, GenerateOutput(display, rounds, trace, perplexity, energy, choice.tuned))
+    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
+        tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
+        choice = profile_lookup.choose(tuned, pair, method, given)
+        formatted = pair.tokenizer.chat(text, system) if chat else text
+        with LoadingLine(err, quiet=quiet or not methods.find(choice.method).may_measure) as loading:
+            loading.still("preparing")
+            pair.prepare(formatted, choice.method, params, **choice.settings)
+            plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)
+        with closing(OutputWriter(pair, plan, output, choice.tuned)) as writer:
+            return _run(plan, writer)
 
 
 def _method(name: str | None, models: ModelOptions) -> methods.Method:
@@ -103,6 +80,17 @@ def _method(name: str | None, models: ModelOptions) -> methods.Method:
     if chosen.needs_exit_layer and models.lacks_exit_layer:
         raise methods.no_exit_layer(chosen, models.target)
     return chosen
+
+
+def _check_texts(prompt: str, system: str | None, *, chat: bool) -> None:
+    """Raise SpecgenError for a prompt or a system message that cannot be used."""
+    if system is not None and not chat:
+        raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
+    for name, text in (("the prompt", prompt), ("--system", system or "")):
+        if any("\ud800" <= character <= "\udfff" for character in text):  # how Python represents undecodable bytes
+            raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
+    if not prompt.strip():
+        raise SpecgenError("the prompt is empty", "Give the model a text to continue")
 
 
 def _standard_input(*, requested: bool) -> str:
@@ -118,20 +106,9 @@ def _standard_input(*, requested: bool) -> str:
         ) from error
 
 
-def _run(pair: Pair, request: GenerateRequest, output: GenerateOutput) -> int | None:
-    from specgen.cli.interrupts import Interrupts
-    from specgen.cli.output_writers import OutputWriter
-    from specgen.ui import theme
-    from specgen.ui.terminal.loading_line import LoadingLine
-
-    prompt = pair.tokenizer.chat(request.prompt, request.system) if request.chat else request.prompt
-    silent = output.display.quiet or not methods.find(request.method).may_measure
-    with LoadingLine(theme.console(stderr=True, no_color=output.display.no_color), quiet=silent) as loading:
-        loading.still("preparing")
-        pair.prepare(prompt, request.method, request.sampling, **request.settings)
-        plan = pair.plan(prompt, request.method, request.sampling, record=request.record, **request.settings)
+def _run(plan: Plan, writer: OutputWriter) -> int | None:
     interrupted = False
-    with closing(OutputWriter(pair, plan, output)) as writer, Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         try:
             with interrupts.held():
                 writer.start()

@@ -72,9 +72,9 @@ def inspect(
     if list_methods:
         _list_methods(display)
     elif traces:
-        from specgen.cli.inspect_traces import TraceView, inspect_traces
+        from specgen.cli.inspect_traces import inspect_traces
 
-        inspect_traces(traces, TraceView(display, html, rounds, run))
+        inspect_traces(traces, display, html, rounds, run)
     else:
         from specgen.cli.inspect_pair import inspect_pair
 

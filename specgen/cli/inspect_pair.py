@@ -35,20 +35,16 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     """What the models' files tell, without loading their weights."""
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
-        from specgen import demo
         from specgen.engine.devices import pick_device
-        from specgen.engine.model_loading import ModelSource
+        from specgen.loading import model_sources
         from specgen.tuning.pair_inspection import inspect_files
 
         device = pick_device(models.device)
         draft_device = pick_device(models.draft_device) if models.draft_device is not None else device
-        draft: ModelSource | None
-        if models.target is None:
-            target, draft = (ModelSource(str(demo.folder(role)), f"demo/{role}") for role in ("target", "draft"))
-        else:
-            shared = (models.trust_remote_code, models.offline)
-            target = ModelSource(models.target, None, models.revision, *shared)
-            draft = None if models.draft is None else ModelSource(models.draft, None, models.draft_revision, *shared)
+        sources = model_sources(
+            models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
+        )
+        target, draft = sources[0], sources[1] if len(sources) > 1 else None
         return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, exit_layer=models.exit_layer)
 
 

@@ -24,22 +24,6 @@ if TYPE_CHECKING:
 START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceView:
-    """What to show of the traces. `run` counts each method's runs from 1. `rounds` is None where the report chooses how many."""
-
-    display: OutputOptions
-    html: Path | None
-    rounds: int | None
-    run: int
-
-    def __post_init__(self) -> None:
-        if self.rounds is not None and self.rounds < 0:
-            raise SpecgenError(f"--rounds is {self.rounds}", "It has to be a whole number, 0 for none")
-        if self.run < 1:
-            raise SpecgenError(f"--run is {self.run}", "Runs count from 1")
-
-
 @dataclass(slots=True)
 class _Group:
     """The runs of one method in one file.
@@ -64,52 +48,52 @@ class _Group:
         if self.statistics.runs == detailed:
             self.run = run
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, str]:
         """Each setting's value, or the range of its values: PEARL's measured window differs between prompts."""
-        return {name: values[0] if len(values) == 1 else _range(values) for name, values in self.settings.items()}
-
-    def ranges(self) -> dict[str, str]:
-        """The ranges of the settings that had several values."""
-        return {name: _range(values) for name, values in self.settings.items() if len(values) > 1}
+        return {name: _range(values) for name, values in self.settings.items()}
 
 
 def _range(values: Sequence[Any]) -> str:
-    if all(type(value) in (int, float) for value in values):
+    if len(values) > 1 and all(type(value) in (int, float) for value in values):
         return f"{min(values):g}–{max(values):g}"
     return ", ".join(map(str, values))
 
 
-def inspect_traces(paths: Sequence[Path], view: TraceView) -> None:
-    """Show recorded runs. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written."""
+def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | None, rounds: int | None, number: int) -> None:
+    """Show run `number` of each method, counted from 1, with at most `rounds` rounds; None lets the report choose how many.
+
+    Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
+    """
     from specgen.ui.html import trace_page
     from specgen.ui.html.page import write_page
     from specgen.ui.terminal import trace_report
 
-    if view.html is not None:
-        check_writable(view.html, "page", replaces=True)
+    if rounds is not None and rounds < 0:
+        raise SpecgenError(f"--rounds is {rounds}", "It has to be a whole number, 0 for none")
+    if number < 1:
+        raise SpecgenError(f"--run is {number}", "Runs count from 1")
+    if html is not None:
+        check_writable(html, "page", replaces=True)
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):
-            _group(groups, path, run).add(run, view.run)
-            if view.display.json:
+            _group(groups, path, run).add(run, number)
+            if display.json:
                 print_json(_line(path, run))
-    shown = list(_labelled(list(groups.values()), view.run))
-    no_color = view.display.no_color
-    if view.html is not None:
-        command = f"specgen inspect {shlex.join(path.name for path in paths)} --html {view.html.name}"
-        write_page(view.html, trace_page.page(shown, command))
-        if not view.display.quiet:
-            theme.console(stderr=True, no_color=no_color).print(f"page written to {inline(str(view.html))}")
-    elif not view.display.json:
-        trace_report.show(theme.console(no_color=no_color), shown, view.rounds)
+    shown = list(_labelled(list(groups.values()), number))
+    if html is not None:
+        write_page(html, trace_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}"))
+        if not display.quiet:
+            theme.console(stderr=True, no_color=display.no_color).print(f"page written to {inline(str(html))}")
+    elif not display.json:
+        trace_report.show(theme.console(no_color=display.no_color), shown, rounds)
 
 
 def _group(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun) -> _Group:
     """The group of a run. Runs that a comparison wrote as one method are one group, even if their measured settings differ."""
     spec = run.start.get("spec")
-    is_compared = isinstance(spec, str) and bool(spec)
-    name = str(spec) if is_compared else run.method
-    key = (path, name, "" if is_compared else json.dumps(run.start["settings"], sort_keys=True))
+    name = spec if isinstance(spec, str) and spec else run.method
+    key = (path, name, "" if name is spec else json.dumps(run.start["settings"], sort_keys=True))
     return groups.setdefault(key, _Group(path, name, TraceStatistics(run.method)))
 
 
@@ -130,7 +114,8 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
             label += f" ({group.path.stem})"
         if run.start.get("lossless") is False:
             label += " (lossy)"
-        yield RecordedMethod(label, group.path.name, statistics, run, group.ranges())
+        varying = {name: own[name] for name, values in group.settings.items() if len(values) > 1}
+        yield RecordedMethod(label, group.path.name, statistics, run, varying)
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:

@@ -18,42 +18,39 @@ class InterruptWatch:
     printed. Any error after a Ctrl-C therefore becomes a KeyboardInterrupt, and `check` raises one that was lost silently.
     """
 
-    def __init__(self) -> None:
-        self._pressed = False
-        self._previous_hook = sys.unraisablehook
+    _pressed = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         self._pressed = False
-        before = signal.getsignal(signal.SIGINT)
+        before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
         if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
             yield  # SIGINT is ignored or handled by the caller
             return
-        signal.signal(signal.SIGINT, self._handle)
-        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self._pressed = True
+            raise KeyboardInterrupt
+
+        def print_unraisable(unraisable: Any) -> None:
+            if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # `check` raises that one
+                hook(unraisable)
+
+        signal.signal(signal.SIGINT, handle)
+        sys.unraisablehook = print_unraisable
         try:
             yield
         except Exception as error:
-            if self._pressed:
-                raise KeyboardInterrupt from error
+            self.check(error)
             raise
         finally:
-            sys.unraisablehook = self._previous_hook
+            sys.unraisablehook = hook
             signal.signal(signal.SIGINT, before)
 
-    def check(self) -> None:
+    def check(self, cause: Exception | None = None) -> None:
         """Raise KeyboardInterrupt if there was a Ctrl-C, whether or not its exception got lost."""
         if self._pressed:
-            raise KeyboardInterrupt
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._pressed = True
-        raise KeyboardInterrupt
-
-    def _unraisable(self, unraisable: Any) -> None:
-        """Print the traceback of an error in a destructor, except for a KeyboardInterrupt, which `check` raises."""
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            self._previous_hook(unraisable)
+            raise KeyboardInterrupt from cause
 
 
 interrupt_watch = InterruptWatch()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import options
 from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import SpecgenError
+from specgen.paths import kept_exit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,21 +48,26 @@ class ModelOptions:
         return self.draft is not None or self.target is None
 
     @property
+    def local_fingerprint(self) -> str | None:
+        """The fingerprint of the target's weights, before they are loaded. None for a model on the hub, and for damaged weights,
+        which are reported when they are loaded."""
+        from specgen import demo
+        from specgen.engine.fingerprint import weights_fingerprint
+
+        folder = demo.folder("target") if self.target is None else Path(self.target)
+        try:
+            return weights_fingerprint(folder) if (folder / "config.json").is_file() else None
+        except SpecgenError:
+            return None
+
+    @property
     def lacks_exit_layer(self) -> bool:
         """Whether it is certain before loading that there is no exit layer: none is named, and none was trained for the target's
-        folder. Always False for a model on the hub."""
+        folder."""
         if self.exit_layer is not None or self.target is None:
             return False
-        folder = Path(self.target)
-        if not (folder / "config.json").is_file():
-            return False
-        from specgen.engine.fingerprint import weights_fingerprint
-        from specgen.paths import kept_exit
-
-        try:
-            return kept_exit(self.target, weights_fingerprint(folder)) is None
-        except SpecgenError:  # damaged weights are reported when they are loaded
-            return False
+        fingerprint = self.local_fingerprint
+        return fingerprint is not None and kept_exit(self.target, fingerprint) is None
 
     @property
     def probably_on_cpu(self) -> bool:

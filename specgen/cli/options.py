@@ -138,6 +138,17 @@ class OutputOptions:
     no_color: NoColor = False
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateOutput(OutputOptions):
+    """What `generate` shows, measures and records."""
+
+    rounds: Rounds = False
+    trace: Trace = None
+    record: Record = None
+    perplexity: Perplexity = False
+    energy: Energy = False
+
+
 def grouped(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Let a command take groups of options: a parameter whose type is a dataclass becomes one option per field.
 

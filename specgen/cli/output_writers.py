@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.cli.options import OutputOptions
+from specgen.cli.options import GenerateOutput
 from specgen.energy import energy_meter_for
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
@@ -23,44 +21,33 @@ if TYPE_CHECKING:
     from specgen.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOutput:
-    """What `generate` shows and records. `tuned` says which settings a profile chose, empty where it chose none."""
-
-    display: OutputOptions
-    rounds: bool
-    trace: Path | None
-    perplexity: bool
-    energy: bool
-    tuned: str
-
-
 class OutputWriter:
-    """Writes the output of one run: call `start`, `add` for each round, `end_text`, `finish`, and `close`."""
+    """Writes the output of one run: call `start`, `add` for each round, `end_text`, `finish`, and `close`.
 
-    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput) -> None:
-        self._pair, self._plan, self._output = pair, plan, output
-        self._out = theme.console(no_color=output.display.no_color)
-        self._err = theme.console(stderr=True, no_color=output.display.no_color)
+    `tuned` says which settings a profile chose, empty where it chose none.
+    """
+
+    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput, tuned: str) -> None:
+        self._pair, self._plan, self._output, self._tuned = pair, plan, output, tuned
+        self._out = theme.console(no_color=output.no_color)
+        self._err = theme.console(stderr=True, no_color=output.no_color)
         self._summary = Summary(plan.method.name)
         self._answer = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), plan.info.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = traces.TraceWriter(output.trace) if output.trace is not None else None
         self._meter = energy_meter_for(pair.devices(plan.method)) if output.energy else None
-        self._rounds = self._rounds_view() if output.rounds else None
-
-    def _rounds_view(self) -> RoundsView:
-        plan = self._plan
-        return RoundsView(
-            self._err,
-            self._pair.tokenizer.text_of,
-            self._pair.target.eos_ids,
-            len(plan.info.prompt_ids),
-            parallel=plan.method.is_parallel,
-            window=_window(plan),
-            branches=plan.method.drafts_trees(plan.settings),
-        )
+        self._rounds: RoundsView | None = None
+        if output.rounds:
+            self._rounds = RoundsView(
+                self._err,
+                pair.tokenizer.text_of,
+                pair.target.eos_ids,
+                len(plan.info.prompt_ids),
+                parallel=plan.method.is_parallel,
+                window=_window(plan),
+                branches=plan.method.drafts_trees(plan.settings),
+            )
 
     def start(self) -> None:
         if self._records:
@@ -83,7 +70,7 @@ class OutputWriter:
     def end_text(self) -> None:
         """Show the text that was held back because a stop text could have followed. Also for a run that failed."""
         self._show(self._answer.finish())
-        if self._output.display.json:
+        if self._output.json:
             return
         if self._rounds is not None:
             self._err.print()
@@ -99,15 +86,13 @@ class OutputWriter:
             self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
         if self._records:
             self._record(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
-        display = self._output.display
-        if display.quiet:
+        if self._output.quiet:
             return
-        if not display.json:
+        if not self._output.json:
             self._err.print()
-        mono = theme.is_mono(no_color=display.no_color)
-        self._err.print(
-            footer(self._summary, self._notes(finish_reason), theme.width(self._err), mono=mono, tuned=self._output.tuned)
-        )
+        mono = theme.is_mono(no_color=self._output.no_color)
+        notes = self._notes(finish_reason)
+        self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
 
     def close(self) -> None:
         if self._trace is not None:
@@ -115,18 +100,18 @@ class OutputWriter:
 
     @property
     def _records(self) -> bool:
-        return self._output.display.json or self._trace is not None
+        return self._output.json or self._trace is not None
 
     def _show(self, pieces: list[Piece]) -> None:
         if self._rounds is not None:
             self._pieces += pieces
-        elif not self._output.display.json:
+        elif not self._output.json:
             self._view.show(pieces)
 
     def _record(self, line: Mapping[str, Any]) -> None:
         if self._trace is not None:
             self._trace.write(line)
-        if self._output.display.json:
+        if self._output.json:
             print_json(line)
 
     def _notes(self, finish_reason: str) -> list[str]:
@@ -136,7 +121,7 @@ class OutputWriter:
             notes.append("lossy")
         if plan.info.costs is not None:
             notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
-        elif "window" in plan.settings.values and not self._output.tuned:  # `tuned` contains the window
+        elif "window" in plan.settings.values and not self._tuned:  # `tuned` contains the window
             notes.append(f"window {plan.settings.values['window']}")
         if plan.method.name == "lookup" and self._pair.draft is None:
             notes.append("no draft model")

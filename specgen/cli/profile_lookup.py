@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from specgen import demo, methods
+from specgen import methods
 from specgen.errors import SpecgenError
+from specgen.paths import EXIT_WEIGHTS, pair_folder
 from specgen.settings import written
 from specgen.ui.sanitize import inline
 
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.tuning.profile import Profile
     from specgen.types import SamplingParams
-
-EXIT_FILE = "exit.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Choice:
 
 def with_exit(models: ModelOptions, folder: Path | None) -> ModelOptions:
     """The models with the exit layer in a profile's folder, if there is one and no other is named."""
-    if folder is None or models.exit_layer is not None or not (folder / EXIT_FILE).is_file():
+    if folder is None or models.exit_layer is not None or not (folder / EXIT_WEIGHTS).is_file():
         return models
     return replace(models, exit_layer=folder)
 
@@ -55,7 +55,7 @@ def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console
     key = profiles.profile_key_of(pair)
     found_in = folder or profiles.default_folder(key, sampling)
     path = found_in / profiles.FILE
-    if not path.is_file() and (folder is None or (folder / EXIT_FILE).is_file()):
+    if not path.is_file() and (folder is None or (folder / EXIT_WEIGHTS).is_file()):
         return None
     try:
         profile = profiles.load(found_in)
@@ -128,25 +128,15 @@ def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
     from specgen.tuning import profile as profiles
 
     for candidate in folders:
-        try:
+        with suppress(SpecgenError):
             if methods.find(profiles.load(candidate).chosen.method).is_parallel:
                 return True
-        except SpecgenError:
-            continue
     return False
 
 
 def _possible_folders(models: ModelOptions) -> list[Path]:
     """The folders of all profiles of this pair, for any machine and device. Empty for a target on the hub."""
-    folder = demo.folder("target") if models.target is None else Path(models.target)
-    if not (folder / "config.json").is_file():
-        return []
-    from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.paths import pair_folder
-
-    names = ("demo/target", "demo/draft") if models.target is None else (models.target, models.draft)
-    try:
-        profiles = pair_folder(names[0], weights_fingerprint(folder), names[1])
-    except SpecgenError:
-        return []
-    return [path.parent for path in profiles.glob("*/profile.yaml")]
+    target, draft = ("demo/target", "demo/draft") if models.target is None else (models.target, models.draft)
+    fingerprint = models.local_fingerprint
+    found = [] if fingerprint is None else pair_folder(target, fingerprint, draft).glob("*/profile.yaml")
+    return [path.parent for path in found]

@@ -5,72 +5,36 @@ Imports no torch. A drafted token is *verified* where its status is accepted or 
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
-EDGES = (
-    0.0,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    math.inf,
-)  # bin edges in nats, the same for all traces so that they can be compared
+EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the bins, in nats, the same for all traces
 AUTHORS_C = 0.15  # SVIP's constant c, for runs without a setting of that name
 _Z95 = 1.959964
 _Z90 = 1.644854
-_STATUSES = tuple(TokenStatus)
 
 
-class DraftedTokens:
-    """The drafted tokens that have an entropy, in arrays of equal length to save memory.
+class DraftedToken(NamedTuple):
+    """A drafted token with its entropy, its acceptance probability sum(min(p, q)) and KL(q||p); NaN where not recorded."""
 
-    `overlaps` (the sum of min(p, q)) and `divergences` (KL(q||p)) are NaN where they were not recorded.
-    """
+    status: TokenStatus
+    entropy: float
+    overlap: float
+    kl: float
 
-    def __init__(self) -> None:
-        self.entropies, self.overlaps, self.divergences = array("d"), array("d"), array("d")
-        self._statuses = bytearray()
-        self.recording = False  # the run recorded both distributions, if not for every token
-
-    def __len__(self) -> int:
-        return len(self.entropies)
-
-    def add(self, traced: TracedRound) -> None:
-        entropies = traced.round.draft.entropies
-        count = len(entropies)
-        if not count:
-            return
-        self.recording |= bool(traced.overlap)
-        self.entropies.extend(entropies)
-        self.overlaps.extend(traced.overlap or [math.nan] * count)
-        self.divergences.extend(traced.kl or [math.nan] * count)
-        self._statuses.extend(_STATUSES.index(status) for status in traced.round.statuses)
-
-    def status(self, position: int) -> TokenStatus:
-        return _STATUSES[self._statuses[position]]
-
-    def recorded(self) -> Iterator[int]:
-        """Positions of the tokens with overlap and divergence."""
-        for position in range(len(self)):
-            if not (
-                math.isnan(self.overlaps[position])
-                or math.isnan(self.divergences[position])
-                or math.isnan(self.entropies[position])
-            ):
-                yield position
+    @property
+    def is_recorded(self) -> bool:
+        return not math.isnan(self.entropy + self.overlap + self.kl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,47 +114,52 @@ def estimate(entropy: float, c: float) -> float:
 
 
 class TraceStatistics:
-    """Statistics of one or more runs of one method. `c` is SVIP's constant, from the first run that has it as a setting."""
+    """Statistics of one or more runs of one method."""
 
     def __init__(self, method: str) -> None:
         self.summary = Summary(method)
-        self.tokens = DraftedTokens()
+        self.tokens: list[DraftedToken] = []  # of the drafts that have entropies
+        self.has_distributions = False  # the runs recorded both distributions, if not for every token
         self.runs = 0
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round after the prefill, run after run
         self.branches = False  # drafts are trees, or several chains at once
-        self.prompt_tokens = 0
         self.speeds: list[float] = []  # tokens per second of each run
-        self._c: float | None = None
-
-    @property
-    def c(self) -> float:
-        return AUTHORS_C if self._c is None else self._c
+        self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, else the authors' value
 
     def add(self, run: TracedRun) -> None:
         self.runs += 1
-        self.prompt_tokens += len(run.start["prompt_ids"])
-        self._c = self._c if self._c is not None else setting(run, "c")
+        if self.runs == 1:
+            self.c = setting(run, "c") or AUTHORS_C
         tokens, seconds = self.summary.new_tokens, self.summary.seconds
         for traced in run.rounds:
             self.summary.add(traced.round)
-            self._add_lengths(traced.round)
-            self.tokens.add(traced)
+            self._add_draft(traced)
         if not run.rounds and run.summary is not None:  # another program's run: only its summary is known
-            self.summary.token_ids += run.summary["token_ids"]
-            self.summary.rounds += known_number(run.summary, "target_passes")
-            self.summary.drafted += known_number(run.summary, "drafted")
-            self.summary.accepted += known_number(run.summary, "accepted")
-            self.summary.drafts += known_number(run.summary, "drafts")
-            self.summary.phase_seconds["other"] += known_number(run.summary, "seconds")
+            known = {
+                name: known_number(run.summary, name) for name in ("drafts", "drafted", "accepted", "target_passes", "seconds")
+            }
+            self.summary.include(
+                {
+                    **known,
+                    "rounds": known["target_passes"],
+                    "token_ids": run.summary["token_ids"],
+                    "phase_seconds": {"other": known["seconds"]},
+                }
+            )
         if self.summary.seconds > seconds:
             self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
 
-    def _add_lengths(self, round_: Round) -> None:
-        draft = round_.draft
-        self.branches |= any(parent != node - 1 for node, parent in enumerate(draft.parents))
-        if round_.index:
+    def _add_draft(self, traced: TracedRound) -> None:
+        draft = traced.round.draft
+        self.branches |= not draft.is_chain
+        if traced.round.index:
             self.lengths.append(len(draft.tokens))
-            self.accepted_lengths.append(len(round_.verdict.path))
+            self.accepted_lengths.append(len(traced.round.verdict.path))
+        if draft.entropies:
+            self.has_distributions |= bool(traced.overlap)
+            unknown = [math.nan] * len(draft.entropies)
+            figures = zip(traced.round.statuses, draft.entropies, traced.overlap or unknown, traced.kl or unknown, strict=True)
+            self.tokens += itertools.starmap(DraftedToken, figures)
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -199,53 +168,45 @@ class TraceStatistics:
 
     def acceptance_by_entropy(self) -> list[Bin]:
         """Acceptance rate by the entropy of the draft distribution (SVIP, Figure 2), without bins that have no verified token."""
-        found: dict[int, list[float]] = {}
-        accepted: dict[int, int] = {}
-        for position, entropy in enumerate(self.tokens.entropies):
-            if self.tokens.status(position) is not TokenStatus.DISCARDED and not math.isnan(entropy):
-                at = _bin(entropy)
-                found.setdefault(at, []).append(entropy)
-                accepted[at] = accepted.get(at, 0) + (self.tokens.status(position) is TokenStatus.ACCEPTED)
-        return [Bin(EDGES[at], EDGES[at + 1], len(found[at]), accepted[at], fmean(found[at])) for at in sorted(found)]
+        bins = _by_entropy(token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
+        return [
+            Bin(
+                low,
+                high,
+                len(tokens),
+                sum(token.status is TokenStatus.ACCEPTED for token in tokens),
+                fmean(token.entropy for token in tokens),
+            )
+            for low, high, tokens in bins
+        ]
 
     def bounds(self) -> Bounds | None:
         """SVIP's bounds on these tokens; None where overlap and divergence were not recorded."""
-        tokens, positions = self.tokens, list(self.tokens.recorded())
-        if not positions:
+        tokens = [token for token in self.tokens if token.is_recorded]
+        if not tokens:
             return None
-        by_bin: dict[int, list[int]] = {}
-        for position in positions:
-            by_bin.setdefault(_bin(tokens.entropies[position]), []).append(position)
-        below = sum(tokens.overlaps[position] < estimate(tokens.entropies[position], self.c) for position in positions)
-        # Where the entropy is close to 0 the ratio is numerical noise.
-        ratios = [
-            1 + tokens.divergences[position] / tokens.entropies[position]
-            for position in positions
-            if tokens.entropies[position] > 0.01
-        ]
+        below = sum(token.overlap < estimate(token.entropy, self.c) for token in tokens)
+        ratios = [1 + token.kl / token.entropy for token in tokens if token.entropy > 0.01]  # numerical noise close to 0
         ratio = median(ratios) if ratios else None
         return Bounds(
-            len(positions),
+            len(tokens),
             self.c,
-            below / len(positions),
+            below / len(tokens),
             ratio,
             None if ratio is None else (ratio - 1) / 2,
-            tuple(self._bounds_bin(at, by_bin[at]) for at in sorted(by_bin)),
+            tuple(self._bounds_bin(*found) for found in _by_entropy(tokens)),
         )
 
-    def _bounds_bin(self, at: int, positions: Sequence[int]) -> BoundsBin:
-        tokens = self.tokens
-        divergences = [tokens.divergences[position] for position in positions]
-        entropies = [tokens.entropies[position] for position in positions]
+    def _bounds_bin(self, low: float, high: float, tokens: Sequence[DraftedToken]) -> BoundsBin:
         return BoundsBin(
-            EDGES[at],
-            EDGES[at + 1],
-            len(positions),
-            median(entropies),
-            median(tokens.overlaps[position] for position in positions),
-            median(map(pinsker, divergences)),
-            median(map(bretagnolle_huber, divergences)),
-            median(estimate(entropy, self.c) for entropy in entropies),
+            low,
+            high,
+            len(tokens),
+            median(token.entropy for token in tokens),
+            median(token.overlap for token in tokens),
+            median(pinsker(token.kl) for token in tokens),
+            median(bretagnolle_huber(token.kl) for token in tokens),
+            median(estimate(token.entropy, self.c) for token in tokens),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -275,8 +236,14 @@ def known_number(line: Mapping[str, Any], name: str) -> Any:
     return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
 
 
-def _bin(entropy: float) -> int:
-    return next(position for position in range(len(EDGES) - 1) if entropy < EDGES[position + 1] or position == len(EDGES) - 2)
+def _by_entropy(tokens: Iterable[DraftedToken]) -> Iterator[tuple[float, float, list[DraftedToken]]]:
+    """The bins that have tokens: both edges in nats, and the tokens whose entropy is between them."""
+    bins: dict[int, list[DraftedToken]] = {}
+    for token in tokens:
+        if not math.isnan(token.entropy):
+            bins.setdefault(bisect_right(EDGES, token.entropy, 1, len(EDGES) - 1), []).append(token)
+    for number in sorted(bins):
+        yield EDGES[number - 1], EDGES[number], bins[number]
 
 
 def _bin_dict(found: Bin) -> dict[str, Any]:
@@ -292,28 +259,28 @@ def _without_infinity(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
     """A bandit's posterior after at most `most` evenly spaced rounds, the last one included. Empty for other policies."""
-    known = [round_ for round_ in rounds if _has_posterior(round_)]
+    states = [(round_.index, round_.policy_state) for round_ in rounds if round_.policy_state]
+    known = [(index, state) for index, state in states if _is_normal(state) or _is_beta(state)]
     step = max(1, math.ceil(len(known) / most))
-    return [_posterior(round_) for round_ in known[(len(known) - 1) % step :: step]]
-
-
-def _has_posterior(round_: Round) -> bool:
-    """Whether the policy's state has the parameters of a Beta distribution (Beta-TS) or of a normal one (Cali-TS)."""
-    state = round_.policy_state or {}
-    return (state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0) or _is_normal(state)
+    return [_posterior(index, state) for index, state in known[(len(known) - 1) % step :: step]]
 
 
 def _is_normal(state: Mapping[str, float]) -> bool:
+    """Whether a policy's state has the parameters of a normal distribution (Cali-TS)."""
     return 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0
 
 
-def _posterior(round_: Round) -> Posterior:
-    state = round_.policy_state or {}
+def _is_beta(state: Mapping[str, float]) -> bool:
+    """Whether a policy's state has the parameters of a Beta distribution (Beta-TS)."""
+    return state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0
+
+
+def _posterior(index: int, state: Mapping[str, float]) -> Posterior:
     if _is_normal(state):  # Cali-TS clips its samples to [0, 1]
         mean, half = state["mean"], _Z90 * state["deviation"]
-        return Posterior(round_.index, mean, max(mean - half, 0.0), min(mean + half, 1.0))
+        return Posterior(index, mean, max(mean - half, 0.0), min(mean + half, 1.0))
     alpha, beta = state["alpha"], state["beta"]
-    return Posterior(round_.index, alpha / (alpha + beta), beta_quantile(alpha, beta, 0.05), beta_quantile(alpha, beta, 0.95))
+    return Posterior(index, alpha / (alpha + beta), beta_quantile(alpha, beta, 0.05), beta_quantile(alpha, beta, 0.95))
 
 
 def beta_quantile(alpha: float, beta: float, share: float) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from specgen.energy import Energy
@@ -16,9 +17,9 @@ _METRICS = (
 
 
 class Summary:
-    """Counts over one or more runs. Rates are fractions, None where nothing was drafted."""
+    """Counts over `rounds` and over what is added later. Rates are fractions, None where nothing was drafted."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, rounds: Iterable[Round] = ()) -> None:
         self.method = method
         self.token_ids: list[int] = []
         self.rounds = 0
@@ -32,6 +33,8 @@ class Summary:
         self.energy: Energy | None = None
         self.joules: float | None = None  # above idle, NaN if those of a run are unknown
         self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
+        for round_ in rounds:
+            self.add(round_)
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
@@ -153,7 +156,7 @@ class Summary:
             "new_tokens": self.new_tokens,
             "finish_reason": finish_reason,
             **{name: getattr(self, name) for name in _METRICS},
-            "energy": None if self.energy is None else self.energy.as_dict(),
+            "energy": None if self.energy is None else asdict(self.energy),
             "phase_seconds": dict(self.phase_seconds),
         }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+from specgen.json_lines import BIDIRECTIONAL
+
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
 _C1 = dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
-# bidirectional control characters, with which text can be made to look like other text
-_BIDIRECTIONAL = dict.fromkeys([0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "")
 _SEPARATORS = {0x2028: "\n", 0x2029: "\n"}
-_UNSAFE = _PICTURES | _C1 | _BIDIRECTIONAL | _SEPARATORS
+_UNSAFE = _PICTURES | _C1 | dict.fromkeys(BIDIRECTIONAL, "") | _SEPARATORS
 _INLINE = _UNSAFE | {0x09: "⇥", **dict.fromkeys((0x0A, *_SEPARATORS), "↵")}
 _STREAMED = {code: mark for code, mark in _UNSAFE.items() if code not in (0x09, 0x0A)}
 

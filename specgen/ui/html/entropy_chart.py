@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specgen.traces.statistics import Bin, Bounds, DraftedTokens, TraceStatistics, estimate
+from specgen.traces.statistics import Bin, Bounds, DraftedToken, TraceStatistics, estimate
 from specgen.ui.html.charts import Axes, polyline, tick_step
 
 MOST_POINTS = 1500  # of more tokens every n-th is drawn, and the caption says so
@@ -24,14 +24,14 @@ def entropy_chart(statistics: TraceStatistics, texts: Sequence[str], stop: float
     if bounds is not None:
         return _tokens_chart(statistics.tokens, texts, bounds, stop)
     bins = statistics.acceptance_by_entropy()
-    return _bins_chart(bins, statistics.c, stop, was_recorded=statistics.tokens.recording) if bins else None
+    return _bins_chart(bins, statistics.c, stop, was_recorded=statistics.has_distributions) if bins else None
 
 
-def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, stop: float | None) -> dict[str, Any]:
-    positions = list(tokens.recorded())
+def _tokens_chart(tokens: Sequence[DraftedToken], texts: Sequence[str], bounds: Bounds, stop: float | None) -> dict[str, Any]:
+    positions = [position for position, token in enumerate(tokens) if token.is_recorded]
     step = math.ceil(len(positions) / MOST_POINTS)
     drawn = positions[::step]
-    right = _right_end(tokens.entropies[position] for position in drawn)
+    right = _right_end(tokens[position].entropy for position in drawn)
     caption = (
         f"The bounds are medians by entropy. {bounds.below_estimate:.0%} of the tokens lie below the estimate (not a bound)."
     )
@@ -45,7 +45,7 @@ def _tokens_chart(tokens: DraftedTokens, texts: Sequence[str], bounds: Bounds, s
         "bh": polyline(((found.entropy / right, _y(found.bretagnolle_huber)) for found in bounds.by_entropy), _HEIGHT),
         "pinsker": polyline(((found.entropy / right, _y(found.pinsker)) for found in bounds.by_entropy), _HEIGHT),
     }
-    points = [_point(tokens, position, texts[position] if texts else None, right) for position in drawn]
+    points = [_point(tokens[position], texts[position] if texts else None, right) for position in drawn]
     return {**_frame(right, bounds.c, stop), "lines": lines, "points": points, "caption": caption}
 
 
@@ -88,8 +88,8 @@ def _y(share: float) -> float:
     return _TOP + (1 - share) * (_BOTTOM - _TOP)
 
 
-def _point(tokens: DraftedTokens, position: int, text: str | None, right: float) -> dict[str, Any]:
-    entropy, overlap, status = tokens.entropies[position], tokens.overlaps[position], tokens.status(position).value
+def _point(token: DraftedToken, text: str | None, right: float) -> dict[str, Any]:
+    entropy, overlap, status = token.entropy, token.overlap, token.status.value
     name = "" if text is None else f"“{text}”: "
     title = f"{name}{status}, entropy {entropy:.2f}, acceptance {overlap:.2f}"
     return {"x": entropy / right, "y": _y(overlap), "status": status, "title": title}
