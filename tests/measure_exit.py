@@ -17,7 +17,7 @@ import torch
 from specgen import demo
 from specgen.compare.prompts import load_prompts
 from specgen.engine.exit_files import Exit, load_exit
-from specgen.engine.first_layers import FirstLayers
+from specgen.engine.exit_layer import FirstLayers
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import exit_outputs

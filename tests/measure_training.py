@@ -25,8 +25,7 @@ SEQUENCES, TRAINING_LENGTH = 16, 256
 def exit_layer(batches: int) -> dict[str, float]:
     from measure_exit import load_target
 
-    from specgen.engine.exit_layer import ExitLayer
-    from specgen.engine.first_layers import FirstLayers
+    from specgen.engine.exit_layer import ExitLayer, FirstLayers
     from specgen.training.corpus import demo_corpus
     from specgen.training.exit_training import ExitTraining
     from specgen.training.training_loop import TrainingBatches
@@ -36,7 +35,7 @@ def exit_layer(batches: int) -> dict[str, float]:
     recipe = Recipe(steps=1000, batch_size=SEQUENCES, training_length=TRAINING_LENGTH)
     layer = ExitLayer.of(target.model)
     first = FirstLayers(target.model, 1)
-    text = TrainingBatches(demo_corpus(target.tokenizer.encode_long, 0, 100_000), [], recipe)
+    text = TrainingBatches(demo_corpus(target.tokenizer.encode, 0, 100_000), [], recipe)
     training = ExitTraining(first, layer, text, recipe)
     trained = sum(weight.numel() for weight in layer.parameters())
     return timed(training.advance, batches, training.parameters_held, trained)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, make_model
+from families import make_model
 from runner_checks import LLAMA_LIKE, CountedLayers, InterruptAt, check, four_layer_types, random_path, random_tree
 
 from specgen.engine.early_exit import EarlyExit
@@ -18,7 +18,7 @@ from specgen.types import Context
 
 def early_exit(model: Any, depth: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
     """Early exit with an untrained exit layer: copies of the target's last layers."""
-    return EarlyExit(model, ExitLayer.of(model, layers), depth, predictor, context_limits=(CONTEXT, None))
+    return EarlyExit(model, ExitLayer.of(model, layers), depth, predictor)
 
 
 def exit_model(model: Any, depth: int) -> Any:
@@ -83,7 +83,7 @@ def test_each_layer_runs_as_few_tokens_as_possible() -> None:
     exit layer runs the last drafted token only if it is committed."""
     model = make_model("llama", num_hidden_layers=4)
     layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
+    both = EarlyExit(model, layer, 2)
     counted = CountedLayers(model, layer)
     rng, context = random.Random(3), Context([1, 5, 6, 7])
     both.target.logits(context)
@@ -105,7 +105,7 @@ def test_each_layer_runs_as_few_tokens_as_possible() -> None:
 def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers() -> None:
     model = make_model("llama", num_hidden_layers=4)
     layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
+    both = EarlyExit(model, layer, 2)
     counted = CountedLayers(model, layer)
     context = Context([1, 5, 6])
     both.target.logits(context)
@@ -141,7 +141,7 @@ def test_an_interruption_at_any_line_leaves_both_usable() -> None:
     line, finished = 0, False
     while not finished:
         line += 1 if line < 20 else 13
-        both, context = EarlyExit(model, layer, 1, None, context_limits=(CONTEXT, None)), Context([1, 5, 6, 7])
+        both, context = EarlyExit(model, layer, 1, None), Context([1, 5, 6, 7])
         both.target.logits(context)
         with InterruptAt(line):
             try:
@@ -159,7 +159,7 @@ def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     model = make_model("gemma2")
     layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 1, context_limits=(CONTEXT, None))
+    both = EarlyExit(model, layer, 1)
     counted = CountedLayers(model, layer)
     context = Context([1, *range(3, 27)])
     logits = both.target.logits(context, [8, 9]).logits

@@ -189,7 +189,7 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
     model = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=4)
     made = exit_of(model, 1)
-    both = EarlyExit(model, made.layer, 1, made.predictor, context_limits=(64, None))
+    both = EarlyExit(model, made.layer, 1, made.predictor)
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, FAMILIES, make_model, near_copy, save
+from families import FAMILIES, make_model, near_copy, save
 
 import specgen
 from specgen.engine import likelihood
@@ -65,7 +65,7 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: p
     tokens = [3 + position % 30 for position in range(16)]
     expected = uncached(model, tokens)
     model.register_forward_pre_hook(lambda _, args, kwargs: run.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    assert log_likelihood(ModelRunner(model, CONTEXT), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
+    assert log_likelihood(ModelRunner(model), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
     assert sum(run) == len(PROMPT) + len(tokens) - 1
 
 

@@ -13,8 +13,8 @@ from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_cop
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
+from specgen.engine.cached_prefix import context_limits
 from specgen.engine.devices import pick_device, pick_dtype, pick_threads
-from specgen.engine.model_loading import context_limits
 from specgen.engine.tokenizer import Detokenizer
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
@@ -137,7 +137,7 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, monkeypa
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
-        limit = min(40, pair.target.limit_for(length) - length)
+        limit = min(40, pair.target.max_tokens(length) - length)
         expected = plain(model, text[:length], limit)
         assert pair.generate(text[:length], "lookup", SamplingParams(max_new_tokens=40)).token_ids == expected, length
 

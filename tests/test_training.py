@@ -21,9 +21,8 @@ from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused,
 import specgen.training.exit_training as exits
 from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
-from specgen.engine.exit_layer import ExitLayer
+from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.first_layers import FirstLayers
 from specgen.engine.model_loading import LoadedModel
 from specgen.errors import RunError, SpecgenError
 from specgen.training.corpus import Corpus, read_corpus

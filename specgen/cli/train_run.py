@@ -215,7 +215,7 @@ def _prepare(models: ModelOptions, request: TrainRequest, err: Console, *, quiet
         if out.resolve() == model.folder.resolve():
             raise SpecgenError(f"--out is {out}, the {role}'s own folder", f"Name another one: the {role} is not changed")
     command = "specgen " + " ".join(sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
-    prompt_ids = [target.tokenizer.encode_long(prompt.text) for prompt in prompts]
+    prompt_ids = [target.tokenizer.encode(prompt.text) for prompt in prompts]
     return loaded, ExitTrainingTask(
         out, recipe, corpus, prompt_ids, command, after=request.layer, layers=request.exit_layers, own_head=request.own_head
     )
@@ -226,14 +226,13 @@ def _load(models: ModelOptions, request: TrainRequest, loading: LoadingLine) -> 
     import torch
 
     from specgen.engine.devices import pick_device, pick_dtype
-    from specgen.engine.model_loading import load_model, prepare
-    from specgen.engine.tokenizer import check_same
+    from specgen.engine.model_loading import check_tokenizers_match, load_model, prepare
 
     sources = _sources(models, request)
     device = pick_device(models.device)
     prepared, *drafts = [prepare(source, loading.announce) for source in sources]
     for draft in drafts:
-        check_same(prepared.tokenizer, draft.tokenizer, prepared.name, draft.name)
+        check_tokenizers_match(prepared, draft)
     dtype = pick_dtype(models.dtype, prepared.config.get_text_config(), prepared.folder, device)
     target = load_model(prepared, device, dtype, loading.announce)
     if not drafts:
@@ -264,7 +263,7 @@ def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) ->
     """The corpus; None if there are only prompts. Raises SpecgenError if there is no text at all."""
     from specgen.training.corpus import demo_corpus, read_corpus
 
-    encode = target.tokenizer.encode_long
+    encode = target.tokenizer.encode
     if request.corpus == _DEMO_CORPUS or (request.corpus is None and models.target is None):
         return demo_corpus(encode, request.seed, _DEMO_TOKENS)
     if request.corpus is not None:

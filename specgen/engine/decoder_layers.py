@@ -6,14 +6,16 @@ Early exit and layer skipping call the decoder layers themselves. They require w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from specgen.engine.attention_masks import Mask
+from specgen.engine.cached_prefix import ForwardPass
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelOutput
 from specgen.engine.tolerances import logits_agree
 from specgen.errors import SpecgenError, is_out_of_memory
 
@@ -82,6 +84,21 @@ class DecoderLayers(nn.Module):
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return LayersOutput(logits, hidden_states)
+
+
+class LayersForward:
+    """A forward function that runs `layers` on hidden states [1, n, width], which `inputs` computes (None: token embeddings)."""
+
+    def __init__(self, model: Any, layers: DecoderLayers, inputs: Callable[[ForwardPass], torch.Tensor] | None = None) -> None:
+        decoder = decoder_of(model)
+        self._layers, self._rotary = layers, decoder.rotary_emb
+        self._inputs = inputs or (lambda forward_pass: decoder.embed_tokens(forward_pass.input_ids))
+
+    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        hidden_states = self._inputs(forward_pass)
+        rotary = self._rotary(hidden_states, forward_pass.positions[None])
+        output = self._layers(hidden_states, rotary, forward_pass.mask, forward_pass.cache, logits_to_keep=logits_to_keep)
+        return ModelOutput(output.logits[0], output.hidden_states[0])
 
 
 def decoder_of(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -89,7 +90,7 @@ def save_exit(
         tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
-    described = _COMMENT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True)
+    described = _COMMENT + yaml.safe_dump(_rounded(asdict(description)), sort_keys=False, allow_unicode=True)
     with whole_file(folder / WEIGHTS) as file:  # moved into place after the description
         # One entry only: the order of several changes, and the same weights should give the same file.
         file.write(save(stored, {"fingerprint": description.fingerprint}))
@@ -111,12 +112,15 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
         )
     layer = ExitLayer.of(target.model, description.layers)
     check_exit_depth(target.model, description.after, f"the exit layer {weights}")
-    if not description.own_head:
-        layer.head = target.model.lm_head
-    predictor = Predictor(target.model.config.get_text_config().hidden_size) if description.predictor else None
     tensors = _read_tensors(weights, description_path.name, description.fingerprint)
-    _fill(layer, "exit.", tensors, weights, description.own_head)
-    if predictor is not None:
+    head = layer.head
+    if not description.own_head:
+        layer.head, head = torch.nn.Identity(), target.model.lm_head
+    _fill(layer, "exit.", tensors, weights)
+    layer.head = head
+    predictor = None
+    if description.predictor:
+        predictor = Predictor(target.model.config.get_text_config().hidden_size)
         _fill(predictor, "predictor.", tensors, weights)
         predictor.to(target.device).requires_grad_(False)
     return Exit(layer, predictor, description)
@@ -216,23 +220,17 @@ def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, t
     return tensors
 
 
-def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor], path: Path, own_head: bool = True) -> None:
+def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Copy the tensors named `prefix` + parameter into the module, which keeps its dtype and device."""
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    weights = {name: weight for name, weight in module.state_dict().items() if own_head or not name.startswith("head.")}
-    wrong = sorted(set(weights) ^ set(found)) or sorted(n for n in weights if weights[n].shape != found[n].shape)
-    if wrong:
-        raise SpecgenError(f"the exit layer {path} does not fit its description (the first tensor: {wrong[0]})", _RETRAIN)
-    for name, weight in weights.items():
-        weight.copy_(found[name])
-    if any(not weight.isfinite().all() for weight in weights.values()):
+    try:
+        module.load_state_dict(found)
+    except RuntimeError as error:
+        raise SpecgenError(f"the exit layer {path} does not fit its description", _RETRAIN) from error
+    if any(not weight.isfinite().all() for weight in module.state_dict().values()):
         raise SpecgenError(f"the exit layer {path} holds NaN", f"Its training diverged. {_RETRAIN}")
 
 
-def _plain(value: Any) -> Any:
-    """For YAML: mappings and lists of plain values, numbers with four significant digits."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def _rounded(values: dict[str, Any]) -> Any:
+    """The values with plain containers and four significant digits, for YAML."""
+    return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.4g}"))

@@ -13,8 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.decoder_layers import check_exit_depth, check_llama_structure, default_exit_depth
 from specgen.engine.exit_files import Description, save_exit
-from specgen.engine.exit_layer import ExitLayer
-from specgen.engine.first_layers import FirstLayers
+from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import Fit, train_predictor
 from specgen.training.text_generation import TextGeneration
