@@ -21,7 +21,6 @@ from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
-from specgen.engine.likelihood import log_likelihood
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
@@ -259,7 +258,7 @@ class Pair:
                 self.exit_layer.layer,
                 self.exit_layer.depth,
                 self.exit_layer.predictor,
-                logits_processors=(self._penalties(), self._penalties()),
+                penalties=(self._penalties(), self._penalties()),
             )
         return self._early_exit
 
@@ -326,7 +325,7 @@ class Pair:
         """Log-likelihood (nats) of `token_ids` after the prompt, under the target at temperature 1. Takes one target pass over
         what is not cached."""
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
-        return log_likelihood(runner, prompt_ids, token_ids)
+        return runner.log_likelihood(prompt_ids, token_ids)
 
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
         """The target's logits [vocabulary] after these tokens, by one pass without a cache: to check what a run computed."""

@@ -90,7 +90,7 @@ def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp
     breaks = {
         "after: 1": ("after: 3", "after layer 3 of 3"),  # no layer would be left to verify with
         "layers: 1": ("layers: 2", "does not fit its description"),
-        "format: 1": ("format: 7", "has the format 7"),
+        "format: 1": ("format: 7", "format: Input should be 1"),
         "own_head: true": ("own_head: maybe", "own_head: Input should be a valid boolean"),
         "predictor: false": ("predictor: true", "does not fit its description"),
         "target: here": ("target: here\nzebra: 1", "zebra: Unexpected keyword argument"),

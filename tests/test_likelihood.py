@@ -12,8 +12,6 @@ import torch
 from families import FAMILIES, make_model, near_copy, save
 
 import specgen
-from specgen.engine import likelihood
-from specgen.engine.likelihood import log_likelihood
 from specgen.engine.model_runner import ModelRunner
 from specgen.pair import Pair, Result
 from specgen.traces.summary import Summary
@@ -59,13 +57,13 @@ def test_lossy_methods_always_report_perplexity_and_others_on_request(
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 8, 9, 100])
 def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood, "_CHUNK", chunk)
+    monkeypatch.setattr("specgen.engine.model_runner._LIKELIHOOD_CHUNK", chunk)
     model = make_model("llama")
     run: list[int] = []
     tokens = [3 + position % 30 for position in range(16)]
     expected = uncached(model, tokens)
     model.register_forward_pre_hook(lambda _, args, kwargs: run.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    assert log_likelihood(ModelRunner(model), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
+    assert ModelRunner(model).log_likelihood(PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
     assert sum(run) == len(PROMPT) + len(tokens) - 1
 
 

@@ -22,13 +22,6 @@ class TreeNodes(NamedTuple):
     tokens: list[int]
     parents: Sequence[int]
 
-    def child(self, parent: int, token: int) -> int:
-        """The index of `parent`'s child that holds `token`, -1 if there is none."""
-        for node in range(parent + 1, len(self.tokens)):
-            if self.parents[node] == parent and self.tokens[node] == token:
-                return node
-        return -1
-
 
 def chain_parents(length: int) -> range:
     """The parents of a chain; a range costs nothing to make, slice or compare."""
@@ -159,11 +152,13 @@ class CachedPrefix:
 
     def _matching_path(self, context: Context, end: int) -> list[int]:
         """The cached draft nodes that hold the context's tokens from index `committed` on, up to `end` at most."""
+        tokens, parents = self.draft
         path: list[int] = []
-        node = -1
-        while self.committed + len(path) < end:
-            node = self.draft.child(node, context.ids[self.committed + len(path)])
-            if node < 0:
+        for token in context.ids[self.committed : end]:
+            parent = path[-1] if path else -1
+            children = (node for node in range(parent + 1, len(tokens)) if parents[node] == parent and tokens[node] == token)
+            node = next(children, None)
+            if node is None:
                 break
             path.append(node)
         return path

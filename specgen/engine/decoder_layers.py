@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from specgen.engine.attention_masks import Mask
+from specgen.engine.attention_masks import AttentionMasks, Mask
 from specgen.engine.cached_prefix import ForwardPass
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelOutput
-from specgen.engine.tolerances import logits_agree
-from specgen.errors import SpecgenError, is_out_of_memory
+from specgen.engine.tolerances import logits_error
+from specgen.errors import SpecgenError
 
 
 class LayersOutput(NamedTuple):
@@ -128,21 +128,16 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
     if missing := missing_part(model):
         raise _refusal(model, feature, f"its decoder has no {missing}")
     decoder = decoder_of(model)
-    ids = torch.tensor([[token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]], device=model.device)
-    try:
-        embeddings = decoder.embed_tokens(ids)
-        n = ids.shape[1]
-        rotary = decoder.rotary_emb(embeddings, torch.arange(n, device=model.device)[None])
-        mask = torch.full((1, 1, n, n), torch.finfo(embeddings.dtype).min, dtype=embeddings.dtype, device=model.device).triu(1)
-        masks: Mask = {str(layer_type): mask for layer_type in layer_types(model)}
-        logits = DecoderLayers.upper(model, 0)(embeddings, rotary, masks).logits.float()
-        expected = model(input_ids=ids, use_cache=False).logits.float()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise _refusal(model, feature, f"running its layers one by one ends in {type(error).__name__}") from error
-    if not logits_agree(logits, expected, model.dtype):
-        raise _refusal(model, feature, "its layers, run one by one, do not give its own logits")
+    ids = [token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]
+
+    def logits() -> torch.Tensor:
+        embeddings = decoder.embed_tokens(torch.tensor([ids], device=model.device))
+        positions = torch.arange(len(ids), device=model.device)
+        mask = AttentionMasks(model)(0, positions, None, embeddings.dtype)
+        return DecoderLayers.upper(model, 0)(embeddings, decoder.rotary_emb(embeddings, positions[None]), mask).logits[0]
+
+    if why := logits_error(logits, model, ids):
+        raise _refusal(model, feature, f"its layers, run one by one, {why}")
 
 
 def check_exit_depth(model: Any, depth: int, name: str = "the exit") -> None:

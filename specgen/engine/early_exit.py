@@ -21,8 +21,9 @@ from specgen.engine.decoder_layers import (
     layer_types,
 )
 from specgen.engine.exit_layer import ExitLayer, Predictor
-from specgen.engine.kv_cache import HiddenStateBuffer, KVCache
-from specgen.engine.model_runner import LogitsProcessor, ModelRunner
+from specgen.engine.kv_cache import KVCache, KVCacheLayer
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_runner import ModelRunner
 from specgen.types import Context
 
 
@@ -30,11 +31,10 @@ class SharedFirstLayers:
     """Embedding and the first `depth` layers of a model on one sequence, with a KV cache that holds the hidden states, too."""
 
     def __init__(self, model: Any, depth: int) -> None:
-        decoder = decoder_of(model)
-        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
-        self._layers = DecoderLayers(decoder.layers[:depth], layer_types(model)[:depth], nn.Identity(), nn.Identity())
+        layers, types = decoder_of(model).layers[:depth], layer_types(model)[:depth]
+        self._forward = LayersForward(model, DecoderLayers(layers, types, nn.Identity(), nn.Identity()))
         self.cache = KVCache(depth)
-        self._hidden = HiddenStateBuffer(self.cache)
+        self._hidden = KVCacheLayer(self.cache)  # keys [1, 1, capacity, width]: the hidden states; values of width 0
         self.cache.layers.append(self._hidden)  # so that the cache gathers it with its layers
         self._cached = CachedPrefix(model, self.cache)
 
@@ -51,16 +51,16 @@ class SharedFirstLayers:
         if upper.last > self._cached.committed:  # else a chunk of a prompt: the cached draft need not be dropped
             self._cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)
             for lower in self._cached.missing_passes(upper.context, upper.draft, upper.last):
-                embeddings = self._embed(lower.input_ids)
-                rotary = self._rotary(embeddings, lower.positions[None])
-                self._hidden.write(self._layers.run_layers(embeddings, rotary, lower.mask, lower.cache))
-        return self._hidden.view(upper.first, upper.last)
+                hidden_states = self._forward(lower, lower.last - lower.first).logits[None, None]
+                self._hidden.update(hidden_states, hidden_states[..., :0])
+        hidden: torch.Tensor = self._hidden.keys[:, 0, upper.first : upper.last]
+        return hidden
 
 
 class EarlyExit:
     """The two runners of a target with an exit layer after its first `depth` layers: `draft` proposes, `target` verifies.
 
-    `logits_processors` are those of target and draft. Raises SpecgenError for a model without Llama's structure and for a depth
+    `penalties` are those of target and draft. Raises SpecgenError for a model without Llama's structure and for a depth
     that leaves no layers on one side.
     """
 
@@ -71,14 +71,14 @@ class EarlyExit:
         depth: int,
         predictor: Predictor | None = None,
         *,
-        logits_processors: tuple[LogitsProcessor | None, LogitsProcessor | None] = (None, None),
+        penalties: tuple[PenaltyProcessor | None, PenaltyProcessor | None] = (None, None),
     ) -> None:
         check_llama_structure(model)
         check_exit_depth(model, depth)
         self._first_layers = SharedFirstLayers(model, depth)
         self.target, self.draft = (
             ModelRunner(model, processor, LayersForward(model, layers, self._first_layers.hidden_states))
-            for processor, layers in zip(logits_processors, (DecoderLayers.upper(model, depth), exit_layer), strict=True)
+            for processor, layers in zip(penalties, (DecoderLayers.upper(model, depth), exit_layer), strict=True)
         )
         self.acceptance_predictor = None if predictor is None else ExitAcceptancePredictor(self.target, predictor)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -25,7 +25,6 @@ from specgen.files import load_yaml, whole_file, write_whole
 from specgen.paths import EXIT_WEIGHTS, kept_exit
 
 WEIGHTS, DESCRIPTION = EXIT_WEIGHTS, "exit.yaml"
-FORMAT = 1
 _COMMENT = "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
 _TRAIN = "Train one for this target: specgen tune --train --methods eesd"
 _RETRAIN = "Train it again"
@@ -50,7 +49,7 @@ class Description:
     predictor: bool = False
     figures: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
+    format: Literal[1] = 1
 
     @property
     def digest(self) -> str:
@@ -75,21 +74,18 @@ class Exit:
         return self.description.after
 
 
-def save_exit(
-    folder: Path,
-    layer: ExitLayer,
-    predictor: Predictor | None,
-    description: Description,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
-    """Write both files into `folder`, each completely or not at all. Returns the path of the weights. Raises OSError."""
+def save_exit(folder: Path, layer: ExitLayer, predictor: Predictor | None, description: Description) -> Path:
+    """Write both files into `folder`, the weights in bfloat16. Returns the path of the weights. Raises OSError.
+
+    Each file is written completely or not at all.
+    """
     tensors = {f"exit.{name}": weight for name, weight in layer.state_dict().items()}
     if not description.own_head:
         tensors = {name: weight for name, weight in tensors.items() if not name.startswith("exit.head.")}
     if predictor is not None:
         tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
+    stored = {name: weight.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, weight in tensors.items()}
     described = _COMMENT + yaml.safe_dump(_rounded(asdict(description)), sort_keys=False, allow_unicode=True)
     with whole_file(folder / WEIGHTS) as file:  # moved into place after the description
         # One entry only: the order of several changes, and the same weights should give the same file.
@@ -179,11 +175,8 @@ def _files(path: Path) -> tuple[Path, Path]:
     """The paths of weights and description, from their folder or from one of them; both have the same name but for the suffix."""
     if path.is_dir():
         return path / WEIGHTS, path / DESCRIPTION
-    suffixes = [Path(name).suffix for name in (WEIGHTS, DESCRIPTION)]
-    if path.suffix not in suffixes:
-        raise SpecgenError(f"there is no exit layer {path}", _NAME_FILES)
-    weights, description = (path.with_suffix(suffix) for suffix in suffixes)
-    for file in (weights, description):
+    weights, description = (path.with_suffix(Path(name).suffix) for name in (WEIGHTS, DESCRIPTION))
+    for file in (path, weights, description):
         if not file.is_file():
             raise SpecgenError(f"there is no exit layer {path} (no file {file})", _NAME_FILES)
     return weights, description
@@ -192,20 +185,15 @@ def _files(path: Path) -> tuple[Path, Path]:
 def read_description(path: Path) -> Description:
     """Read an `exit.yaml`. Raises SpecgenError for a file that is missing, unreadable or of another format."""
     try:
-        found = load_yaml(path.read_text(encoding="utf-8"))
+        return _DESCRIPTION.validate_python(load_yaml(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise SpecgenError(f"there is no exit layer in {path.parent} (no {path.name})", _TRAIN) from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an impossible date is a ValueError
-        raise SpecgenError(f"cannot read {path}", _RESTORE) from error
-    if not isinstance(found, dict):
-        raise SpecgenError(f"{path} describes no exit layer", _RESTORE)
-    if found.get("format") != FORMAT:
-        raise SpecgenError(f"{path} has the format {found.get('format')!r}, this version reads {FORMAT}", _RETRAIN)
-    try:
-        return _DESCRIPTION.validate_python(found)
     except ValidationError as error:
         first = error.errors()[0]
-        raise SpecgenError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", _RESTORE) from error
+        entry = ".".join(map(str, first["loc"])) or "exit layer"
+        raise SpecgenError(f"{path}: {entry}: {first['msg']}", _RESTORE) from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an impossible date is a ValueError
+        raise SpecgenError(f"cannot read {path}", _RESTORE) from error
 
 
 def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, torch.Tensor]:

@@ -18,7 +18,8 @@ from torch import nn
 from specgen.engine.cached_prefix import chain_parents
 from specgen.engine.decoder_layers import DecoderLayers, LayersForward, check_llama_structure
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import LogitsProcessor, ModelOutput, ModelRunner
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
@@ -63,16 +64,14 @@ class LayerSkippingRunner(ModelRunner):
     Raises SpecgenError for a model without Llama's structure.
     """
 
-    def __init__(
-        self, target: ModelRunner, model: Any, skips: SkippedLayers, logits_processor: LogitsProcessor | None = None
-    ) -> None:
+    def __init__(self, target: ModelRunner, model: Any, skips: SkippedLayers, penalties: PenaltyProcessor | None = None) -> None:
         check_llama_structure(model, "layer skipping")
         whole = DecoderLayers.upper(model, 0)
         run = [index for index in range(len(whole.layers)) if index not in skips.attention & skips.mlp]
         layers = [_without(whole.layers[index], index in skips.attention, index in skips.mlp) for index in run]
         types = [whole.layer_types[index] for index in run]
         kept = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
-        super().__init__(model, logits_processor, LayersForward(model, kept), target.cache)
+        super().__init__(model, penalties, LayersForward(model, kept), target.cache)
         self._target = target
         self._shared_at = -1  # the target's number of passes when this runner's entries were written
 

@@ -11,7 +11,10 @@ import torch
 from specgen.engine.cached_prefix import CachedPrefix, ForwardPass, TreeNodes, chain_parents, context_limits
 from specgen.engine.inference_mode import inference
 from specgen.engine.kv_cache import KVCache
+from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.types import Context
+
+_LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 
 
 class ModelOutput(NamedTuple):
@@ -26,16 +29,6 @@ class ModelOutput(NamedTuple):
 
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
 """Runs a model or a part of it; returns the output of the last tokens, as many as its second argument says."""
-
-
-class LogitsProcessor(Protocol):
-    """Changes logits as the model's generation config asks for (repetition penalty, forbidden tokens, ...)."""
-
-    def __call__(
-        self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
-    ) -> torch.Tensor:
-        """Process logits [n, vocabulary] with the indices `start`, `start + 1`, ... as `ModelRunner.logits` numbers them."""
-        ...
 
 
 class FullModelForward:
@@ -83,7 +76,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        logits_processor: LogitsProcessor | None = None,
+        penalties: PenaltyProcessor | None = None,
         forward: ForwardFunction | None = None,
         cache: KVCache | None = None,
     ) -> None:
@@ -94,7 +87,7 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.cache = KVCache(model.config.get_text_config().num_hidden_layers) if cache is None else cache
         self._forward = FullModelForward(model) if forward is None else forward
-        self._logits_processor = logits_processor
+        self._penalties = penalties
         self._cached = CachedPrefix(model, self.cache)
         self._hidden: tuple[int, torch.Tensor] | None = None  # the last call's `start` and hidden states
         self._forward_count = 0
@@ -129,8 +122,8 @@ class ModelRunner:
             self._forward_count += 1
             output = self._forward(forward_pass, len(tokens) + 1 - start if forward_pass.last == end else 1)
         self._hidden = None if output.hidden_states is None else (start, output.hidden_states)
-        if self._logits_processor is not None:
-            processed = self._logits_processor(output.logits, context, tokens, nodes.parents, start)
+        if self._penalties is not None:
+            processed = self._penalties(output.logits, context, tokens, nodes.parents, start)
             output = output._replace(logits=processed)
         return output
 
@@ -154,3 +147,19 @@ class ModelRunner:
             return None
         start, hidden_states = self._hidden
         return hidden_states[index - start]
+
+    @inference
+    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """The log-likelihood (nats) of `token_ids` after the prompt at temperature 1, in one pass over what is not cached.
+
+        It is computed in float32. For the model's own distribution the runner must have no penalties.
+        """
+        context = Context(prompt_ids)
+        total = torch.zeros((), device=self.device)
+        for start in range(0, len(token_ids), _LIKELIHOOD_CHUNK):
+            tokens = list(token_ids[start : start + _LIKELIHOOD_CHUNK])
+            logits = self.logits(context, tokens[:-1]).logits.float()
+            chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+            total += (chosen - logits.logsumexp(dim=-1)).sum()
+            context.extend(tokens)
+        return float(total)
