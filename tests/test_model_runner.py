@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from families import FAMILIES, make_model
+from families import FAMILIES, make_bloom, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_checks import TOLERANCE, CountedTokens, InterruptAt, check, random_path, random_tree
@@ -95,19 +95,6 @@ def test_the_same_call_twice_runs_only_what_its_logits_need() -> None:
     assert counted.tokens == 3
 
 
-def test_an_interrupted_forward_pass_leaves_the_runner_usable() -> None:
-    model = make_model("llama")
-    runner = ModelRunner(model)
-    context = Context([1, 5, 6, 7])
-    runner.logits(context, [8, 9, 10])
-    context.extend([8, 9, 20])
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        runner.logits(context, [11, 12])
-    handle.remove()
-    check(model, runner.logits(context, [11, 13]).logits, context, [11, 13], [-1, 0])
-
-
 def test_an_interrupted_gather_leaves_the_runner_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     runner = ModelRunner(model)
@@ -185,10 +172,7 @@ def test_reserved_buffers_are_made_once_and_never_copied() -> None:
 
 
 def test_alibi_models_run_chains_and_refuse_trees() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.25)).eval()
+    model = make_bloom()
     runner = ModelRunner(model)
     context = Context([1, 5, 6])
     check(model, runner.logits(context, [7, 8]).logits, context, [7, 8], [-1, 0])
