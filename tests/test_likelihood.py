@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, make_model, near_copy, save
+from training_helpers import trained
 
 import specgen
 from specgen.engine.model_runner import ModelRunner
@@ -97,18 +98,10 @@ def test_runs_are_weighted_by_their_tokens() -> None:
     assert summary.perplexity == pytest.approx(2 ** ((8 + 2 * 2) / 10))
 
 
-def test_generate_reports_perplexity(
-    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_reports_perplexity(pair: tuple[str, ...]) -> None:
     def call(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr("sys.argv", ["specgen", "generate", *pair, "--device", "cpu", "-n", "12", *arguments, "the cat"])
-        with pytest.raises(SystemExit) as ended:
-            specgen_main()
-        assert ended.value.code == 0
-        captured = capfd.readouterr()
-        return captured.out, captured.err
-
-    from specgen.cli.app import main as specgen_main
+        result = trained(["generate", *pair, "--device", "cpu", "-n", "12", *arguments, "the cat"])
+        return result.stdout, result.stderr
 
     assert "perplexity" not in call("-m", "sd")[1]
     assert "perplexity" in call("-m", "sd", "--perplexity")[1]

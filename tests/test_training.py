@@ -62,7 +62,7 @@ def test_packed_texts_do_not_attend_to_each_other(folder: Path) -> None:
     assert batch.labels[0, -1] == texts[0][4]
     assert batch.teacher[0].tolist() == [token + 1 for token in batch.ids[0].tolist()]
     mask = first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, first.dtype)
-    packed = layer(*first(batch.ids, batch.positions, mask), mask).logits[0]
+    packed = layer(*first(batch.ids, batch.positions, mask), mask)[0][0]
     start = 0
     for text in texts:
         alone, _ = exit_outputs(first, layer, torch.tensor(text))

@@ -211,8 +211,8 @@ def context_limits(config: Any) -> tuple[int, int | None]:
     rope = getattr(config, "rope_parameters", None) or {}
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     rope_types = {entry.get("rope_type") for entry in parameters}
-    originals = [entry["original_max_position_embeddings"] for entry in parameters if "original_max_position_embeddings" in entry]
-    original = originals[0] if originals else getattr(config, "original_max_position_embeddings", None)
+    key = "original_max_position_embeddings"
+    original = next((entry[key] for entry in parameters if key in entry), getattr(config, key, None))
     if "dynamic" in rope_types:  # beyond it the frequencies change with every token
         return original or limit, None
     return limit, original if "longrope" in rope_types else None

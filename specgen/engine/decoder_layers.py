@@ -7,7 +7,7 @@ Early exit and layer skipping call the decoder layers themselves. They require w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,13 +18,6 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.tolerances import logits_error
 from specgen.errors import SpecgenError
-
-
-class LayersOutput(NamedTuple):
-    """`logits` [batch, n, vocabulary] and `hidden_states` [batch, n, width], the LM head's input: after the norm."""
-
-    logits: torch.Tensor
-    hidden_states: torch.Tensor
 
 
 class DecoderLayers(nn.Module):
@@ -54,9 +47,10 @@ class DecoderLayers(nn.Module):
         cache: Any = None,
         *,
         logits_to_keep: int | None = None,
-    ) -> LayersOutput:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers on hidden states [batch, n, width], the norm and head on the last `logits_to_keep` (None: all).
 
+        Returns logits [batch, n, vocabulary] and the head's input [batch, n, width]: hidden states after the norm.
         `rotary` are the rotary embeddings (cos, sin) of the n positions. `mask` is additive [1 or batch, 1, n, past + n],
         or maps each attention type to such a mask.
         """
@@ -77,13 +71,13 @@ class DecoderLayers(nn.Module):
             )
         return hidden_states
 
-    def norm_and_head(self, hidden_states: torch.Tensor) -> LayersOutput:
-        """Norm, LM head and the model's cap on logits (Gemma 2), on the layers' output [..., width]."""
+    def norm_and_head(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm, LM head and the model's cap on logits (Gemma 2), on the layers' output [..., width]; returns as `forward`."""
         hidden_states = self.norm(hidden_states)
         logits = self.head(hidden_states)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
-        return LayersOutput(logits, hidden_states)
+        return logits, hidden_states
 
 
 class LayersForward:
@@ -97,8 +91,9 @@ class LayersForward:
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         hidden_states = self._inputs(forward_pass)
         rotary = self._rotary(hidden_states, forward_pass.positions[None])
-        output = self._layers(hidden_states, rotary, forward_pass.mask, forward_pass.cache, logits_to_keep=logits_to_keep)
-        return ModelOutput(output.logits[0], output.hidden_states[0])
+        mask, cache = forward_pass.mask, forward_pass.cache
+        logits, hidden_states = self._layers(hidden_states, rotary, mask, cache, logits_to_keep=logits_to_keep)
+        return ModelOutput(logits[0], hidden_states[0])
 
 
 def decoder_of(model: Any) -> Any:
@@ -108,8 +103,7 @@ def decoder_of(model: Any) -> Any:
 
 def layer_types(model: Any) -> list[str | None]:
     """The attention type of each layer ("full_attention", "sliding_attention", ...), None where all layers have the same."""
-    count = len(decoder_of(model).layers)
-    return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * count)
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(decoder_of(model).layers))
 
 
 def missing_part(model: Any) -> str | None:
@@ -134,7 +128,7 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
         embeddings = decoder.embed_tokens(torch.tensor([ids], device=model.device))
         positions = torch.arange(len(ids), device=model.device)
         mask = AttentionMasks(model)(0, positions, None, embeddings.dtype)
-        return DecoderLayers.upper(model, 0)(embeddings, decoder.rotary_emb(embeddings, positions[None]), mask).logits[0]
+        return DecoderLayers.upper(model, 0)(embeddings, decoder.rotary_emb(embeddings, positions[None]), mask)[0][0]
 
     if why := logits_error(logits, model, ids):
         raise _refusal(model, feature, f"its layers, run one by one, {why}")

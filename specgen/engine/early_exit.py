@@ -36,21 +36,17 @@ class SharedFirstLayers:
         self.cache = KVCache(depth)
         self._hidden = KVCacheLayer(self.cache)  # keys [1, 1, capacity, width]: the hidden states; values of width 0
         self.cache.layers.append(self._hidden)  # so that the cache gathers it with its layers
-        self._cached = CachedPrefix(model, self.cache)
-
-    def clear_cache(self) -> None:
-        """Drop everything cached."""
-        self._cached.clear()
+        self.cached = CachedPrefix(model, self.cache)
 
     def hidden_states(self, upper: ForwardPass) -> torch.Tensor:
         """The hidden states [1, n, width] after layer N of the tokens of `upper`, a pass over the layers after them.
 
         They are valid until the next call.
         """
-        self._cached.switch_to(upper.context)
-        if upper.last > self._cached.committed:  # else a chunk of a prompt: the cached draft need not be dropped
-            self._cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)
-            for lower in self._cached.missing_passes(upper.context, upper.draft, upper.last):
+        self.cached.switch_to(upper.context)
+        if upper.last > self.cached.committed:  # else a chunk of a prompt: the cached draft need not be dropped
+            self.cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)
+            for lower in self.cached.missing_passes(upper.context, upper.draft, upper.last):
                 hidden_states = self._forward(lower, lower.last - lower.first).logits[None, None]
                 self._hidden.update(hidden_states, hidden_states[..., :0])
         hidden: torch.Tensor = self._hidden.keys[:, 0, upper.first : upper.last]
@@ -90,8 +86,9 @@ class EarlyExit:
 
     def clear_cache(self) -> None:
         """Drop everything cached."""
-        for part in (self._first_layers, self.target, self.draft):
-            part.clear_cache()
+        self._first_layers.cached.clear()
+        for runner in (self.target, self.draft):
+            runner.clear_cache()
 
 
 class ExitAcceptancePredictor:

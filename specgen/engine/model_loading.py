@@ -138,7 +138,9 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     model = load_weights(prepared.folder, prepared.source, dtype, device)
     if getattr(type(model), "_is_stateful", False):
         raise _recurrent(name, config.model_type)
-    eos_ids = _eos_ids(model, prepared.tokenizer)
+    ids = (model.generation_config.eos_token_id, model.config.eos_token_id, prepared.tokenizer.eos_id)
+    eos = next((found for found in ids if found is not None), [])
+    eos_ids = frozenset([eos] if isinstance(eos, int) else eos)
     penalties = has_penalties(model.generation_config, sorted(eos_ids), name)
     loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, context_limits(config)[0], penalties, prepared.folder)
     check_rollback(loaded.runner(), model, name)
@@ -227,13 +229,6 @@ def _reading(part: str, source: ModelSource) -> Iterator[None]:
         raise SpecgenError(
             f"cannot read the {part} of {source.name}: {reason.rstrip('.')}", "Download or save it again"
         ) from error
-
-
-def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    for found in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_id):
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
-    return frozenset()
 
 
 @contextmanager

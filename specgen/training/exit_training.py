@@ -85,7 +85,7 @@ class ExitTraining(Training):
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         with bfloat16_autocast(self.first.device, self.first.dtype):
-            logits = self.layer.norm_and_head(outputs).logits
+            logits, _ = self.layer.norm_and_head(outputs)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
@@ -98,8 +98,8 @@ def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tup
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
     mask = first.masks.batched(causal, positions, positions, first.dtype)
     with bfloat16_autocast(first.device, first.dtype):
-        output = layer(*first(ids, positions, mask), mask)
-    return output.logits[0].float(), output.hidden_states[0].float()
+        logits, hidden_states = layer(*first(ids, positions, mask), mask)
+    return logits[0].float(), hidden_states[0].float()
 
 
 def exit_depth(target: LoadedModel, after: int | None) -> int:
