@@ -128,7 +128,8 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
         embeddings = decoder.embed_tokens(torch.tensor([ids], device=model.device))
         positions = torch.arange(len(ids), device=model.device)
         mask = AttentionMasks(model)(0, positions, None, embeddings.dtype)
-        return DecoderLayers.upper(model, 0)(embeddings, decoder.rotary_emb(embeddings, positions[None]), mask)[0][0]
+        rotary = decoder.rotary_emb(embeddings, positions[None])
+        return DecoderLayers.upper(model, 0).forward(embeddings, rotary, mask)[0][0]
 
     if why := logits_error(logits, model, ids):
         raise _refusal(model, feature, f"its layers, run one by one, {why}")

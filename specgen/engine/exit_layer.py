@@ -1,7 +1,4 @@
-"""EESD's trained parts: the exit layer with its norm and LM head (section 3.1), and Cali-TS's predictor (section 3.3, Eq. 5).
-
-And a target's first layers alone, which is all of the target that training needs in memory (section 5.6).
-"""
+"""EESD's exit layer (section 3.1), Cali-TS's predictor (section 3.3, Eq. 5), and the target's first layers, to train both."""
 
 from __future__ import annotations
 

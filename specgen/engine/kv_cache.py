@@ -17,8 +17,6 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
         self._cache = cache
 
     def update(
@@ -33,8 +31,9 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     def gather(self, source: torch.Tensor, start: int) -> None:
         """Move the entries at the indices `source` to `start`, `start + 1`, ..."""
-        _gather(self.keys, source, start)
-        _gather(self.values, source, start)
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
 
     def get_seq_length(self) -> int:
         return self._cache.length
@@ -70,11 +69,6 @@ def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) ->
             buffer[..., :start, :] = old[..., :start, :]
     buffer[..., start:end, :] = states
     return buffer
-
-
-def _gather(buffer: torch.Tensor | None, source: torch.Tensor, start: int) -> None:
-    if buffer is not None:
-        buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
 
 
 def bytes_per_token(config: Any, bytes_per_number: int) -> int:
