@@ -256,7 +256,7 @@ class Pair:
             self._early_exit = EarlyExit(
                 self.target.model,
                 self.exit_layer.layer,
-                self.exit_layer.depth,
+                self.exit_layer.description.after,
                 self.exit_layer.predictor,
                 penalties=(self._penalties(), self._penalties()),
             )

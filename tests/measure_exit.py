@@ -60,11 +60,11 @@ def main() -> None:
     trained = [load_exit(path, target) for path in options.exits]
     print("greedy agreement by category, mean over categories, mean run of matches")
     print(f"{'':40s}", *(f"{name:>8s}" for name in by_category), "    mean     run")
-    depths = sorted({one.depth for one in trained}, reverse=True)
+    depths = sorted({one.description.after for one in trained}, reverse=True)
     for depth in depths:  # in descending order, because each call removes the layers after its depth
         first = FirstLayers(target.model, depth)
         for path, one in zip(options.exits, trained, strict=True):
-            if one.depth != depth:
+            if one.description.after != depth:
                 continue
             shares, runs = [], []
             for texts in by_category.values():

@@ -57,7 +57,7 @@ def test_a_saved_exit_loads_unchanged(folder: Path, tmp_path: Path) -> None:
     path = save_exit(tmp_path, layer, predictor, described)
     for named in (path, tmp_path, tmp_path / DESCRIPTION):
         found = load_exit(named, target)
-        assert found.depth == 1
+        assert found.description.after == 1
         assert found.predictor is not None
         assert found.description.figures == {"agreement": 0.1235}
         for mine, theirs in ((layer, found.layer), (predictor, found.predictor)):

@@ -23,8 +23,7 @@ _MIN_NARROW_SPEEDUP = 1.3  # how much faster a narrower dtype has to be on a CPU
 def pick_device(name: str) -> torch.device:
     """The device named `name` (auto, cpu, cuda, cuda:N, mps). Raises SpecgenError if the machine does not have it."""
     if name == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        return pick_device(kind)
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:

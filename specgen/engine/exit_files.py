@@ -68,11 +68,6 @@ class Exit:
     predictor: Predictor | None
     description: Description
 
-    @property
-    def depth(self) -> int:
-        """N: the number of the target's layers before the exit."""
-        return self.description.after
-
 
 def save_exit(folder: Path, layer: ExitLayer, predictor: Predictor | None, description: Description) -> Path:
     """Write both files into `folder`, the weights in bfloat16. Returns the path of the weights. Raises OSError.

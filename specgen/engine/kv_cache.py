@@ -15,6 +15,9 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     The mask implements sliding windows: entries before the window stay, for rollback.
     """
 
+    keys: Any
+    values: Any
+
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self._cache = cache

@@ -138,8 +138,8 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     model = load_weights(prepared.folder, prepared.source, dtype, device)
     if getattr(type(model), "_is_stateful", False):
         raise _recurrent(name, config.model_type)
-    configured: list[Any] = [model.generation_config.eos_token_id, model.config.eos_token_id, prepared.tokenizer.eos_id]
-    eos = next((found for found in configured if found is not None), [])
+    configured = [model.generation_config.eos_token_id, model.config.eos_token_id, prepared.tokenizer.eos_id]
+    eos: Any = next((found for found in configured if found is not None), [])
     eos_ids = frozenset([eos] if isinstance(eos, int) else eos)
     penalties = has_penalties(model.generation_config, sorted(eos_ids), name)
     loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, context_limits(config)[0], penalties, prepared.folder)
