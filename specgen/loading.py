@@ -10,8 +10,7 @@ import torch
 from specgen import demo
 from specgen.engine.devices import pick_device, pick_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
-from specgen.engine.tokenizer import check_same
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
@@ -84,7 +83,7 @@ def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], Non
     """Read config and tokenizer of a target, or of a target and a draft model. Raises SpecgenError if the tokenizers differ."""
     prepared = [prepare(source, announce) for source in sources]
     if len(prepared) == 2:
-        check_same(prepared[0].tokenizer, prepared[1].tokenizer, prepared[0].name, prepared[1].name)
+        check_tokenizers_match(*prepared)
     return prepared
 
 

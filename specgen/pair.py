@@ -20,7 +20,6 @@ from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
-from specgen.engine.likelihood import log_likelihood
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
@@ -53,10 +52,10 @@ class Pair:
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
         width = target.runner().vocab_size
-        self._target_runner = target.runner(target.penalties_on(target.device, width))
+        self._target_runner = target.runner(target.penalties(target.device, width))
         self._draft_runner: ModelRunner | None = None
         if draft is not None:  # with the target's penalties too: the draft has to predict the penalised target
-            self._draft_runner = draft.runner(target.penalties_on(draft.device, width))
+            self._draft_runner = draft.runner(target.penalties(draft.device, width))
         self._early_exit: EarlyExit | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._parallel_costs: dict[tuple[Any, ...], ParallelCosts] = {}
@@ -224,7 +223,7 @@ class Pair:
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
         ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
-        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.limit_for(len(prompt_ids)))
+        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.max_tokens(len(prompt_ids)))
         return RunRequest(chosen, settings, sampling, prompt_ids, limit)
 
     def _reserve(self, capacity: int) -> None:
@@ -255,10 +254,9 @@ class Pair:
             self._early_exit = EarlyExit(
                 self.target.model,
                 self.exit_layer.layer,
-                self.exit_layer.depth,
+                self.exit_layer.description.after,
                 self.exit_layer.predictor,
-                context_limits=(self.target.context_limit, self.target.rope_boundary),
-                logits_processors=(self._penalties(), self._penalties()),
+                penalties=(self._penalties(), self._penalties()),
             )
         return self._early_exit
 
@@ -284,7 +282,7 @@ class Pair:
         return tokens / seconds if seconds else 0.0
 
     def _penalties(self) -> PenaltyProcessor | None:
-        return self.target.penalties_on(self.target.device, self._target_runner.vocab_size)
+        return self.target.penalties(self.target.device, self._target_runner.vocab_size)
 
     # parallel decoding
 
@@ -325,7 +323,7 @@ class Pair:
         """Log-likelihood (nats) of `token_ids` after the prompt, under the target at temperature 1. Takes one target pass over
         what is not cached."""
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
-        return log_likelihood(runner, prompt_ids, token_ids)
+        return runner.log_likelihood(prompt_ids, token_ids)
 
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
         """The target's logits [vocabulary] after these tokens, by one pass without a cache: to check what a run computed."""
@@ -354,9 +352,9 @@ class Pair:
         """Drop the caches' contents, so that the next run computes its whole prompt: for measurements."""
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
-                runner.forget()
+                runner.clear_cache()
         if self._early_exit is not None:
-            self._early_exit.forget()
+            self._early_exit.clear_cache()
         if self._process_worker is not None:
             self._process_worker.forget()
 

@@ -52,7 +52,7 @@ def parallel_costs(
     costs = None if found is None else ParallelCosts(**found)
     if costs is None:
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
-        shortest = min(target.limit_for(length), draft.context_limit)
+        shortest = min(target.max_tokens(length), draft.context_limit)
         length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
         widest = max(1, min(LONGEST_WINDOW, shortest - length))
         costs = time_parallel_passes(components.target, drafter, Context([1] * length), synchronizer(target.device), widest)

@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -27,26 +29,7 @@ from specgen.engine.exit_layer import ExitLayer, Predictor
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2
-WORDS = [
-    "<pad>",
-    "<s>",
-    "</s>",
-    *"abcdefghijklmnopqrstuvwxyz",
-    " ",
-    "\n",
-    ".",
-    ",",
-    "0",
-    "1",
-    "2",
-    "3",
-    "4",
-    "5",
-    "6",
-    "7",
-    "8",
-    "9",
-]
+WORDS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz \n.,0123456789"]
 CONTEXT = 128
 LETTERS = [*WORDS, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"éèêàâîôûçäöüßñåøæœαβγδεζηθκ"]  # each id has a text to see
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}assistant "
@@ -96,6 +79,12 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = 0
     return model
+
+
+def make_bloom() -> Any:
+    """A random model with ALiBi, which runs no trees."""
+    torch.manual_seed(0)
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.25)).eval()
 
 
 def near_copy(model: Any, noise: float = 0.02, seed: int = 1) -> Any:

@@ -18,7 +18,7 @@ from training_helpers import opened
 from specgen import demo
 from specgen.compare.prompts import load_prompts
 from specgen.engine.exit_files import Exit, load_exit
-from specgen.engine.first_layers import FirstLayers
+from specgen.engine.exit_layer import FirstLayers
 from specgen.engine.model_loading import LoadedModel
 from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import exit_outputs
@@ -56,11 +56,11 @@ def main() -> None:
     trained = [load_exit(path, target) for path in options.exits]
     print("greedy agreement by category, mean over categories, mean run of matches")
     print(f"{'':40s}", *(f"{name:>8s}" for name in by_category), "    mean     run")
-    depths = sorted({one.depth for one in trained}, reverse=True)
+    depths = sorted({one.description.after for one in trained}, reverse=True)
     for depth in depths:  # in descending order, because each call removes the layers after its depth
         first = FirstLayers(target.model, depth)
         for path, one in zip(options.exits, trained, strict=True):
-            if one.depth != depth:
+            if one.description.after != depth:
                 continue
             shares, runs = [], []
             for texts in by_category.values():

@@ -22,8 +22,7 @@ SEQUENCES, TRAINING_LENGTH = 16, 256
 
 def exit_layer(batches: int) -> dict[str, float]:
     from specgen import demo
-    from specgen.engine.exit_layer import ExitLayer
-    from specgen.engine.first_layers import FirstLayers
+    from specgen.engine.exit_layer import ExitLayer, FirstLayers
     from specgen.training.corpus import demo_corpus
     from specgen.training.exit_training import ExitTraining
     from specgen.training.training_loop import TrainingBatches

@@ -89,7 +89,7 @@ class CountedLayers:
         return count
 
 
-TRACED = tuple(f"engine/{name}.py" for name in ("model_runner", "cached_prefix", "forward_inputs", "kv_cache", "early_exit"))
+TRACED = tuple(f"engine/{name}.py" for name in ("model_runner", "cached_prefix", "kv_cache", "early_exit"))
 
 
 class InterruptAt:

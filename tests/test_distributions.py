@@ -230,7 +230,7 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
     method = methods.find(name.partition(":")[0])
-    runners = ModelRunner(target, 64), ModelRunner(draft, 64)
+    runners = ModelRunner(target), ModelRunner(draft)
     worker = ThreadWorker(runners[1])
 
     def run(seed: int) -> tuple[int, ...]:

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, make_model
+from families import make_bloom, make_model
 from runner_checks import LLAMA_LIKE, CountedLayers, InterruptAt, check, four_layer_types, random_path, random_tree
 
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_layer import ExitLayer, Predictor
+from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
+from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
 
 def early_exit(model: Any, depth: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
     """Early exit with an untrained exit layer: copies of the target's last layers."""
-    return EarlyExit(model, ExitLayer.of(model, layers), depth, predictor, context_limits=(CONTEXT, None))
+    return EarlyExit(model, ExitLayer.of(model, layers), depth, predictor)
 
 
 def exit_model(model: Any, depth: int) -> Any:
@@ -58,18 +60,13 @@ def test_both_runners_give_the_reference_logits(family: str, depth: int) -> None
         context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom"])
 def test_families_without_llamas_structure_are_refused(family: str) -> None:
+    model = make_bloom() if family == "bloom" else make_model(family)
     with pytest.raises(SpecgenError, match=f"early exit needs a model built as Llama is, and {family} is not"):
-        early_exit(make_model(family))
-
-
-def test_alibi_models_are_refused() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)).eval()
-    with pytest.raises(SpecgenError, match="bloom is not"):
         early_exit(model)
+    with pytest.raises(SpecgenError, match=f"layer skipping needs a model built as Llama is, and {family} is not"):
+        LayerSkippingRunner(ModelRunner(model), model, SkippedLayers.parse("1", 2))
 
 
 @pytest.mark.parametrize("depth", [0, 3, 4])
@@ -83,7 +80,7 @@ def test_each_layer_runs_as_few_tokens_as_possible() -> None:
     exit layer runs the last drafted token only if it is committed."""
     model = make_model("llama", num_hidden_layers=4)
     layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
+    both = EarlyExit(model, layer, 2)
     counted = CountedLayers(model, layer)
     rng, context = random.Random(3), Context([1, 5, 6, 7])
     both.target.logits(context)
@@ -105,7 +102,7 @@ def test_each_layer_runs_as_few_tokens_as_possible() -> None:
 def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers() -> None:
     model = make_model("llama", num_hidden_layers=4)
     layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 2, context_limits=(CONTEXT, None))
+    both = EarlyExit(model, layer, 2)
     counted = CountedLayers(model, layer)
     context = Context([1, 5, 6])
     both.target.logits(context)
@@ -141,7 +138,7 @@ def test_an_interruption_at_any_line_leaves_both_usable() -> None:
     line, finished = 0, False
     while not finished:
         line += 1 if line < 20 else 13
-        both, context = EarlyExit(model, layer, 1, None, context_limits=(CONTEXT, None)), Context([1, 5, 6, 7])
+        both, context = EarlyExit(model, layer, 1, None), Context([1, 5, 6, 7])
         both.target.logits(context)
         with InterruptAt(line):
             try:
@@ -159,7 +156,7 @@ def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     model = make_model("gemma2")
     layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 1, context_limits=(CONTEXT, None))
+    both = EarlyExit(model, layer, 1)
     counted = CountedLayers(model, layer)
     context = Context([1, *range(3, 27)])
     logits = both.target.logits(context, [8, 9]).logits
@@ -199,11 +196,12 @@ def test_the_hidden_state_that_predicted_the_last_token_is_found() -> None:
 
 def test_the_acceptance_predictor_computes_the_papers_formula() -> None:
     model = make_model("llama")
-    predictor = Predictor(32)
     torch.manual_seed(0)
-    for weight in predictor.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    predictor.requires_grad_(False)
+    width, positions = 32, Predictor.POSITIONS
+    maps, weights = torch.randn(positions, width, width) / width, torch.randn(2 * width) / 4  # W_i and w
+    predictor = Predictor(width).requires_grad_(False)
+    predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
+    predictor.draft_weights.copy_(weights[width:])
     both = early_exit(model, predictor=predictor)
     context = Context([1, 5, 6, 7])
     hidden_states = both.target.logits(context).hidden_states
@@ -215,6 +213,8 @@ def test_the_acceptance_predictor_computes_the_papers_formula() -> None:
     drafted = both.draft.logits(context, [8]).hidden_states
     assert drafted is not None
     for position in (1, 2, 10, 13):
-        weights = predictor.target_weights[min(position, 10) - 1], predictor.bias[min(position, 10) - 1]
-        expected = torch.sigmoid(weights[0] @ target_hidden + predictor.draft_weights @ drafted[1] + weights[1])
+        index = min(position, positions) - 1
+        expected = torch.sigmoid(weights @ torch.cat((maps[index] @ target_hidden, drafted[1])))
         assert torch.allclose(both.acceptance_predictor.score(drafted[1], position), expected, atol=1e-5)
+        logit = predictor.logits(predictor.offsets(target_hidden), drafted[1:], torch.tensor([position]))
+        assert torch.allclose(logit.sigmoid()[0], expected, atol=1e-5), "training's form"

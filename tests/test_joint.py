@@ -192,7 +192,7 @@ class TestBeams:
         model = make_model("llama")
         passes: list[int] = []
         model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-        search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=6, stochastic=False)
+        search = BeamSearchDrafter(DraftSetup(ModelRunner(model), SAMPLING, frozenset(), 96), width=6, stochastic=False)
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]
@@ -203,7 +203,7 @@ class TestBeams:
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
     def test_beams_in_a_session_are_those_of_the_model_without_a_cache(self, family: str) -> None:
         model = make_model(family)
-        search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=4, stochastic=False)
+        search = BeamSearchDrafter(DraftSetup(ModelRunner(model), SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
         for _ in range(3):
             found = search.propose(context, Fixed(4), 10)

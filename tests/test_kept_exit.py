@@ -110,4 +110,4 @@ def test_the_users_exit_comes_before_the_bundled_one(demo_pair: specgen.Pair) ->
     save_exit(own, demo_pair.exit_layer.layer, None, described)
     with specgen.load(device="cpu", dtype="float32") as loaded:
         assert loaded.exit_layer is not None
-        assert loaded.exit_layer.depth == 2
+        assert loaded.exit_layer.description.after == 2

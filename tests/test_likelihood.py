@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, FAMILIES, make_model, near_copy, save
+from families import FAMILIES, make_model, near_copy, save
+from training_helpers import trained
 
 import specgen
-from specgen.engine import likelihood
-from specgen.engine.likelihood import log_likelihood
 from specgen.engine.model_runner import ModelRunner
 from specgen.pair import Pair, Result
 from specgen.traces.summary import Summary
@@ -59,13 +58,13 @@ def test_lossy_methods_always_report_perplexity_and_others_on_request(
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 8, 9, 100])
 def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood, "_CHUNK", chunk)
+    monkeypatch.setattr("specgen.engine.model_runner._LIKELIHOOD_CHUNK", chunk)
     model = make_model("llama")
     run: list[int] = []
     tokens = [3 + position % 30 for position in range(16)]
     expected = uncached(model, tokens)
     model.register_forward_pre_hook(lambda _, args, kwargs: run.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    assert log_likelihood(ModelRunner(model, CONTEXT), PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
+    assert ModelRunner(model).log_likelihood(PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
     assert sum(run) == len(PROMPT) + len(tokens) - 1
 
 
@@ -99,18 +98,10 @@ def test_runs_are_weighted_by_their_tokens() -> None:
     assert summary.perplexity == pytest.approx(2 ** ((8 + 2 * 2) / 10))
 
 
-def test_generate_reports_perplexity(
-    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_reports_perplexity(pair: tuple[str, ...]) -> None:
     def call(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr("sys.argv", ["specgen", "generate", *pair, "--device", "cpu", "-n", "12", *arguments, "the cat"])
-        with pytest.raises(SystemExit) as ended:
-            specgen_main()
-        assert ended.value.code == 0
-        captured = capfd.readouterr()
-        return captured.out, captured.err
-
-    from specgen.cli.app import main as specgen_main
+        result = trained(["generate", *pair, "--device", "cpu", "-n", "12", *arguments, "the cat"])
+        return result.stdout, result.stderr
 
     assert "perplexity" not in call("-m", "sd")[1]
     assert "perplexity" in call("-m", "sd", "--perplexity")[1]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from families import CONTEXT, FAMILIES, make_model
+from families import FAMILIES, make_bloom, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_checks import TOLERANCE, CountedTokens, InterruptAt, check, random_path, random_tree
@@ -19,7 +19,7 @@ from specgen.types import Context
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chains_trees_and_commits_in_any_order_give_the_reference_logits(family: str) -> None:
     model = make_model(family)
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     rng = random.Random(family)
     context = Context([1, 5, 6, 7])
     for step in range(14):
@@ -36,7 +36,7 @@ def test_chains_trees_and_commits_in_any_order_give_the_reference_logits(family:
 @given(st.randoms(use_true_random=False))
 def test_any_sequence_of_calls_on_one_runner(rng: random.Random) -> None:
     model = MODEL
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     contexts = [Context([1, 4, 5]), Context([1, 4, 9, 9])]
     for _ in range(6):
         context = rng.choice(contexts)
@@ -51,7 +51,7 @@ MODEL = make_model("llama", num_hidden_layers=2)
 def test_a_chain_that_grows_runs_each_token_once() -> None:
     model = make_model("llama")
     counted = CountedTokens(model)
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     context, chain = Context([1, 5, 6, 7]), []
     for token in (8, 9, 10, 11):
         logits = runner.logits(context, chain, start=len(chain)).logits
@@ -66,7 +66,7 @@ def test_a_chain_that_grows_runs_each_token_once() -> None:
 def test_a_tree_grows_level_by_level_and_its_path_is_kept() -> None:
     model = make_model("llama")
     counted = CountedTokens(model)
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     context = Context([1, 5, 6])
     runner.logits(context)
     first, both = [7, 8], [7, 8, 9, 10, 11]
@@ -87,7 +87,7 @@ def test_a_tree_grows_level_by_level_and_its_path_is_kept() -> None:
 def test_the_same_call_twice_runs_only_what_its_logits_need() -> None:
     model = make_model("llama")
     counted = CountedTokens(model)
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     context = Context([1, 5, 6, 7])
     first = runner.logits(context, [8, 9]).logits.clone()
     counted.tokens = 0
@@ -95,26 +95,13 @@ def test_the_same_call_twice_runs_only_what_its_logits_need() -> None:
     assert counted.tokens == 3
 
 
-def test_an_interrupted_forward_pass_leaves_the_runner_usable() -> None:
-    model = make_model("llama")
-    runner = ModelRunner(model, CONTEXT)
-    context = Context([1, 5, 6, 7])
-    runner.logits(context, [8, 9, 10])
-    context.extend([8, 9, 20])
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        runner.logits(context, [11, 12])
-    handle.remove()
-    check(model, runner.logits(context, [11, 13]).logits, context, [11, 13], [-1, 0])
-
-
 def test_an_interrupted_gather_leaves_the_runner_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     context = Context([1, 5, 6, 7])
     runner.logits(context, [8, 9, 10], [-1, -1, 1])
     context.extend([9, 10, 20])
-    layer = runner._cache.layers[1]
+    layer = runner.cache.layers[1]
     with monkeypatch.context() as patch:
         patch.setattr(layer, "gather", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -137,7 +124,7 @@ def test_an_interruption_at_any_line_leaves_the_runner_usable() -> None:
     line, finished = 0, False
     while not finished:
         line += 1 if line < 20 else 7
-        runner, context = ModelRunner(MODEL, CONTEXT), Context([1, 5, 6, 7])
+        runner, context = ModelRunner(MODEL), Context([1, 5, 6, 7])
         runner.logits(context)
         with InterruptAt(line):
             try:
@@ -154,14 +141,14 @@ def test_an_interruption_at_any_line_leaves_the_runner_usable() -> None:
 def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     model = make_model("gemma2")
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     context = Context([1, *range(3, 27)])
     check(model, runner.logits(context, [8, 9]).logits, context, [8, 9], [-1, 0])
 
 
 def test_buffers_grow_and_keep_their_entries() -> None:
     model = make_model("llama")
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     context = Context([1, 5])
     for token in range(80):  # past the first capacity
         runner.logits(context)
@@ -171,25 +158,22 @@ def test_buffers_grow_and_keep_their_entries() -> None:
 
 def test_reserved_buffers_are_made_once_and_never_copied() -> None:
     model = make_model("llama")
-    runner = ModelRunner(model, CONTEXT)
+    runner = ModelRunner(model)
     runner.reserve(100)
     context = Context([1, 5])
     runner.logits(context)
-    buffers = [layer.keys.data_ptr() for layer in runner._cache.layers]
+    buffers = [layer.keys.data_ptr() for layer in runner.cache.layers]
     for token in range(80):
         runner.logits(context, [7, 8, 9])
         context.extend([7, 3 + token % 3])
         if len(context) > 90:
             break
-    assert [layer.keys.data_ptr() for layer in runner._cache.layers] == buffers
+    assert [layer.keys.data_ptr() for layer in runner.cache.layers] == buffers
 
 
 def test_alibi_models_run_chains_and_refuse_trees() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.25)).eval()
-    runner = ModelRunner(model, CONTEXT)
+    model = make_bloom()
+    runner = ModelRunner(model)
     context = Context([1, 5, 6])
     check(model, runner.logits(context, [7, 8]).logits, context, [7, 8], [-1, 0])
     context.extend([7, 9])

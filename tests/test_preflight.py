@@ -64,7 +64,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
         runner = model.runner()
         runner.reserve(64)
         runner.logits(Context([1] * 64))
-        layers = runner._cache.layers
+        layers = runner.cache.layers
         held = sum(buffer[:, :, :64].numel() * buffer.element_size() for layer in layers for buffer in (layer.keys, layer.values))
         assert line[role]["cache_bytes"] == held / 64
         caches += held // 64 * model.context_limit
@@ -89,7 +89,7 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
     runner.logits(Context([1] * 10))
     held = sum(
         buffer[:, :, :10].numel() * buffer.element_size()
-        for layer in runner._cache.layers
+        for layer in runner.cache.layers
         for buffer in (layer.keys, layer.values)
     )
     assert report.target.cache_bytes == held / 10

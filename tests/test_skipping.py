@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, make_model, save
+from families import make_model, save
 from runner_checks import LLAMA_LIKE, TOLERANCE, check, four_layer_types
 
 import specgen
@@ -56,7 +56,7 @@ def test_drafts_read_the_targets_cache(family: str, skip: str) -> None:
     model = make_model(family, num_hidden_layers=4, **four_layer_types(family))
     skips = SkippedLayers.parse(skip, 4)
     zeroed = skipped(model, skips)
-    target = ModelRunner(model, CONTEXT)
+    target = ModelRunner(model)
     runner = LayerSkippingRunner(target, model, skips)
     rng = random.Random(skip)
     context = Context([1, 5, 6, 7])
@@ -75,27 +75,20 @@ def test_drafts_read_the_targets_cache(family: str, skip: str) -> None:
 @torch.inference_mode()  # the runners' caches are inference tensors
 def logits_on_targets_cache(model: Any, zeroed: Any, context: Context, tokens: list[int]) -> torch.Tensor:
     """The logits of the model with zeroed weights, after keys and values that the whole model computed for `context.ids[:-1]`."""
-    whole, part = ModelRunner(model, CONTEXT), ModelRunner(zeroed, CONTEXT)
+    whole, part = ModelRunner(model), ModelRunner(zeroed)
     past = Context(context.ids[:-1])
     whole.logits(past)
     part.logits(past)
-    for mine, theirs in zip(part._cache.layers, whole._cache.layers, strict=True):
+    for mine, theirs in zip(part.cache.layers, whole.cache.layers, strict=True):
         mine.keys[:, :, : len(past)] = theirs.keys[:, :, : len(past)]
         mine.values[:, :, : len(past)] = theirs.values[:, :, : len(past)]
     past.extend(context.ids[-1:])
     return part.logits(past, tokens).logits
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
-def test_families_without_llamas_structure_are_refused(family: str) -> None:
-    model = make_model(family)
-    with pytest.raises(SpecgenError, match=f"layer skipping needs a model built as Llama is, and {family} is not"):
-        LayerSkippingRunner(ModelRunner(model, CONTEXT), model, SkippedLayers.parse("1", 3))
-
-
 def test_trees_are_refused() -> None:
     model = make_model("llama")
-    runner = LayerSkippingRunner(ModelRunner(model, CONTEXT), model, SkippedLayers.parse("1", 3))
+    runner = LayerSkippingRunner(ModelRunner(model), model, SkippedLayers.parse("1", 3))
     with pytest.raises(SpecgenError, match="no trees"):
         runner.logits(Context([1, 5]), [6, 7], [-1, -1])
 

@@ -19,9 +19,8 @@ from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused,
 
 from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
-from specgen.engine.exit_layer import ExitLayer
+from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.first_layers import FirstLayers
 from specgen.engine.model_loading import LoadedModel
 from specgen.errors import RunError, SpecgenError
 from specgen.training.corpus import Corpus, read_corpus
@@ -61,7 +60,7 @@ def test_packed_texts_do_not_attend_to_each_other(folder: Path) -> None:
     assert batch.labels[0, -1] == texts[0][4]
     assert batch.teacher[0].tolist() == [token + 1 for token in batch.ids[0].tolist()]
     mask = first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, first.dtype)
-    packed = layer(*first(batch.ids, batch.positions, mask), mask).logits[0]
+    packed = layer(*first(batch.ids, batch.positions, mask), mask)[0][0]
     start = 0
     for text in texts:
         alone, _ = exit_outputs(first, layer, torch.tensor(text))

@@ -46,7 +46,7 @@ def opened(folder: Path | str) -> LoadedModel:
 
 
 def corpus_of(path: Path, target: LoadedModel) -> Corpus:
-    return read_corpus(path, target.tokenizer.encode_long)
+    return read_corpus(path, target.tokenizer.encode)
 
 
 def train_command(method: str, corpus: Path, out: Path | None, *more: str) -> list[str]:

@@ -227,14 +227,14 @@ def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draf
     if draft is not None and out.resolve() in (draft.folder.resolve(), target.folder.resolve()):
         raise SpecgenError(f"--out is {out}, the folder of one of the models", "Name another one: the models are not changed")
     command = "specgen " + " ".join(sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
-    return TrainingTask(out, recipe, corpus, [target.tokenizer.encode_long(prompt.text) for prompt in prompts], command)
+    return TrainingTask(out, recipe, corpus, [target.tokenizer.encode(prompt.text) for prompt in prompts], command)
 
 
 def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) -> Corpus | None:
     """The corpus; None if there are only prompts. Raises SpecgenError if there is no text at all."""
     from specgen.training.corpus import demo_corpus, read_corpus
 
-    encode = target.tokenizer.encode_long
+    encode = target.tokenizer.encode
     if request.corpus == _DEMO_CORPUS or (request.corpus is None and models.target is None):
         return demo_corpus(encode, request.seed, _DEMO_TOKENS)
     if request.corpus is not None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-Mask = torch.Tensor | dict[str, torch.Tensor] | None
+LayerMasks = torch.Tensor | dict[str, torch.Tensor]
+Mask = LayerMasks | None
 
 _MAX_BUFFERED = 64  # tokens per forward pass
 
@@ -83,7 +84,7 @@ def tree_mask(
     return mask.masked_fill_(visible, 0.0)[None, None].to(device)
 
 
-class Masks:
+class AttentionMasks:
     """Makes one model's attention masks, in the form that its code takes.
 
     Transformers' decoders take one mask, or, if their layers' attention types differ, a dictionary of one mask per type. Models
@@ -92,11 +93,10 @@ class Masks:
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
-        self.alibi = bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
+        self._has_alibi = bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         types = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(model) else set()
-        self._windows = {name: window if name == "sliding_attention" else None for name in types}
-        self._window = None if types else window
+        self._windows = {name: window if name == "sliding_attention" else None for name in types} or {None: window}
         self._chain_mask = ChainMasks()
 
     def __call__(self, past: int, positions: torch.Tensor, tree: tuple[int, Sequence[int]] | None, dtype: torch.dtype) -> Mask:
@@ -104,7 +104,7 @@ class Masks:
 
         `tree` is the number of committed tokens and the parents of the nodes after them; None for a chain.
         """
-        if self.alibi:
+        if self._has_alibi:
             return None
         length, device = positions.shape[0], positions.device
         if tree is None:
@@ -118,13 +118,9 @@ class Masks:
             too_far = positions[past:, None] - positions[None, :] >= window
             return mask.masked_fill(too_far, torch.finfo(dtype).min)
 
-        if self._windows:
-            return {name: within(window) for name, window in self._windows.items()}
-        return within(self._window)
+        return self._for_each_type(within)
 
-    def batched(
-        self, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    def batched(self, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> LayerMasks:
         """The mask of several sequences at once, from `visible` [batch, queries, keys]: which keys a query sees but for windows.
 
         `queries` [batch, queries] and `keys` [batch, keys] are their positions.
@@ -135,9 +131,12 @@ class Masks:
             mask = torch.zeros(seen.shape, dtype=dtype, device=visible.device)
             return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
-        if self._windows:
-            return {name: within(window) for name, window in self._windows.items()}
-        return within(self._window)
+        return self._for_each_type(within)
+
+    def _for_each_type(self, mask_within: Callable[[int | None], torch.Tensor]) -> LayerMasks:
+        """Call `mask_within` with the sliding window (None: no window) of each attention type."""
+        masks = {name: mask_within(window) for name, window in self._windows.items()}
+        return masks.pop(None) if None in masks else masks
 
 
 def _takes_mapping(model: Any) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from specgen.engine.attention_masks import AttentionMasks, Mask, depths
 from specgen.engine.kv_cache import KVCache
+from specgen.errors import SpecgenError
 from specgen.types import Context
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the mask's and the activations' memory
+NO_LIMIT = 1 << 30  # tokens
 
 
 class TreeNodes(NamedTuple):
@@ -18,13 +21,6 @@ class TreeNodes(NamedTuple):
 
     tokens: list[int]
     parents: Sequence[int]
-
-    def child(self, parent: int, token: int) -> int:
-        """The index of `parent`'s child that holds `token`, -1 if there is none."""
-        for node in range(parent + 1, len(self.tokens)):
-            if self.parents[node] == parent and self.tokens[node] == token:
-                return node
-        return -1
 
 
 def chain_parents(length: int) -> range:
@@ -35,32 +31,42 @@ def chain_parents(length: int) -> range:
 NO_NODES = TreeNodes([], chain_parents(0))
 
 
-class ForwardRange(NamedTuple):
-    """What one forward pass runs over: the tokens with the cache indices `first` to `last - 1`, of a context and then a draft."""
+class ForwardPass(NamedTuple):
+    """One forward pass over the tokens with the cache indices `first` to `last - 1`, of a context and then a draft.
+
+    `positions` [n] are the tokens' positions. The pass writes to `cache` from index `first` on; it sees what `mask` allows.
+    """
 
     context: Context
     draft: TreeNodes
     first: int
     last: int
+    positions: torch.Tensor
+    mask: Mask
+    cache: KVCache
 
     @property
-    def token_ids(self) -> list[int]:
+    def input_ids(self) -> torch.Tensor:
+        """The tokens' ids [1, n] on the model's device."""
         length = len(self.context)
         first, last = max(self.first - length, 0), max(self.last - length, 0)
-        return self.context.ids[self.first : self.last] + self.draft.tokens[first:last]
+        ids = self.context.ids[self.first : self.last] + self.draft.tokens[first:last]
+        return torch.tensor([ids], device=self.positions.device)
 
 
 class CachedPrefix:
-    """The cached tokens: the first `committed` tokens of a context, then the nodes of a draft.
+    """The tokens in a model's KV cache: the first `committed` tokens of a context, then the nodes of a draft.
 
     An interruption may come between any two statements, and every token counted as cached has to be cached then. So the draft's
     nodes are dropped before `committed`, which their cache indices depend on, changes.
     """
 
-    def __init__(self, cache: KVCache, device: torch.device, rope_boundary: int | None) -> None:
+    def __init__(self, model: Any, cache: KVCache) -> None:
         self.cache = cache
-        self._device = device
-        self._rope_boundary = rope_boundary
+        self._rope_boundary = context_limits(model.config)[1]
+        self._dtype: torch.dtype = model.dtype
+        self._masks = AttentionMasks(model)
+        self._positions = torch.arange(64, device=model.device)
         self.clear()
 
     def clear(self) -> None:
@@ -89,7 +95,7 @@ class CachedPrefix:
         """Keep the cached tokens that `context` begins with. Draft nodes that were committed since become committed tokens."""
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)
-            if self.uses_long_rope(context) != self.uses_long_rope(self._context):
+            if self._uses_long_rope(context) != self._uses_long_rope(self._context):
                 shared = 0
             if shared < self.committed:
                 self.draft = NO_NODES
@@ -102,7 +108,7 @@ class CachedPrefix:
         length = len(path)
         self.draft = NO_NODES
         if path[-1] != length - 1:
-            self.cache.gather([self.committed + node for node in path], self.committed, self._device)
+            self.cache.gather([self.committed + node for node in path], self.committed, self._positions.device)
         self.committed += length
         if isinstance(cached.parents, range):
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
@@ -119,10 +125,25 @@ class CachedPrefix:
             return None
         return path[-1] + 1 if path else 0
 
-    def set_cached(self, committed: int, draft: TreeNodes = NO_NODES) -> None:
-        """Count as cached what a forward pass has written."""
+    def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
+        """The forward passes that fill the cache up to index `last`: chunks of a long prompt, then the rest and the draft.
+
+        The caller runs each before it takes the next, which counts it as cached. Mask and positions are valid until then. Raises
+        SpecgenError for a tree on a model with ALiBi.
+        """
+        while self.committed < last and len(context) - self.committed > (size := self._chunk_size(context)):
+            yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
+            self.committed += size
+        if self.length < last:
+            yield self._forward_pass(context, draft, self.length, len(context) + len(draft.tokens))
+            self.committed = len(context)
+            self.draft = draft
+
+    def set_committed(self, context: Context, committed: int) -> None:
+        """Count exactly the first `committed` tokens of `context` as cached."""
+        self.clear()
+        self._context = context
         self.committed = committed
-        self.draft = draft
 
     def truncate(self, committed: int) -> None:
         """Count at most the first `committed` tokens as cached."""
@@ -131,28 +152,48 @@ class CachedPrefix:
 
     def _matching_path(self, context: Context, end: int) -> list[int]:
         """The cached draft nodes that hold the context's tokens from index `committed` on, up to `end` at most."""
+        tokens, parents = self.draft
         path: list[int] = []
-        node = -1
-        while self.committed + len(path) < end:
-            node = self.draft.child(node, context.ids[self.committed + len(path)])
-            if node < 0:
+        for token in context.ids[self.committed : end]:
+            parent = path[-1] if path else -1
+            children = (node for node in range(parent + 1, len(tokens)) if parents[node] == parent and tokens[node] == token)
+            node = next(children, None)
+            if node is None:
                 break
             path.append(node)
         return path
 
-    def uses_long_rope(self, context: Context) -> bool:
-        """Whether the run uses the rotary frequencies of long contexts; one run never changes them (`LoadedModel.limit_for`)."""
+    def _uses_long_rope(self, context: Context) -> bool:
+        """Whether the run uses the rotary frequencies of long contexts; a run never changes them (`LoadedModel.max_tokens`)."""
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
 
-    def chunk_size(self, context: Context) -> int:
+    def _chunk_size(self, context: Context) -> int:
         """How many tokens of a prompt to run in one forward pass.
 
         The first pass of a prompt beyond the rope boundary has to reach beyond it, as the pass's last position decides which
         rotary frequencies the model uses.
         """
-        if self._rope_boundary is not None and self.uses_long_rope(context):
+        if self._rope_boundary is not None and self._uses_long_rope(context):
             return max(PREFILL_CHUNK, self._rope_boundary + 1 - self.committed)
         return PREFILL_CHUNK
+
+    def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
+        """Set the cache's length to `first`; make positions and mask.
+
+        A token's position is its cache index, but a tree node's is the context's length plus its depth.
+        """
+        if last > self._positions.shape[0]:
+            self._positions = torch.arange(max(last, self.cache.capacity), device=self._positions.device)
+        positions, tree = self._positions[:last], None
+        if not isinstance(draft.parents, range):
+            tree = len(context), draft.parents
+            nodes = torch.tensor(depths(draft.parents), device=positions.device) + len(context)
+            positions = torch.cat((positions[: len(context)], nodes))
+        mask = self._masks(first, positions, tree, self._dtype)
+        if mask is None and tree is not None:
+            raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
+        self.cache.length = first
+        return ForwardPass(context, draft, first, last, positions[first:], mask, self.cache)
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
@@ -161,3 +202,17 @@ def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int |
     if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit
     return next((index for index in range(limit) if left[index] != right[index]), limit)
+
+
+def context_limits(config: Any) -> tuple[int, int | None]:
+    """A model's longest context (`NO_LIMIT` if its config does not say) and its rope boundary (None: none), in tokens."""
+    config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    rope = getattr(config, "rope_parameters", None) or {}
+    parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    rope_types = {entry.get("rope_type") for entry in parameters}
+    key = "original_max_position_embeddings"
+    original = next((entry[key] for entry in parameters if key in entry), getattr(config, key, None))
+    if "dynamic" in rope_types:  # beyond it the frequencies change with every token
+        return original or limit, None
+    return limit, original if "longrope" in rope_types else None

@@ -6,23 +6,18 @@ Early exit and layer skipping call the decoder layers themselves. They require w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from specgen.engine.attention_masks import Mask
+from specgen.engine.attention_masks import AttentionMasks, Mask
+from specgen.engine.cached_prefix import ForwardPass
 from specgen.engine.inference_mode import inference
-from specgen.engine.tolerances import logits_agree
-from specgen.errors import SpecgenError, is_out_of_memory
-
-
-class LayersOutput(NamedTuple):
-    """`logits` [batch, n, vocabulary] and `hidden_states` [batch, n, width], the LM head's input: after the norm."""
-
-    logits: torch.Tensor
-    hidden_states: torch.Tensor
+from specgen.engine.model_runner import ModelOutput
+from specgen.engine.tolerances import logits_error
+from specgen.errors import SpecgenError
 
 
 class DecoderLayers(nn.Module):
@@ -52,9 +47,10 @@ class DecoderLayers(nn.Module):
         cache: Any = None,
         *,
         logits_to_keep: int | None = None,
-    ) -> LayersOutput:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers on hidden states [batch, n, width], the norm and head on the last `logits_to_keep` (None: all).
 
+        Returns logits [batch, n, vocabulary] and the head's input [batch, n, width]: hidden states after the norm.
         `rotary` are the rotary embeddings (cos, sin) of the n positions. `mask` is additive [1 or batch, 1, n, past + n],
         or maps each attention type to such a mask.
         """
@@ -75,13 +71,29 @@ class DecoderLayers(nn.Module):
             )
         return hidden_states
 
-    def norm_and_head(self, hidden_states: torch.Tensor) -> LayersOutput:
-        """Norm, LM head and the model's cap on logits (Gemma 2), on the layers' output [..., width]."""
+    def norm_and_head(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm, LM head and the model's cap on logits (Gemma 2), on the layers' output [..., width]; returns as `forward`."""
         hidden_states = self.norm(hidden_states)
         logits = self.head(hidden_states)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
-        return LayersOutput(logits, hidden_states)
+        return logits, hidden_states
+
+
+class LayersForward:
+    """A forward function that runs `layers` on hidden states [1, n, width], which `inputs` computes (None: token embeddings)."""
+
+    def __init__(self, model: Any, layers: DecoderLayers, inputs: Callable[[ForwardPass], torch.Tensor] | None = None) -> None:
+        decoder = decoder_of(model)
+        self._layers, self._rotary = layers, decoder.rotary_emb
+        self._inputs = inputs or (lambda forward_pass: decoder.embed_tokens(forward_pass.input_ids))
+
+    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        hidden_states = self._inputs(forward_pass)
+        rotary = self._rotary(hidden_states, forward_pass.positions[None])
+        mask, cache = forward_pass.mask, forward_pass.cache
+        logits, hidden_states = self._layers(hidden_states, rotary, mask, cache, logits_to_keep=logits_to_keep)
+        return ModelOutput(logits[0], hidden_states[0])
 
 
 def decoder_of(model: Any) -> Any:
@@ -91,8 +103,7 @@ def decoder_of(model: Any) -> Any:
 
 def layer_types(model: Any) -> list[str | None]:
     """The attention type of each layer ("full_attention", "sliding_attention", ...), None where all layers have the same."""
-    count = len(decoder_of(model).layers)
-    return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * count)
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(decoder_of(model).layers))
 
 
 def missing_part(model: Any) -> str | None:
@@ -111,21 +122,17 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
     if missing := missing_part(model):
         raise _refusal(model, feature, f"its decoder has no {missing}")
     decoder = decoder_of(model)
-    ids = torch.tensor([[token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]], device=model.device)
-    try:
-        embeddings = decoder.embed_tokens(ids)
-        n = ids.shape[1]
-        rotary = decoder.rotary_emb(embeddings, torch.arange(n, device=model.device)[None])
-        mask = torch.full((1, 1, n, n), torch.finfo(embeddings.dtype).min, dtype=embeddings.dtype, device=model.device).triu(1)
-        masks: Mask = {str(layer_type): mask for layer_type in layer_types(model)}
-        logits = DecoderLayers.upper(model, 0)(embeddings, rotary, masks).logits.float()
-        expected = model(input_ids=ids, use_cache=False).logits.float()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise _refusal(model, feature, f"running its layers one by one ends in {type(error).__name__}") from error
-    if not logits_agree(logits, expected, model.dtype):
-        raise _refusal(model, feature, "its layers, run one by one, do not give its own logits")
+    ids = [token % decoder.embed_tokens.weight.shape[0] for token in (5, 9, 7, 3)]
+
+    def logits() -> torch.Tensor:
+        embeddings = decoder.embed_tokens(torch.tensor([ids], device=model.device))
+        positions = torch.arange(len(ids), device=model.device)
+        mask = AttentionMasks(model)(0, positions, None, embeddings.dtype)
+        rotary = decoder.rotary_emb(embeddings, positions[None])
+        return DecoderLayers.upper(model, 0).forward(embeddings, rotary, mask)[0][0]
+
+    if why := logits_error(logits, model, ids):
+        raise _refusal(model, feature, f"its layers, run one by one, {why}")
 
 
 def check_exit_depth(model: Any, depth: int, name: str = "the exit") -> None:

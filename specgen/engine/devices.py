@@ -23,8 +23,7 @@ _MIN_NARROW_SPEEDUP = 1.3  # how much faster a narrower dtype has to be on a CPU
 def pick_device(name: str) -> torch.device:
     """The device named `name` (auto, cpu, cuda, cuda:N, mps). Raises SpecgenError if the machine does not have it."""
     if name == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        return pick_device(kind)
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -32,24 +31,19 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda", "mps"):
         raise SpecgenError(f"the device {name!r} is not supported", "Take auto, cpu, cuda, cuda:N or mps")
     if device.type == "cuda":
-        return _cuda(device)
+        if not torch.cuda.is_available():
+            why = "finds no GPU" if torch.version.cuda else "was built without CUDA"
+            raise SpecgenError(
+                f"no CUDA device: torch {torch.__version__} {why}",
+                "Leave --device out to use the CPU, or install a CUDA build of torch",
+            )
+        count, index = torch.cuda.device_count(), device.index or 0
+        if index >= count:
+            raise SpecgenError(f"there is no device cuda:{index}", f"This machine has {count}: cuda:0 to cuda:{count - 1}")
+        return torch.device("cuda", index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise SpecgenError("no MPS device: this torch or this machine has none", "Leave --device out to use what is there")
     return torch.device(device.type)
-
-
-def _cuda(device: torch.device) -> torch.device:
-    if not torch.cuda.is_available():
-        why = "finds no GPU" if torch.version.cuda else "was built without CUDA"
-        raise SpecgenError(
-            f"no CUDA device: torch {torch.__version__} {why}",
-            "Leave --device out to use the CPU, or install a CUDA build of torch",
-        )
-    count = torch.cuda.device_count()
-    index = device.index or 0
-    if index >= count:
-        raise SpecgenError(f"there is no device cuda:{index}", f"This machine has {count}: cuda:0 to cuda:{count - 1}")
-    return torch.device("cuda", index)
 
 
 def device_name(device: torch.device) -> str:

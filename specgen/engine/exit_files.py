@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -24,7 +25,6 @@ from specgen.files import load_yaml, whole_file, write_whole
 from specgen.paths import EXIT_WEIGHTS, kept_exit
 
 WEIGHTS, DESCRIPTION = EXIT_WEIGHTS, "exit.yaml"
-FORMAT = 1
 _COMMENT = "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
 _TRAIN = "Train one for this target: specgen tune --train --methods eesd"
 _RETRAIN = "Train it again"
@@ -49,7 +49,7 @@ class Description:
     predictor: bool = False
     figures: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
+    format: Literal[1] = 1
 
     @property
     def digest(self) -> str:
@@ -68,28 +68,20 @@ class Exit:
     predictor: Predictor | None
     description: Description
 
-    @property
-    def depth(self) -> int:
-        """N: the number of the target's layers before the exit."""
-        return self.description.after
 
+def save_exit(folder: Path, layer: ExitLayer, predictor: Predictor | None, description: Description) -> Path:
+    """Write both files into `folder`, the weights in bfloat16. Returns the path of the weights. Raises OSError.
 
-def save_exit(
-    folder: Path,
-    layer: ExitLayer,
-    predictor: Predictor | None,
-    description: Description,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
-    """Write both files into `folder`, each completely or not at all. Returns the path of the weights. Raises OSError."""
+    Each file is written completely or not at all.
+    """
     tensors = {f"exit.{name}": weight for name, weight in layer.state_dict().items()}
     if not description.own_head:
         tensors = {name: weight for name, weight in tensors.items() if not name.startswith("exit.head.")}
     if predictor is not None:
         tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: weight.detach().to("cpu", dtype).contiguous().clone() for name, weight in tensors.items()}
-    described = _COMMENT + yaml.safe_dump(_plain(asdict(description)), sort_keys=False, allow_unicode=True)
+    stored = {name: weight.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, weight in tensors.items()}
+    described = _COMMENT + yaml.safe_dump(_rounded(asdict(description)), sort_keys=False, allow_unicode=True)
     with whole_file(folder / WEIGHTS) as file:  # moved into place after the description
         # One entry only: the order of several changes, and the same weights should give the same file.
         file.write(save(stored, {"fingerprint": description.fingerprint}))
@@ -111,12 +103,15 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
         )
     layer = ExitLayer.of(target.model, description.layers)
     check_exit_depth(target.model, description.after, f"the exit layer {weights}")
-    if not description.own_head:
-        layer.head = target.model.lm_head
-    predictor = Predictor(target.model.config.get_text_config().hidden_size) if description.predictor else None
     tensors = _read_tensors(weights, description_path.name, description.fingerprint)
-    _fill(layer, "exit.", tensors, weights, description.own_head)
-    if predictor is not None:
+    head = layer.head
+    if not description.own_head:
+        layer.head, head = torch.nn.Identity(), target.model.lm_head
+    _fill(layer, "exit.", tensors, weights)
+    layer.head = head
+    predictor = None
+    if description.predictor:
+        predictor = Predictor(target.model.config.get_text_config().hidden_size)
         _fill(predictor, "predictor.", tensors, weights)
         predictor.to(target.device).requires_grad_(False)
     return Exit(layer, predictor, description)
@@ -175,11 +170,8 @@ def _files(path: Path) -> tuple[Path, Path]:
     """The paths of weights and description, from their folder or from one of them; both have the same name but for the suffix."""
     if path.is_dir():
         return path / WEIGHTS, path / DESCRIPTION
-    suffixes = [Path(name).suffix for name in (WEIGHTS, DESCRIPTION)]
-    if path.suffix not in suffixes:
-        raise SpecgenError(f"there is no exit layer {path}", _NAME_FILES)
-    weights, description = (path.with_suffix(suffix) for suffix in suffixes)
-    for file in (weights, description):
+    weights, description = (path.with_suffix(Path(name).suffix) for name in (WEIGHTS, DESCRIPTION))
+    for file in (path, weights, description):
         if not file.is_file():
             raise SpecgenError(f"there is no exit layer {path} (no file {file})", _NAME_FILES)
     return weights, description
@@ -188,20 +180,15 @@ def _files(path: Path) -> tuple[Path, Path]:
 def read_description(path: Path) -> Description:
     """Read an `exit.yaml`. Raises SpecgenError for a file that is missing, unreadable or of another format."""
     try:
-        found = load_yaml(path.read_text(encoding="utf-8"))
+        return _DESCRIPTION.validate_python(load_yaml(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise SpecgenError(f"there is no exit layer in {path.parent} (no {path.name})", _TRAIN) from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an impossible date is a ValueError
-        raise SpecgenError(f"cannot read {path}", _RESTORE) from error
-    if not isinstance(found, dict):
-        raise SpecgenError(f"{path} describes no exit layer", _RESTORE)
-    if found.get("format") != FORMAT:
-        raise SpecgenError(f"{path} has the format {found.get('format')!r}, this version reads {FORMAT}", _RETRAIN)
-    try:
-        return _DESCRIPTION.validate_python(found)
     except ValidationError as error:
         first = error.errors()[0]
-        raise SpecgenError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", _RESTORE) from error
+        entry = ".".join(map(str, first["loc"])) or "exit layer"
+        raise SpecgenError(f"{path}: {entry}: {first['msg']}", _RESTORE) from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an impossible date is a ValueError
+        raise SpecgenError(f"cannot read {path}", _RESTORE) from error
 
 
 def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, torch.Tensor]:
@@ -216,23 +203,17 @@ def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, t
     return tensors
 
 
-def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor], path: Path, own_head: bool = True) -> None:
+def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Copy the tensors named `prefix` + parameter into the module, which keeps its dtype and device."""
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    weights = {name: weight for name, weight in module.state_dict().items() if own_head or not name.startswith("head.")}
-    wrong = sorted(set(weights) ^ set(found)) or sorted(n for n in weights if weights[n].shape != found[n].shape)
-    if wrong:
-        raise SpecgenError(f"the exit layer {path} does not fit its description (the first tensor: {wrong[0]})", _RETRAIN)
-    for name, weight in weights.items():
-        weight.copy_(found[name])
-    if any(not weight.isfinite().all() for weight in weights.values()):
+    try:
+        module.load_state_dict(found)
+    except RuntimeError as error:
+        raise SpecgenError(f"the exit layer {path} does not fit its description", _RETRAIN) from error
+    if any(not weight.isfinite().all() for weight in module.state_dict().values()):
         raise SpecgenError(f"the exit layer {path} holds NaN", f"Its training diverged. {_RETRAIN}")
 
 
-def _plain(value: Any) -> Any:
-    """For YAML: mappings and lists of plain values, numbers with four significant digits."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def _rounded(values: dict[str, Any]) -> Any:
+    """The values with plain containers and four significant digits, for YAML."""
+    return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.4g}"))

@@ -1,4 +1,4 @@
-"""EESD's trained parts: the exit layer with its norm and LM head (section 3.1), and Cali-TS's predictor (section 3.3, Eq. 5)."""
+"""EESD's exit layer (section 3.1), Cali-TS's predictor (section 3.3, Eq. 5), and the target's first layers, to train both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specgen.engine.decoder_layers import DecoderLayers, check_llama_structure, decoder_of
+from specgen.engine.attention_masks import AttentionMasks, LayerMasks
+from specgen.engine.decoder_layers import DecoderLayers, check_exit_depth, check_llama_structure, decoder_of
 from specgen.errors import SpecgenError
 
 MAX_LAYERS = 2  # the paper's Figure 5: more than one gains little
@@ -66,3 +67,32 @@ class Predictor(nn.Module):
         """theta_M, a scalar on the device, of the token at `position` (from 1) predicted by the hidden state [width]."""
         offset = offsets[min(position, self.POSITIONS) - 1]
         return torch.sigmoid(draft_hidden.to(self.bias.dtype) @ self.draft_weights + offset)
+
+
+class FirstLayers:
+    """Embedding and the first `depth` layers of a model, frozen. `masks` makes their masks, and an exit layer's."""
+
+    def __init__(self, model: Any, depth: int) -> None:
+        """Remove the other layers, norm and LM head from `model`, so that their memory is freed."""
+        decoder = decoder_of(model)
+        check_exit_depth(model, depth)
+        self.masks = AttentionMasks(model)
+        decoder.layers = decoder.layers[:depth]
+        decoder.norm = nn.Identity()
+        model.lm_head = nn.Identity()
+        self._decoder = decoder.requires_grad_(False).eval()
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._decoder.parameters())
+
+    @torch.no_grad()
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: LayerMasks
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The hidden states [batch, n, width] after layer N, and the rotary embeddings (cos, sin) of `positions` [batch, n]."""
+        output = self._decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        hidden_states: torch.Tensor = output.last_hidden_state
+        return hidden_states, self._decoder.rotary_emb(hidden_states, positions)

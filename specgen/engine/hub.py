@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -37,26 +38,20 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
 
 def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
     offline = offline or huggingface_hub.constants.HF_HUB_OFFLINE
-    allowed = [*ALLOWED, *(["*.py"] if remote_code else [])]
-
-    def snapshot(local_files_only: bool) -> Path:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=allowed,
-                ignore_patterns=IGNORED,
-                local_files_only=local_files_only,
-            )
-        )
-
+    snapshot = partial(
+        huggingface_hub.snapshot_download,
+        name,
+        revision=revision,
+        allow_patterns=[*ALLOWED, *(["*.py"] if remote_code else [])],
+        ignore_patterns=IGNORED,
+    )
     try:
         if not offline:
             try:
                 snapshot(local_files_only=True)
             except Exception:  # noqa: BLE001  not cached; the download reports other errors
                 announce(f"downloading {name}")
-        return snapshot(local_files_only=offline)
+        return Path(snapshot(local_files_only=offline))
     except hub_errors.GatedRepoError as error:
         raise SpecgenError(f"{name} is gated", "Accept its terms on the hub, then log in: hf auth login") from error
     except hub_errors.RevisionNotFoundError as error:
@@ -66,12 +61,7 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
             f"there is no model {name}: no local folder of that name, and no such repository on the hub",
             "Check the spelling; for a private one log in first: hf auth login",
         ) from error
-    except (
-        hub_errors.LocalEntryNotFoundError,
-        hub_errors.OfflineModeIsEnabled,
-        ConnectionError,
-        TimeoutError,
-    ) as error:
+    except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
         raise SpecgenError(
             f"there is no local folder {name}, and the hub "
             + ("was not contacted (offline)" if offline else "cannot be reached"),

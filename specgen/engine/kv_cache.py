@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 
-class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values, each in a buffer [batch, heads, capacity, head size]; `update` returns views of them."""
+class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """One layer's keys and values, each in a buffer [batch, heads, capacity, head size]; `update` returns views of them.
 
-    is_sliding = False  # the mask implements sliding windows: entries before the window stay, for rollback
+    The mask implements sliding windows: entries before the window stay, for rollback.
+    """
+
+    keys: Any
+    values: Any
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
         self._cache = cache
 
     def update(
@@ -32,41 +34,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is no
 
     def gather(self, source: torch.Tensor, start: int) -> None:
         """Move the entries at the indices `source` to `start`, `start + 1`, ..."""
-        _gather(self.keys, source, start)
-        _gather(self.values, source, start)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the first `update` allocates."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
 
     def get_seq_length(self) -> int:
         return self._cache.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class HiddenStateBuffer:
-    """Hidden states [1, capacity, width] of the cached tokens, written and gathered as a layer's keys are."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._buffer: torch.Tensor | None = None
-
-    def write(self, hidden_states: torch.Tensor) -> None:
-        """Write [1, n, width] at the cache's length."""
-        self._buffer = _write(self._buffer, hidden_states, self._cache)
-
-    def view(self, first: int, last: int) -> torch.Tensor:
-        """The hidden states [1, last - first, width] of the tokens `first` to `last - 1`, without a copy."""
-        assert self._buffer is not None
-        return self._buffer[:, first:last]
-
-    def gather(self, source: torch.Tensor, start: int) -> None:
-        """Move the hidden states at the indices `source` to `start`, `start + 1`, ..."""
-        _gather(self._buffer, source, start)
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -99,11 +72,6 @@ def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) ->
             buffer[..., :start, :] = old[..., :start, :]
     buffer[..., start:end, :] = states
     return buffer
-
-
-def _gather(buffer: torch.Tensor | None, source: torch.Tensor, start: int) -> None:
-    if buffer is not None:
-        buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
 
 
 def bytes_per_token(config: Any, bytes_per_number: int) -> int:

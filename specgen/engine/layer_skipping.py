@@ -15,11 +15,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from specgen.engine.cached_prefix import ForwardRange, TreeNodes, chain_parents, common_prefix_length
-from specgen.engine.decoder_layers import DecoderLayers, check_llama_structure, decoder_of
-from specgen.engine.forward_inputs import ForwardInputs
+from specgen.engine.cached_prefix import chain_parents
+from specgen.engine.decoder_layers import DecoderLayers, LayersForward, check_llama_structure
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import LogitsProcessor, ModelOutput, ModelRunner
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
@@ -58,55 +58,35 @@ class SkippedLayers:
         return "+".join(f"{index}{mark}" for indices, mark in kinds for index in sorted(indices))
 
 
-class LayerSkippingRunner:
-    """A `DraftRunner` that runs the target with `skips` left out, on the cache of the `target` runner; chains only.
+class LayerSkippingRunner(ModelRunner):
+    """Runs the target with `skips` left out, on the KV cache of the `target` runner; chains only.
 
     Raises SpecgenError for a model without Llama's structure.
     """
 
-    def __init__(
-        self, target: ModelRunner, model: Any, skips: SkippedLayers, logits_processor: LogitsProcessor | None = None
-    ) -> None:
+    def __init__(self, target: ModelRunner, model: Any, skips: SkippedLayers, penalties: PenaltyProcessor | None = None) -> None:
         check_llama_structure(model, "layer skipping")
-        self.context_limit, self.num_embeddings = target.context_limit, target.num_embeddings
-        self.vocab_size, self.device = target.vocab_size, target.device
         whole = DecoderLayers.upper(model, 0)
         run = [index for index in range(len(whole.layers)) if index not in skips.attention & skips.mlp]
         layers = [_without(whole.layers[index], index in skips.attention, index in skips.mlp) for index in run]
         types = [whole.layer_types[index] for index in run]
-        self._layers = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
-        self._target, self._logits_processor = target, logits_processor
-        self._embed, self._rotary = decoder_of(model).embed_tokens, decoder_of(model).rotary_emb
-        self._inputs = ForwardInputs(model)
-        self._context = Context(())
-        self._forward_count = -1  # the target's, when the entries of `_cached_ids` were written
-        self._cached_ids: list[int] = []  # the tokens whose entries follow the shared prefix
+        kept = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
+        super().__init__(model, penalties, LayersForward(model, kept), target.cache)
+        self._target = target
+        self._shared_at = -1  # the target's number of passes when this runner's entries were written
 
     @inference
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """As `ModelRunner.logits`, for chains."""
-        tokens = list(draft)
-        chain = chain_parents(len(tokens))
-        if parents is not None and list(parents) != list(chain):
+        """As `ModelRunner.logits`, for chains. Raises SpecgenError for a tree."""
+        if parents is not None and list(parents) != list(chain_parents(len(draft))):
             raise SpecgenError("layer skipping drafts no trees", "Take width=1")
-        shared = self._target.share_prefix(context)
-        if context is not self._context or shared.forward_count != self._forward_count:
-            self._context, self._forward_count, self._cached_ids = context, shared.forward_count, []
-        ids = context.ids[shared.committed :] + tokens
-        logits_to_keep = len(tokens) + 1 - start
-        reused = common_prefix_length(self._cached_ids, ids, max(len(ids) - logits_to_keep, 0))
-        self._cached_ids = self._cached_ids[:reused]
-        forward_range = ForwardRange(context, TreeNodes(tokens, chain), shared.committed + reused, len(context) + len(tokens))
-        positions, mask = self._inputs.prepare(forward_range, shared.cache)
-        embeddings = self._embed(torch.tensor([forward_range.token_ids], device=self.device))
-        rotary = self._rotary(embeddings, positions[None])
-        logits = self._layers(embeddings, rotary, mask, shared.cache, logits_to_keep=logits_to_keep).logits[0]
-        self._cached_ids = ids
-        if self._logits_processor is not None:
-            logits = self._logits_processor(logits, context, tokens, chain, start)
-        return ModelOutput(logits)
+        committed, shared_at = self._target.share_prefix(context)
+        if shared_at != self._shared_at:
+            self._cached.set_committed(context, committed)
+            self._shared_at = shared_at
+        return super().logits(context, draft, start=start)
 
 
 class _NoAttention(nn.Module):

@@ -27,7 +27,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class PenaltyProcessor:
-    """The `LogitsProcessor` of a generation config. Penalties depend on all tokens before a position: context and path."""
+    """The penalties of a generation config. They depend on all tokens before a position: context and path."""
 
     def __init__(self, config: Any, eos_ids: Sequence[int], width: int, device: torch.device) -> None:
         self._config, self._eos, self._width, self._device = config, list(eos_ids), width, device
@@ -36,9 +36,9 @@ class PenaltyProcessor:
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:
-        """The processed logits [n, width] in float32.
+        """Process logits [n, vocabulary] with the indices `start`, `start + 1`, ... as `ModelRunner.logits` numbers them.
 
-        `width` is the size of the target's vocabulary: a draft model's logits are cut to it, or padded with -inf.
+        Returns float32 [n, width]: a draft model's logits are cut to the target's vocabulary of `width`, or padded with -inf.
         """
         missing = self._width - logits.shape[-1]
         logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)

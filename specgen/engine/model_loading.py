@@ -1,4 +1,4 @@
-"""Loads a causal language model from a folder or the Hugging Face hub. Every error is one clear line."""
+"""Loads a causal language model from a folder or the Hugging Face hub, and checks that the runner works with it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from specgen.engine.cached_prefix import context_limits
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.selfcheck import check_rollback
 from specgen.engine.tokenizer import Tokenizer
+from specgen.engine.tolerances import logits_error
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context
 
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers whose state is a KV cache
-NO_LIMIT = 1 << 30  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +58,24 @@ class PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to decode with. `context_limit` and `rope_boundary` are in tokens, as `ModelRunner` takes them."""
+    """A model ready to decode with. `context_limit` is in tokens."""
 
     name: str
     model: Any
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     context_limit: int
-    rope_boundary: int | None
     has_penalties: bool
     folder: Path
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
-        return new_runner(self.model, penalties)
+        return ModelRunner(self.model, penalties)
 
-    def penalties_on(self, device: torch.device, width: int) -> PenaltyProcessor | None:
-        """The processor for this model's penalties, for a runner on `device` and a vocabulary of `width`; None if it has none."""
-        return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), width, device) if self.has_penalties else None
+    def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
+        """The processor of this model's penalties, for logits of `vocab_size` on `device`; None if it has no penalties."""
+        if not self.has_penalties:
+            return None
+        return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), vocab_size, device)
 
     @inference
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
@@ -84,7 +85,7 @@ class LoadedModel:
         options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         output = self.model(input_ids=torch.tensor([context.ids], device=self.device), use_cache=False, **options)
         logits: torch.Tensor = output.logits[0, -1:]
-        penalties = self.penalties_on(self.device, logits.shape[-1])
+        penalties = self.penalties(self.device, logits.shape[-1])
         return (logits if penalties is None else penalties(logits, context, [], [], 0))[0].float()
 
     @property
@@ -96,15 +97,14 @@ class LoadedModel:
     def dtype_name(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
 
-    def limit_for(self, prompt_length: int) -> int:
+    def max_tokens(self, prompt_length: int) -> int:
         """The most tokens of prompt and answer together.
 
         A run whose prompt is below the rope boundary ends there: a KV cache of both rotary frequencies would give wrong logits.
         The last token is never run, so it may be beyond the boundary.
         """
-        if self.rope_boundary is not None and prompt_length <= self.rope_boundary:
-            return min(self.rope_boundary + 1, self.context_limit)
-        return self.context_limit
+        limit, rope_boundary = context_limits(self.model.config)
+        return min(rope_boundary + 1, limit) if rope_boundary is not None and prompt_length <= rope_boundary else limit
 
 
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
@@ -114,10 +114,21 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
-    with quiet_transformers():
-        config = _load_config(folder, source)
-        _check_decoder(config, source.name)
-        return PreparedModel(source, folder, config, _load_tokenizer(folder, source))
+    if not (folder / "config.json").is_file():
+        raise SpecgenError(
+            f"{source.name} is no Hugging Face model: it has no config.json",
+            "Name a model id or a folder made by save_pretrained",
+        )
+    with _reading("configuration", source):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecgenError(f"{source.name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
+    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_TYPES
+    if others:
+        raise _recurrent(source.name, ", ".join(sorted(others)))
+    with _reading("tokenizer", source):
+        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code))
+    return PreparedModel(source, folder, config, tokenizer)
 
 
 def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
@@ -127,15 +138,16 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     model = load_weights(prepared.folder, prepared.source, dtype, device)
     if getattr(type(model), "_is_stateful", False):
         raise _recurrent(name, config.model_type)
-    eos_ids = _eos_ids(model, prepared.tokenizer)
-    limit, boundary = context_limits(config)
+    configured = [model.generation_config.eos_token_id, model.config.eos_token_id, prepared.tokenizer.eos_id]
+    eos: Any = next((found for found in configured if found is not None), [])
+    eos_ids = frozenset([eos] if isinstance(eos, int) else eos)
     penalties = has_penalties(model.generation_config, sorted(eos_ids), name)
-    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, limit, boundary, penalties, prepared.folder)
+    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, context_limits(config)[0], penalties, prepared.folder)
     check_rollback(loaded.runner(), model, name)
     return loaded
 
 
-def skeleton(prepared: PreparedModel) -> Any | None:
+def model_without_weights(prepared: PreparedModel) -> Any | None:
     """The model on the meta device, to inspect its structure without its weights; None if its code cannot build one."""
     try:
         with quiet_transformers(), torch.device("meta"):
@@ -144,29 +156,20 @@ def skeleton(prepared: PreparedModel) -> Any | None:
         return None
 
 
-def new_runner(model: Any, penalties: PenaltyProcessor | None = None) -> ModelRunner:
-    """A runner of a loaded model."""
-    return ModelRunner(model, *context_limits(model.config), penalties)
+def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
+    """Raise SpecgenError unless the vocabularies are the same but for at most 1 % of added tokens.
 
-
-def _load_config(folder: Path, source: ModelSource) -> Any:
-    if not (folder / "config.json").is_file():
-        raise SpecgenError(
-            f"{source.name} is no Hugging Face model: it has no config.json",
-            "Name a model id or a folder made by save_pretrained",
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
-    except Exception as error:
-        raise _refusal(error, source.name, "configuration") from error
-
-
-def _check_decoder(config: Any, name: str) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
-    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_TYPES
-    if others:
-        raise _recurrent(name, ", ".join(sorted(others)))
+    The sizes of the models' embeddings are not compared: families pad them differently.
+    """
+    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
+    smaller, larger = sorted((of_target, of_draft), key=len)
+    if len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items():
+        return
+    raise SpecgenError(
+        f"the tokenizers differ: {target.name} has {len(of_target):,} tokens, {draft.name} has {len(of_draft):,}"
+        + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),
+        "Take a draft of the target's family, or a method without one: -m lookup",
+    )
 
 
 def _recurrent(name: str, what: str) -> SpecgenError:
@@ -185,8 +188,8 @@ def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: 
             f"{source.name} has no safetensors weights{found}",
             "Other formats can run code when read: convert it to safetensors first",
         )
-    try:
-        with quiet_transformers():
+    with _reading("weights", source):
+        try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -194,13 +197,10 @@ def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: 
                 trust_remote_code=source.trust_remote_code,
                 output_loading_info=True,
             )
-        model = model.to(device).eval()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise RunError(
-            f"{source.name} does not fit into the memory of {device}", "Try --dtype bfloat16 or a smaller model"
-        ) from error
-    except Exception as error:
-        raise _refusal(error, source.name, "weights") from error
+            model = model.to(device).eval()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            hint = "Try --dtype bfloat16 or a smaller model"
+            raise RunError(f"{source.name} does not fit into the memory of {device}", hint) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise SpecgenError(
@@ -209,46 +209,26 @@ def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: 
     return model
 
 
-def _load_tokenizer(folder: Path, source: ModelSource) -> Tokenizer:
+@contextmanager
+def _reading(part: str, source: ModelSource) -> Iterator[None]:
+    """Turn whatever transformers raises while it reads a `part` of a model into a SpecgenError of one line."""
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code))
+        with quiet_transformers():
+            yield
+    except SpecgenError:
+        raise
     except Exception as error:
-        raise _refusal(error, source.name, "tokenizer") from error
-
-
-def _refusal(error: Exception, name: str, part: str) -> SpecgenError:
-    """One line for whatever transformers raises while it reads a `part` of a model."""
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return SpecgenError(
-            f"{name} contains Python code",
-            "If you trust its authors with your machine, add --trust-remote-code",
-        )
-    if "Unrecognized configuration class" in text:
-        return SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model")
-    reason = shorten(text, 160, placeholder=" …") or type(error).__name__
-    return SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it again")
-
-
-def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    for found in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_id):
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
-    return frozenset()
-
-
-def context_limits(config: Any) -> tuple[int, int | None]:
-    """A model's longest context (`NO_LIMIT` if its config does not say) and its rope boundary (None: none), in tokens."""
-    config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
-    rope = getattr(config, "rope_parameters", None) or {}
-    parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    rope_types = {entry.get("rope_type") for entry in parameters}
-    originals = [entry["original_max_position_embeddings"] for entry in parameters if "original_max_position_embeddings" in entry]
-    original = originals[0] if originals else getattr(config, "original_max_position_embeddings", None)
-    if "dynamic" in rope_types:  # beyond it the frequencies change with every token
-        return original or limit, None
-    return limit, original if "longrope" in rope_types else None
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            raise SpecgenError(
+                f"{source.name} contains Python code", "If you trust its authors with your machine, add --trust-remote-code"
+            ) from error
+        if "Unrecognized configuration class" in text:
+            raise SpecgenError(f"{source.name} is no causal language model", "Take a decoder-only language model") from error
+        reason = shorten(text, 160, placeholder=" …") or type(error).__name__
+        raise SpecgenError(
+            f"cannot read the {part} of {source.name}: {reason.rstrip('.')}", "Download or save it again"
+        ) from error
 
 
 @contextmanager
@@ -264,3 +244,24 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@inference
+def check_rollback(runner: ModelRunner, model: Any, name: str) -> None:
+    """Compare logits after a rolled-back draft with those of a forward pass without a cache.
+
+    Raises SpecgenError if they differ: the attention is not causal, or the model ignores the cache or the mask.
+    """
+    ids = [token % runner.num_embeddings for token in (5, 9, 7, 6, 11, 4)]
+
+    def logits_after_rollback() -> torch.Tensor:
+        context = Context(ids[:3])
+        runner.logits(context, [ids[3], ids[0]])
+        context.extend(ids[3:])
+        return runner.logits(context).logits
+
+    if why := logits_error(logits_after_rollback, model, ids):
+        raise SpecgenError(
+            f"{name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
+            "Take a causal language model with attention in every layer",
+        )

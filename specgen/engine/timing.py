@@ -35,5 +35,5 @@ def time_passes(runner: ModelRunner, widths: Sequence[int], context_length: int)
             runner.logits(context, [1] * (width - 1))
             synchronize()
             samples[width].append(time.perf_counter() - start)
-    runner.forget()
+    runner.clear_cache()
     return {width: median(taken[_WARM_UP:]) for width, taken in samples.items()}

@@ -31,14 +31,9 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
 
-    def encode(self, prompt: str) -> list[int]:
-        """The prompt's ids, with the special tokens that the tokenizer adds."""
-        ids: list[int] = self._tokenizer(prompt)["input_ids"]
-        return ids
-
-    def encode_long(self, text: str) -> list[int]:
-        """As `encode`, without the warning about text longer than the model's context."""
-        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+    def encode(self, text: str) -> list[int]:
+        """The text's ids, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]  # no warning about long texts
         return ids
 
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
@@ -118,21 +113,3 @@ class Detokenizer:
         if is_all and text:  # a special token has no text: the next id is decoded with these too
             self._before, self._new, self._returned = self._new, [], 0
         return piece
-
-
-def check_same(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
-    """Raise SpecgenError unless the vocabularies are the same but for at most 1 % of added tokens.
-
-    The sizes of the models' embeddings are not compared: families pad them differently.
-    """
-    of_target, of_draft = target.vocabulary(), draft.vocabulary()
-    if of_target == of_draft:
-        return
-    smaller, larger = sorted((of_target, of_draft), key=len)
-    if len(smaller) >= 0.99 * len(larger) and all(larger.get(token) == id_ for token, id_ in smaller.items()):
-        return
-    raise SpecgenError(
-        f"the tokenizers differ: {target_name} has {len(of_target):,} tokens, {draft_name} has {len(of_draft):,}"
-        + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),
-        "Take a draft of the target's family, or a method without one: -m lookup",
-    )

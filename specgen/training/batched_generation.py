@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specgen.engine.attention_masks import Masks
+from specgen.engine.attention_masks import AttentionMasks
 from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
 from specgen.engine.kv_cache import KVCache
@@ -55,7 +55,7 @@ class _Batch:
     def __init__(self, target: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> None:
         self.texts = [list(prompt) for prompt in prompts]
         self._model, self._eos = target.model, target.eos_ids
-        self._masks = Masks(target.model)
+        self._masks = AttentionMasks(target.model)
         self._generator = torch.Generator(target.device).manual_seed(seed)
         self.length = max(map(len, prompts))
         padding = torch.tensor([self.length - len(prompt) for prompt in prompts], device=target.device)[:, None]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
-from specgen.engine.attention_masks import Masks
+from specgen.engine.attention_masks import AttentionMasks
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import quiet_transformers
@@ -63,7 +63,7 @@ class DraftTraining(Training):
     def __init__(self, draft: LoadedModel, batches: DistillationBatches, target_dtype: torch.dtype = torch.float32) -> None:
         self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
         draft.model.to(torch.float32).requires_grad_(True)
-        self._masks = Masks(draft.model)
+        self._masks = AttentionMasks(draft.model)
         vocabulary = draft.model.get_output_embeddings().weight.shape[0]
         piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
         super().__init__(dict(draft.model.named_parameters()), batches, draft.device, vocabulary, piece_size)

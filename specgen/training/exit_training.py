@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.decoder_layers import check_exit_depth, check_llama_structure, default_exit_depth
 from specgen.engine.exit_files import Description, save_exit
-from specgen.engine.exit_layer import ExitLayer
-from specgen.engine.first_layers import FirstLayers
+from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import train_predictor
 from specgen.training.text_generation import TextGeneration
@@ -47,7 +46,7 @@ class ExitTraining(Training):
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         with autocast_for(self.first.device, self.first.dtype):
-            logits = self.layer.norm_and_head(outputs).logits
+            logits, _ = self.layer.norm_and_head(outputs)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
@@ -60,8 +59,8 @@ def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tup
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
     mask = first.masks.batched(causal, positions, positions, first.dtype)
     with autocast_for(first.device, first.dtype):
-        output = layer(*first(ids, positions, mask), mask)
-    return output.logits[0].float(), output.hidden_states[0].float()
+        logits, hidden_states = layer(*first(ids, positions, mask), mask)
+    return logits[0].float(), hidden_states[0].float()
 
 
 def exit_depth(target: LoadedModel, after: int | None) -> int:

@@ -13,13 +13,14 @@ from safetensors import safe_open
 
 from specgen import methods
 from specgen.cost_model import ACCEPTANCES, WIDTHS, ParallelCosts, SpeedupModel
+from specgen.engine.cached_prefix import NO_LIMIT, context_limits
 from specgen.engine.decoder_layers import missing_part
 from specgen.engine.devices import free_memory, pick_dtype
 from specgen.engine.exit_files import find_exit
 from specgen.engine.kv_cache import bytes_per_token
-from specgen.engine.model_loading import NO_LIMIT, ModelSource, PreparedModel, context_limits, prepare, skeleton
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, model_without_weights, prepare
 from specgen.engine.timing import time_passes
-from specgen.engine.tokenizer import Tokenizer, check_same
+from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.types import SamplingParams
@@ -262,7 +263,7 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:
     """The family of a model whose layers cannot be run one by one, by its config; None for all others."""
-    model = skeleton(prepared)
+    model = model_without_weights(prepared)
     return None if model is None or missing_part(model) is None else str(prepared.config.model_type)
 
 
@@ -284,7 +285,7 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     first = tuple(Difference(id_, ours.get(id_), theirs.get(id_)) for id_ in differing[:_SHOWN_DIFFERENCES])
     refusal = None
     try:
-        check_same(target.tokenizer, draft.tokenizer, target.name, draft.name)
+        check_tokenizers_match(target, draft)
     except SpecgenError as error:
         refusal = error.message
     probe = None if refusal is not None else _differing_probe(target.tokenizer, draft.tokenizer)

@@ -18,7 +18,7 @@ from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.policies import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.model_loading import ModelSource, load_weights, new_runner
+from specgen.engine.model_loading import ModelSource, load_weights
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.settings import Settings
@@ -73,7 +73,7 @@ class Worker:
             draft, seconds = run.draft(request)
             return Kind.DRAFTED, pack_draft(draft, seconds)
         elif kind == Kind.FORGET and self._runner is not None:
-            self._runner.forget()
+            self._runner.clear_cache()
         elif kind == Kind.END:
             self._runs.pop(json.loads(payload), None)
         return None
@@ -82,7 +82,7 @@ class Worker:
         torch.set_num_threads(request["threads"])
         source = ModelSource(request["name"], trust_remote_code=request["trust_remote_code"])
         self._model = load_weights(Path(request["folder"]), source, DTYPES[request["dtype"]], torch.device(request["device"]))
-        runner = new_runner(self._model)
+        runner = ModelRunner(self._model)
 
         def a_draft() -> None:
             for length in range(4):
@@ -95,7 +95,7 @@ class Worker:
     def _begin(self, request: dict[str, Any]) -> _Run:
         """Construct the run's drafter and policy as a thread worker does, and run the prompt."""
         if self._runner is None:
-            self._runner = new_runner(self._model, self._penalties(request["penalties"], request["vocab_size"]))
+            self._runner = ModelRunner(self._model, self._penalties(request["penalties"], request["vocab_size"]))
         self._runner.reserve(request["capacity"])
         sampling = SamplingParams(**request["sampling"])
         vocab_size, record = request["vocab_size"], bool(request["record"])

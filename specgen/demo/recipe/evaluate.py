@@ -15,8 +15,7 @@ from specgen.demo import ROLES
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.recipe.fresh_prompts import SEED, FreshPrompt, fresh_prompts
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
-from specgen.engine.tokenizer import check_same
+from specgen.engine.model_loading import LoadedModel, ModelSource, check_tokenizers_match, load_model, prepare
 from specgen.training.batched_generation import continuations
 
 _NEW_TOKENS = 160
@@ -55,7 +54,7 @@ def evaluate(
     Raises SpecgenError if a model cannot be loaded or the tokenizers differ.
     """
     models = {role: _load(folders[role], role) for role in ROLES}
-    check_same(models["target"].tokenizer, models["draft"].tokenizer, *map(str, (folders["target"], folders["draft"])))
+    check_tokenizers_match(models["target"], models["draft"])
     prompts = fresh_prompts(count, seed)
     answers: dict[str, list[list[int]]] = {}
     for role, model in models.items():
@@ -160,7 +159,7 @@ def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
     """Mean cross-entropy in nats per token over held-out documents."""
     total = tokens = 0.0
     for text in islice(documents(category, SEED + seed, held_out=True), _LOSS_DOCUMENTS):
-        ids = torch.tensor([*model.tokenizer.encode_long(text), *sorted(model.eos_ids)[:1]])
+        ids = torch.tensor([*model.tokenizer.encode(text), *sorted(model.eos_ids)[:1]])
         logits = model.model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
         total += F.cross_entropy(logits, ids[1:], reduction="sum").item()
         tokens += len(ids) - 1

@@ -1,8 +1,7 @@
-"""What early exit asks, runs and gives: the predictor's and the policy's questions, layer runs in real runs, the distribution."""
+"""Early exit in real runs: the signals that the policy gets, how often each layer runs, and the distribution of the output."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,10 +27,16 @@ from specgen.types import Context, Draft, SamplingParams
 
 DEPTH = 4
 PREDICTED = "predicted_acceptance"
+METHODS: list[tuple[str, dict[str, object]]] = [
+    ("eesd-fixed", {"k": 2}),
+    ("eesd-beta", {}),
+    ("eesd-cali", {"sigma_model": 0.5}),
+    ("eesd-tree", {"width": 3, "depth": 2, "theta0": 1.0}),
+]
 
 
-class TracedSession(TableRunner):
-    """Its hidden rows spell the drafted tokens that they stand behind."""
+class PathRunner(TableRunner):
+    """A table runner whose hidden states are the drafted tokens up to their position, padded with -1."""
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
@@ -39,24 +44,24 @@ class TracedSession(TableRunner):
         paths: list[list[int]] = [[]]
         for node, token in enumerate(draft):
             paths.append([*paths[node if parents is None else parents[node] + 1], token])
-        hidden = torch.tensor([spelled(path) for path in paths[start:]])
+        hidden = torch.tensor([padded(path) for path in paths[start:]])
         return ModelOutput(super().logits(context, draft, parents, start=start).logits, hidden)
 
 
-def spelled(path: Sequence[int]) -> list[float]:
+def padded(path: Sequence[int]) -> list[float]:
     return [float(token) for token in [*path, *[-1] * (DEPTH - len(path))]]
 
 
 class RecordingPredictor:
     def __init__(self) -> None:
         self.contexts: list[list[int]] = []
-        self.asked: list[tuple[list[float], int]] = []
+        self.scored: list[tuple[list[float], int]] = []
 
     def begin(self, context: Context) -> None:
         self.contexts.append(list(context.ids))
 
-    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
-        self.asked.append((draft_row.tolist(), position))
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        self.scored.append((draft_hidden.tolist(), position))
         return torch.tensor(0.1 * position)
 
 
@@ -71,46 +76,40 @@ class RecordingPolicy:
         self.steps.append(step)
         return step.position < DEPTH
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
 
-    def state(self) -> None:
-        return None
-
-
-def entropy(row: torch.Tensor) -> float:
-    return float(torch.distributions.Categorical(logits=row).entropy())
+def log_probs(runner: TableRunner, path: Sequence[int]) -> torch.Tensor:
+    """The log-probabilities [VOCAB] from which the path's last token was drafted."""
+    return runner.row([*PROMPT, *path[:-1]]).log_softmax(dim=-1)
 
 
-def log_prob(runner: TableRunner, path: Sequence[int]) -> float:
-    """Of the path's last token, behind the prompt and the tokens before."""
-    return float(runner.row([*PROMPT, *path[:-1]]).log_softmax(dim=-1)[path[-1]])
-
-
-def told(steps: Sequence[DraftedToken]) -> list[tuple[int, float, float, float]]:
-    return [(step.position, step["entropy"], step["prob"], step["predicted_acceptance"]) for step in steps]
+def check_signals(
+    runner: TableRunner, predictor: RecordingPredictor, policy: RecordingPolicy, paths: Sequence[Sequence[int]]
+) -> None:
+    """Assert that the policy got the signals of each path's last token, from the logits and hidden state that predicted it."""
+    assert predictor.contexts == [PROMPT]
+    assert predictor.scored == [(padded(path[:-1]), position) for position, path in enumerate(paths, 1)]
+    for position, (step, path) in enumerate(zip(policy.steps, paths, strict=True), 1):
+        logs = log_probs(runner, path)
+        probs = logs.exp()
+        expected = {PREDICTED: 0.1 * position, "entropy": -float((probs * logs).sum()), "prob": float(probs[path[-1]])}
+        assert step.position == position
+        assert {name: step[name] for name in policy.signals} == pytest.approx(
+            {name: expected[name] for name in policy.signals}, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("signals", [{PREDICTED}, {PREDICTED, "entropy"}, {PREDICTED, "entropy", "prob"}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chain_asks_about_each_token_by_the_row_it_came_from(signals: set[str], temperature: float) -> None:
-    runner, predictor, policy = TracedSession(3), RecordingPredictor(), RecordingPolicy(frozenset(signals))
+def test_signals_of_a_chain(signals: set[str], temperature: float) -> None:
+    runner, predictor, policy = PathRunner(3), RecordingPredictor(), RecordingPolicy(frozenset(signals))
     sampling = SamplingParams(temperature=temperature)
     drafter = ModelDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB, 5, acceptance_predictor=predictor))
     draft = drafter.propose(Context(PROMPT), policy, 9)
-    tokens = draft.tokens
-    assert len(tokens) == DEPTH
-    assert predictor.contexts == [PROMPT]
-    assert predictor.asked == [(spelled(tokens[:position]), position + 1) for position in range(DEPTH)]
-    entropies = [entropy(runner.row([*PROMPT, *tokens[:position]])) for position in range(DEPTH)]
+    paths = [draft.tokens[: length + 1] for length in range(DEPTH)]
+    assert paths[-1] == draft.tokens
+    check_signals(runner, predictor, policy, paths)
+    entropies = [float(torch.distributions.Categorical(logits=log_probs(runner, path)).entropy()) for path in paths]
     assert draft.entropies == pytest.approx(entropies, abs=1e-5)
-    assert [step.position for step in policy.steps] == [1, 2, 3, 4]
-    assert [step[PREDICTED] for step in policy.steps] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    if "entropy" in signals:
-        assert [step["entropy"] for step in policy.steps] == pytest.approx(entropies, abs=1e-5)
-    if "prob" in signals:
-        probs = [math.exp(log_prob(runner, tokens[: position + 1])) for position in range(DEPTH)]
-        assert [step["prob"] for step in policy.steps] == pytest.approx(probs, abs=1e-5)
 
 
 def likeliest_tree(runner: TableRunner, width: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -118,9 +117,8 @@ def likeliest_tree(runner: TableRunner, width: int) -> tuple[list[list[int]], li
     frontier: list[tuple[float, list[int]]] = [(0.0, [])]
     nodes, best = [], []
     for _ in range(DEPTH):
-        longer = [
-            (value + log_prob(runner, [*path, token]), [*path, token]) for value, path in frontier for token in range(VOCAB)
-        ]
+        paths = [(joint, [*path, token]) for joint, path in frontier for token in range(VOCAB)]
+        longer = [(joint + float(log_probs(runner, path)[path[-1]]), path) for joint, path in paths]
         frontier = sorted(longer, reverse=True)[:width]
         nodes += [path for _, path in frontier]
         best.append(frontier[0][1])
@@ -134,43 +132,28 @@ def paths_of(draft: Draft) -> list[list[int]]:
     return paths[1:]
 
 
-def test_a_tree_asks_about_each_levels_likeliest_node_by_the_row_it_came_from() -> None:
-    from_the_second = 0
+def test_signals_of_a_tree_are_those_of_each_levels_likeliest_node() -> None:
+    other_branch = 0
     for seed in range(12):
-        runner, predictor = TracedSession(seed, scale=1.0), RecordingPredictor()
+        runner, predictor = PathRunner(seed, scale=1.0), RecordingPredictor()
         policy = RecordingPolicy(frozenset({PREDICTED, "entropy", "prob"}))
         drafter = TopKTreeDrafter(DraftSetup(runner, vocab_size=VOCAB, acceptance_predictor=predictor), width=2)
         draft = drafter.propose(Context(PROMPT), policy, 9)
         nodes, best = likeliest_tree(runner, 2)
         assert paths_of(draft) == nodes
-        assert predictor.contexts == [PROMPT]
-        assert predictor.asked == [(spelled(path[:-1]), position) for position, path in enumerate(best, 1)]
-        expected = [
-            (position, entropy(runner.row([*PROMPT, *path[:-1]])), math.exp(log_prob(runner, path)), 0.1 * position)
-            for position, path in enumerate(best, 1)
-        ]
-        for found, wanted in zip(told(policy.steps), expected, strict=True):
-            assert found == pytest.approx(wanted, abs=1e-5)
-        from_the_second += any(before != path[:-1] for before, path in pairwise(best))
-    assert from_the_second, "no level's likeliest node stood behind another than the level before's: nothing was to be mistaken"
+        check_signals(runner, predictor, policy, best)
+        other_branch += any(before != path[:-1] for before, path in pairwise(best))
+    assert other_branch, "some level's likeliest node is no child of the level before's"
 
 
 @pytest.mark.parametrize("after", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("eesd-fixed", {"k": 3}),
-        ("eesd-beta", {}),
-        ("eesd-cali", {}),
-        ("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), METHODS)
 def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, settings: dict[str, object]) -> None:
-    """The prompt, each round's own token but the last one's, and what was drafted: each once in each of the target's layers."""
+    """The target's layers run the prompt, each correction or bonus token but the last, and each drafted token, each once."""
     target = specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path), device="cpu", dtype="float32").target
     exit_layer = exit_of(target.model, after)
     pair = Pair(target, None, exit_layer=exit_layer)
-    pair.early_exit(methods.find(name))  # it checks the split by running the layers
+    pair.early_exit(methods.find(name))  # runs the layers to check them, before they are counted
     counted = CountedLayers(target.model, exit_layer.layer)
     ids = [1, 5, 6, 7, 8, 9]
     for sampling in (SamplingParams(24, ignore_eos=True, seed=1), SamplingParams(24, 1.0, ignore_eos=True, seed=1)):
@@ -184,12 +167,12 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, s
         assert counted.tokens["exit 0"] < least
 
 
-def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
-    """The chi-square's p-value of a real split model with an untrained exit, on a few tokens."""
+def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
+    """The chi-square's p-value of a model with an untrained exit, over the joint distribution of a few tokens."""
     model = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=4)
     made = exit_of(model, 1)
-    both = EarlyExit(model, made.layer, 1, made.predictor, context_limits=(64, None))
+    both = EarlyExit(model, made.layer, 1, made.predictor)
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
@@ -200,31 +183,20 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
         decoding = factory.make_run(method, chosen, components, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
 
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in found.items():
-            with torch.no_grad():
-                logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-            probs = logits_ops.warp(logits, sampling).tolist()
-            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
-        found = longer
-    return p_value(Counter(run(seed) for seed in range(runs)), found)
+    outputs = torch.cartesian_prod(*[torch.arange(VOCAB)] * TOKENS)
+    with torch.no_grad():
+        logits = model(torch.cat((torch.tensor(PROMPT).expand(len(outputs), -1), outputs), dim=1)).logits
+    probs = logits_ops.warp(logits[:, len(PROMPT) - 1 : -1].flatten(0, 1), sampling).view(len(outputs), TOKENS, VOCAB)
+    joint = probs.gather(-1, outputs[..., None])[..., 0].prod(dim=-1).tolist()
+    expected = {tuple(output): prob for output, prob in zip(outputs.tolist(), joint, strict=True) if prob}
+    return p_value(Counter(run(seed) for seed in range(runs)), expected)
 
 
-def test_a_real_exit_samples_from_the_target() -> None:
-    assert real_counts("eesd-cali", {"sigma_model": 0.5}, 250) > SIGNIFICANCE
+def test_an_untrained_exit_samples_from_the_target() -> None:
+    assert p_value_of_runs("eesd-cali", {"sigma_model": 0.5}, 250) > SIGNIFICANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("eesd-cali", {"sigma_model": 0.5}),
-        ("eesd-beta", {}),
-        ("eesd-fixed", {"k": 2}),
-        ("eesd-tree", {"width": 3, "depth": 2, "theta0": 1.0}),
-    ],
-)
-def test_a_real_exit_samples_from_the_target_with_many_runs(name: str, settings: dict[str, object]) -> None:
-    assert real_counts(name, settings, 6000) > SIGNIFICANCE
+@pytest.mark.parametrize(("name", "settings"), METHODS)
+def test_an_untrained_exit_samples_from_the_target_in_many_runs(name: str, settings: dict[str, object]) -> None:
+    assert p_value_of_runs(name, settings, 6000) > SIGNIFICANCE
