@@ -55,8 +55,8 @@ class Guesses:
     def begin(self, context: Context) -> None:
         pass
 
-    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
-        return draft_row.softmax(dim=-1).max()
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        return draft_hidden.softmax(dim=-1).max()
 
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from specgen.decoding.policies import Signals
+from specgen.decoding.policies import SIGNALS, Signals
 from specgen.settings import Settings
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def _bild(setup: DraftSetup, settings: Settings) -> Drafter:
     return BildDrafter(setup, fallback=float(settings.values["fallback"]))
 
 
-_MODEL_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})
-_EXIT_SIGNALS = _MODEL_SIGNALS | {"predicted_acceptance"}
+_MODEL_SIGNALS = SIGNALS - {"predicted_acceptance"}
 
 NONE = DrafterKind("none", DraftSource.NOTHING, _no_drafter, cost_kind="echo")
 LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, cost_kind="echo")
@@ -98,6 +97,6 @@ MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIG
 MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, drafts_trees=True, recorded=False)
 BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, recorded=False)
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
-EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, _EXIT_SIGNALS, title="the exit layer")
-EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, _EXIT_SIGNALS, drafts_trees=True, recorded=False)
+EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, SIGNALS, title="the exit layer")
+EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, SIGNALS, drafts_trees=True, recorded=False)
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

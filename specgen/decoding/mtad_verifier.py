@@ -33,9 +33,9 @@ class JointLikelihoodVerifier:
         self._generator = logits_ops.make_generator(device, seed)
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        count = self._longest(draft, rows.logits[: len(draft.tokens)])
-        return accept_prefix(draft, rows, count, self._sampling, self._generator)
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        count = self._longest(draft, output.logits[: len(draft.tokens)])
+        return accept_prefix(draft, output, count, self._sampling, self._generator)
 
     def _longest(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         """The length of the longest prefix that passes, a scalar on the device; `logits` are the target's before each token."""

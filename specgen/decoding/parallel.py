@@ -113,14 +113,14 @@ class Parallel:
         size = self.window.beside(len(unverified.tokens) + 1)
         window = self._start(run, unverified, size) if self.post_verify or not unverified.tokens else 0
         inputs = unverified.part(0, run.remaining - 1)  # the logits after the last possible token are not needed
-        rows = run.target.logits(run.context, inputs.tokens, inputs.parents)
+        output = run.target.logits(run.context, inputs.tokens, inputs.parents)
         run.clock.lap("verify", synchronize=True)
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")
         both = _joined(unverified, fresh)
-        # the last row verifies the first fresh token, so there is never a bonus after pending ones
+        # the last logits verify the first fresh token, so there is never a bonus after pending ones
         pending = max(len(fresh.tokens) - 1, 0)
-        verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), rows)
+        verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), output)
         run.clock.lap("sample")
         round_ = run.commit(mode, both, verdict, pending)
         return round_, fresh.part(1) if verdict.token is None else Draft()

@@ -68,8 +68,7 @@ def _steps(
         for tokens, seconds in ((width, target_seconds), *(((1, single_seconds),) if len(target_seconds) % 3 == 0 else ())):
             drafter.start(context, (), width)
             start = time.perf_counter()
-            rows = target.logits(context, [context.ids[-1]] * (tokens - 1))
-            rows.logits.argmax(dim=-1)
+            target.logits(context, [context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
             if synchronize is not None:
                 synchronize()
             seconds.append(time.perf_counter() - start)

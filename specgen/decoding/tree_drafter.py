@@ -57,14 +57,14 @@ class TopKTreeDrafter(ModelDrafterBase):
 
         Nodes with an end-of-sequence leave the frontier. Returns the level's likeliest node.
         """
-        rows = tree.next_logits(frontier.nodes)
-        log_probs = rows.float().log_softmax(dim=-1)
-        values, tokens = log_probs.topk(min(self._width, rows.shape[-1]), dim=-1)
-        joint = values + torch.tensor(frontier.log_likelihoods, device=rows.device)[:, None]
+        logits = tree.next_logits(frontier.nodes)
+        log_probs = logits.float().log_softmax(dim=-1)
+        values, tokens = log_probs.topk(min(self._width, logits.shape[-1]), dim=-1)
+        joint = values + torch.tensor(frontier.log_likelihoods, device=logits.device)[:, None]
         best, positions = joint.flatten().topk(min(self._width, joint.numel()))
         chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
         origins = positions // tokens.shape[1]
-        computed = self._signals(tree, rows, chosen, origins, read, position)
+        computed = self._signals(tree, logits, chosen, origins, read, position)
         size = positions.shape[0]
         on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
         added = [
@@ -77,7 +77,7 @@ class TopKTreeDrafter(ModelDrafterBase):
         return DraftedToken(position, {name: found[name] for name in read if name in found})
 
     def _signals(
-        self, tree: DraftTree, rows: torch.Tensor, chosen: torch.Tensor, origins: torch.Tensor, read: Signals, position: int
+        self, tree: DraftTree, logits: torch.Tensor, chosen: torch.Tensor, origins: torch.Tensor, read: Signals, position: int
     ) -> dict[str, torch.Tensor]:
         """The signals [1] of the level's likeliest node."""
         if not read:
@@ -85,5 +85,4 @@ class TopKTreeDrafter(ModelDrafterBase):
         predictor, score = self._setup.acceptance_predictor, None
         if predictor is not None and tree.hidden is not None and "predicted_acceptance" in read:
             score = predictor.score(tree.hidden.index_select(0, origins[:1])[0], position)[None]
-        row = rows.index_select(0, origins[:1])
-        return signals.compute(read, signals.ChosenTokens(row, chosen[:1], predicted_acceptance=score))
+        return signals.compute(read, logits.index_select(0, origins[:1]), chosen[:1], predicted_acceptance=score)

@@ -21,10 +21,10 @@ class Verifier(Protocol):
 
     lossless: ClassVar[bool]
 
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        """Verify all nodes, given the target's logits after the context (row 0) and after each node i (row i + 1).
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        """Verify all nodes, given the target's logits [nodes + 1, vocabulary] after the context and after each node.
 
-        The row after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
+        The logits after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
         """
         ...
 
@@ -35,8 +35,8 @@ class GreedyVerifier:
     lossless: ClassVar[bool] = True
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        return match_argmax_path(draft, logits_ops.argmax_tokens(rows.logits))
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        return match_argmax_path(draft, logits_ops.argmax_tokens(output.logits))
 
 
 class RejectionSampling:
@@ -52,8 +52,8 @@ class RejectionSampling:
         self._generator = logits_ops.make_generator(device, seed)
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        target_probs = logits_ops.warp(rows.logits, self._sampling)
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        target_probs = logits_ops.warp(output.logits, self._sampling)
         length = len(draft.tokens)
         if not length:
             only = int(logits_ops.draw(target_probs[0], self._generator))
@@ -67,9 +67,9 @@ class RejectionSampling:
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         # q is zero after the last token, so that the residual there is p: the bonus
         position = accepted.clamp_max(target_probs.shape[0] - 1)[None]
-        row = target_probs.index_select(0, position)[0]
-        residual = (row - draft_probs.index_select(0, position)[0]).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p equals q
+        probs = target_probs.index_select(0, position)[0]
+        residual = (probs - draft_probs.index_select(0, position)[0]).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, probs)  # all zero through rounding: p equals q
         token = logits_ops.draw(residual, self._generator)  # a NaN rejects its token, so it is noticed here
         count, own = torch.stack((accepted, token)).tolist()
         if count == target_probs.shape[0]:
@@ -77,7 +77,7 @@ class RejectionSampling:
         return Verdict(tuple(range(count)), logits_ops.valid_token(own, "target"), "bonus" if count == length else "correction")
 
     def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-        """q, with as many rows as `target_probs` [drafted or drafted + 1, vocabulary]: zeros after the draft's last token."""
+        """q, in the shape of `target_probs` [drafted or drafted + 1, vocabulary]: zeros after the draft's last token."""
         length = len(draft.tokens)
         if draft.probs is None:
             one_hot = torch.zeros_like(target_probs)
@@ -95,23 +95,23 @@ class RecordingVerifier:
         self._verifier = verifier
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        verdict = self._verifier.verify(draft, rows)
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        verdict = self._verifier.verify(draft, output)
         if draft.logits is None:
             return verdict
-        before = rows.logits[: len(draft.tokens)]
+        before = output.logits[: len(draft.tokens)]
         if not draft.is_chain:
-            before = rows.logits[torch.tensor([parent + 1 for parent in draft.parents], device=rows.logits.device)]
+            before = output.logits[torch.tensor([parent + 1 for parent in draft.parents], device=output.logits.device)]
         overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
 
 
 def accept_prefix(
-    draft: Draft, rows: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+    draft: Draft, output: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
 ) -> Verdict:
     """Accept a chain's first `count` tokens (a scalar on the device) and choose the target's own token after them."""
-    row = rows.logits.index_select(0, count[None])[0]
-    accepted, own = torch.stack((count, logits_ops.select_token(row, sampling, generator))).tolist()
+    logits = output.logits.index_select(0, count[None])[0]
+    accepted, own = torch.stack((count, logits_ops.select_token(logits, sampling, generator))).tolist()
     length = len(draft.tokens)
     source: Source | None = None if not length else "bonus" if accepted == length else "correction"
     return Verdict(tuple(range(accepted)), logits_ops.valid_token(own, "target"), source)
