@@ -105,6 +105,7 @@ def make_run(
     worker: DraftWorker | None = None,
 ) -> Run:
     """A run of the method on a context that ends after at most `limit` new tokens. A parallel method needs the `worker`."""
+    from specgen.decoding.drafters import NoDrafter
     from specgen.decoding.run import Run
     from specgen.decoding.sequential import sequential
     from specgen.decoding.verifiers import RecordingVerifier
@@ -113,7 +114,7 @@ def make_run(
     drafter: Drafter
     if method.is_parallel:
         schedule = parallel = make_parallel(settings, components, worker)
-        drafter, policy = parallel.drafter, parallel.drafter.policy
+        drafter, policy = NoDrafter(), parallel.drafter.policy  # the schedule has a drafter of its own
     else:
         schedule, drafter = sequential, make_drafter(method, settings, components)
         policy = make_policy(settings, components.seed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specgen import methods
 from specgen.errors import RunError, SpecgenError
 from specgen.pair import Pair
 from specgen.types import Round, SamplingParams
-from specgen.workers.channel import Channel, Kind
+from specgen.workers.messages import LoadModel
 from specgen.workers.process import DraftProcess
 from specgen.workers.worker_loop import serve
 
@@ -242,17 +243,18 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
 
 
 _PUPPET = """
-from specgen.workers.channel import Channel, Kind, pack_draft
+import sys
+from multiprocessing.connection import Connection
+from specgen.errors import SpecgenError
 from specgen.types import Draft
-channel = Channel(0, 1)
+from specgen.workers.messages import DraftRequest, LoadModel
+connection = Connection(int(sys.argv[1]))
 while True:
-    kind, serial, payload = channel.receive()
-    if kind == Kind.LOAD and b"broken" in payload:
-        channel.send(Kind.FAILED, serial, b'{"message": "no weights", "hint": "", "while_running": false}')
-    elif kind == Kind.LOAD:
-        channel.send(Kind.READY, serial)
-    elif kind == Kind.DRAFT:
-        channel.send(Kind.DRAFTED, serial, pack_draft(Draft.chain([5], entropies=[0.0], top_probs=[1.0]), 0.0))
+    serial, request = connection.recv()
+    if isinstance(request, LoadModel):
+        connection.send((serial, SpecgenError("no weights") if "broken" in request.folder else None))
+    elif isinstance(request, DraftRequest):
+        connection.send((serial, (Draft.chain([5], entropies=[0.0], top_probs=[1.0]), 0.0)))
 """
 
 
@@ -263,28 +265,23 @@ def puppet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start_puppet(command: list[str], **options: Any) -> Any:
         assert command[2:4] == ["-m", "specgen.workers"]
-        return start([*command[:2], "-c", _PUPPET], **options)
+        return start([*command[:2], "-c", _PUPPET, *command[4:]], **options)
 
     monkeypatch.setattr("specgen.workers.process.subprocess.Popen", start_puppet)
 
 
 @posix
-def test_a_load_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_failed_load_is_reported(tmp_path: Path) -> None:
     """Runs the worker's loop in a thread of this process."""
     folder = save(make_model("llama"), tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    asked, answers = os.pipe(), os.pipe()
-    wanted = {"name": "a draft", "folder": folder, "trust_remote_code": False, "device": "cpu", "dtype": "float32", "threads": 1}
-    here = Channel(answers[0], asked[1])
-    here.send(Kind.LOAD, 7, json.dumps(wanted).encode())
-    os.close(asked[1])
-    serve(Channel(asked[0], answers[1]), os.getppid(), memory=-1)
-    kind, serial, payload = here.receive()
-    told = json.loads(payload)
-    assert (kind, serial, told["while_running"]) == (Kind.FAILED, 7, False)
-    assert "no safetensors weights" in told["message"]
-    for end in (answers[0], answers[1], asked[0]):
-        os.close(end)
+    here, there = Pipe()
+    with here, there:
+        here.send((7, LoadModel("a draft", folder, False, "cpu", "float32", 1)))
+        threading.Thread(target=serve, args=(there, os.getppid(), -1), daemon=True).start()
+        serial, error = here.recv()
+    assert (serial, type(error)) == (7, SpecgenError)
+    assert "no safetensors weights" in str(error)
 
 
 @posix

@@ -15,7 +15,6 @@ import torch
 
 from specgen.cost_model import Window
 from specgen.decoding.components import Components
-from specgen.decoding.drafters import Drafter
 from specgen.engine.inference_mode import inference
 from specgen.settings import Settings
 from specgen.types import Context, Draft, Mode, Round
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.decoding.run import Run
 
 
-class ParallelDrafter(Drafter, Protocol):
+class ParallelDrafter(Protocol):
     """A drafter that works while its caller does something else. One draft at a time.
 
     It owns the run's length policy; the run reads and updates it as `policy`. `seconds` is the duration of the last draft by the

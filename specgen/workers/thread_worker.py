@@ -79,10 +79,6 @@ class ThreadDrafter:
         self._work = None
         return draft
 
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        self.start(context, (), limit)
-        return self.finish()
-
     def close(self) -> None:
         """Wait until the draft under way is complete, so that other runs can use the model."""
         self._pool.submit(int).result()
