@@ -65,11 +65,11 @@ def derive_seed(seed: int, role: str) -> int:
 
 def make_verifier(method: Method, settings: Settings, components: Components) -> Verifier:
     """The method's verifier. In greedy decoding all lossless ones are equivalent, for chains and trees alike."""
-    from specgen.decoding import bild, mtad_verifier, multi_draft, verifiers
+    from specgen.decoding import bild, mtad, multi_draft, verifiers
 
     common = (components.sampling, components.target.device, derive_seed(components.seed, "target"))
     if method.verifier == "joint":
-        return mtad_verifier.JointLikelihoodVerifier(*common, tau=float(settings.values["tau"]))
+        return mtad.JointLikelihoodVerifier(*common, tau=float(settings.values["tau"]))
     if method.verifier == "rollback":
         return bild.BildVerifier(*common, rollback=float(settings.values["rollback"]))
     if components.sampling.greedy:

@@ -16,8 +16,7 @@ from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
 from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.mtad_drafter import BeamSearchDrafter
-from specgen.decoding.mtad_verifier import JointLikelihoodVerifier
+from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput, ModelRunner

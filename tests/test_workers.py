@@ -246,15 +246,14 @@ _PUPPET = """
 import sys
 from multiprocessing.connection import Connection
 from specgen.errors import SpecgenError
-from specgen.types import Draft
-from specgen.workers.messages import DraftRequest, LoadModel
+from specgen.workers.messages import DraftAnswer, DraftRequest, LoadModel
 connection = Connection(int(sys.argv[1]))
 while True:
     serial, request = connection.recv()
     if isinstance(request, LoadModel):
         connection.send((serial, SpecgenError("no weights") if "broken" in request.folder else None))
     elif isinstance(request, DraftRequest):
-        connection.send((serial, (Draft.chain([5], entropies=[0.0], top_probs=[1.0]), 0.0)))
+        connection.send((serial, DraftAnswer([5], [0.0], [1.0], "length", 0.0)))
 """
 
 

@@ -42,8 +42,6 @@ class BildVerifier:
     The target's own token follows, drawn from its warped distribution and not from a residual. Not lossless.
     """
 
-    lossless: ClassVar[bool] = False
-
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, rollback: float) -> None:
         self._sampling = sampling
         self._generator = logits_ops.make_generator(device, seed)

@@ -155,7 +155,7 @@ class DraftChain:
             if self._keep_probs:
                 self._probs.append(probs)
         if not self._computed:
-            self.tokens.append(logits_ops.valid_token(token.item(), "draft"))
+            self.tokens.append(logits_ops.valid_token(int(token), "draft"))
             return DraftedToken(len(self.tokens))
         computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance)
         chosen, *numbers = logits_ops.to_host(token, *computed.values())
@@ -176,15 +176,16 @@ class DraftChain:
         """The whole draft; `probs` padded with zeros to the target's vocabulary."""
         if not self.tokens:
             return Draft(stop_reason=reason)
-        logits = None if self._statistics and not self._setup.keep_logits else torch.stack(self._logits)
-        entropies, top_probs = zip(*self._statistics, strict=True) if self._statistics else draft_statistics(logits)
+        entropies, top_probs = (
+            zip(*self._statistics, strict=True) if self._statistics else draft_statistics(torch.stack(self._logits))
+        )
         return Draft.chain(
             self.tokens,
             probs=logits_ops.pad_probs(torch.stack(self._probs), self._setup.vocab_size) if self._probs else None,
             entropies=entropies,
             top_probs=top_probs,
             stop_reason=reason,
-            logits=logits if self._setup.keep_logits else None,
+            logits=torch.stack(self._logits) if self._setup.keep_logits else None,
         )
 
 
@@ -236,11 +237,9 @@ class PromptLookupDrafter:
         self._indexed = len(context)
 
     def _match(self, context: Context) -> int | None:
-        for length in range(min(self._ngram, len(context)), 0, -1):
-            position = self._continuations.get(tuple(context.ids[-length:]))
-            if position is not None:
-                return position
-        return None
+        """The position that follows the latest occurrence of the longest n-gram at the end; None without one."""
+        grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
+        return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
 
 
 class NoDrafter:

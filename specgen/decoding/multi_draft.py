@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,8 +11,9 @@ from specgen.decoding import logits_ops
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.verifiers import make_verdict
 from specgen.engine.inference_mode import inference
-from specgen.types import Context, Draft, SamplingParams, Source, Verdict
+from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.model_runner import ModelOutput
@@ -147,8 +148,6 @@ class TreeSampling:
     verified at once on the device, each with fresh random numbers, and the end of the path is found there too.
     """
 
-    lossless: ClassVar[bool] = True
-
     def __init__(self, rule: AcceptanceRule, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._rule = rule
         self._sampling = sampling
@@ -199,12 +198,9 @@ def _candidates(draft: Draft) -> list[tuple[int, list[int]]]:
 
 def _verdict(draft: Draft, onward: Sequence[int], token: int) -> Verdict:
     """The verdict from the position that follows each position (0: the context, i + 1: node i) and the token at the end."""
-    logits_ops.valid_token(token, "target")
     path: list[int] = []
     position = 0
     while onward[position] != position:
         position = onward[position]
         path.append(position - 1)
-    last = path[-1] if path else -1
-    source: Source | None = None if not draft.tokens else "bonus" if last not in draft.parents else "correction"
-    return Verdict(tuple(path), token, source)
+    return make_verdict(draft, path, token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 
 class Verifier(Protocol):
-    """`lossless` promises the output of plain decoding: the target's greedy tokens, or draws from its distribution."""
-
-    lossless: ClassVar[bool]
-
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         """Verify all nodes, given the target's logits [nodes + 1, vocabulary] after the context and after each node.
 
@@ -31,8 +27,6 @@ class Verifier(Protocol):
 
 class GreedyVerifier:
     """Accept the path of nodes that are the target's argmax. For chains and trees."""
-
-    lossless: ClassVar[bool] = True
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
@@ -45,8 +39,6 @@ class RejectionSampling:
     p and q are the warped distributions. A deterministic draft is a one-hot q. Chains only.
     """
 
-    lossless: ClassVar[bool] = True
-
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._sampling = sampling
         self._generator = logits_ops.make_generator(device, seed)
@@ -56,8 +48,7 @@ class RejectionSampling:
         target_probs = logits_ops.warp(output.logits, self._sampling)
         length = len(draft.tokens)
         if not length:
-            only = int(logits_ops.draw(target_probs[0], self._generator))
-            return Verdict((), logits_ops.valid_token(only, "target"), None)
+            return make_verdict(draft, (), int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
         draft_probs = self._draft_probs(draft, tokens, target_probs)
@@ -74,7 +65,7 @@ class RejectionSampling:
         count, own = torch.stack((accepted, token)).tolist()
         if count == target_probs.shape[0]:
             return Verdict(tuple(range(count)))
-        return Verdict(tuple(range(count)), logits_ops.valid_token(own, "target"), "bonus" if count == length else "correction")
+        return make_verdict(draft, range(count), own)
 
     def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
         """q, in the shape of `target_probs` [drafted or drafted + 1, vocabulary]: zeros after the draft's last token."""
@@ -88,8 +79,6 @@ class RejectionSampling:
 
 class RecordingVerifier:
     """Wraps a verifier and records how close both models' distributions are at each drafted token."""
-
-    lossless: ClassVar[bool] = True  # the wrapped verifier decides
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
@@ -112,9 +101,7 @@ def accept_prefix(
     """Accept a chain's first `count` tokens (a scalar on the device) and choose the target's own token after them."""
     logits = output.logits.index_select(0, count[None])[0]
     accepted, own = torch.stack((count, logits_ops.select_token(logits, sampling, generator))).tolist()
-    length = len(draft.tokens)
-    source: Source | None = None if not length else "bonus" if accepted == length else "correction"
-    return Verdict(tuple(range(accepted)), logits_ops.valid_token(own, "target"), source)
+    return make_verdict(draft, range(accepted), own)
 
 
 def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
@@ -132,10 +119,14 @@ def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
             if child + 1 == len(choices):
                 return Verdict(tuple(path))
             token = logits_ops.valid_token(choices[child + 1], "target")
-    return Verdict(tuple(path), token, _source(draft, len(path), node))
+    return make_verdict(draft, path, token)
 
 
-def _source(draft: Draft, accepted: int, last: int) -> Source | None:
-    if not draft.tokens:
-        return None
-    return "bonus" if accepted and last not in draft.parents else "correction"
+def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
+    """The verdict that accepts these nodes; the target's `token` is a bonus after a leaf, else a correction.
+
+    Raises RunError for token -1, which says that the target's logits held a NaN.
+    """
+    last = path[-1] if path else -1
+    source: Source | None = None if not draft.tokens else "correction" if last in draft.parents else "bonus"
+    return Verdict(tuple(path), logits_ops.valid_token(token, "target"), source)

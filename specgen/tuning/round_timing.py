@@ -208,9 +208,6 @@ class ObservedDrafter:
         self.drafted, self.seconds = len(draft.tokens), self._drafter.seconds
         return draft
 
-    def propose(self, context: Context, policy: Any, limit: int) -> Draft:
-        return self._drafter.propose(context, policy, limit)
-
     def close(self) -> None:
         self._drafter.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import site
 import subprocess
@@ -65,7 +66,7 @@ class DraftProcess:
         """Send a request from `workers.messages`. Returns its serial number. Raises RunError if the worker has ended."""
         self._serial += 1
         with self._exchange():
-            self._connection.send((self._serial, request))
+            self._connection.send_bytes(pickle.dumps((self._serial, request)))  # `send` would take longer to pickle it
         return self._serial
 
     def receive(self, serial: int, run: int = 0) -> Any:

@@ -14,7 +14,7 @@ from specgen.decoding.components import Components
 from specgen.decoding.policies import DraftedToken, LengthPolicy
 from specgen.engine.devices import split_threads
 from specgen.types import Context, Draft
-from specgen.workers.messages import BeginRun, DraftRequest, EndRun, ForgetCache, LoadModel
+from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, ForgetCache, LoadModel
 from specgen.workers.process import DraftProcess, cannot_start
 from specgen.workers.shared_drafts import SharedDrafts
 
@@ -128,7 +128,9 @@ class ProcessDrafter:
 
     def finish(self) -> Draft:
         assert self._process is not None
-        draft, self.seconds = self._process.receive(self._serial, self._run)
+        answer: DraftAnswer = self._process.receive(self._serial, self._run)
+        self.seconds = answer.seconds
+        draft = Draft.chain(answer.tokens, entropies=answer.entropies, top_probs=answer.top_probs, stop_reason=answer.stop_reason)
         return self._shared.read(self._slot, draft) if draft.tokens and self._shared.size else draft
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, load_weights, new_runner
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.types import Context, Draft
-from specgen.workers.messages import BeginRun, DraftRequest, EndRun, LoadModel
+from specgen.types import Context
+from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, LoadModel
 from specgen.workers.shared_drafts import SharedDrafts
 
 _POLL = 2.0  # seconds between two checks that the parent process is alive
@@ -49,7 +50,7 @@ def serve(connection: Connection, parent: int, memory: int) -> None:
                 connection.send((serial, _reportable(error)))
             else:
                 if isinstance(request, LoadModel | DraftRequest):
-                    connection.send((serial, answer))
+                    connection.send_bytes(pickle.dumps((serial, answer)))
 
 
 class Worker:
@@ -61,8 +62,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._runs: dict[int, _Run] = {}
 
-    def handle(self, serial: int, request: object) -> tuple[Draft, float] | None:
-        """Process a request. Returns the draft and its seconds where one is requested."""
+    def handle(self, serial: int, request: object) -> DraftAnswer | None:
+        """Process a request. Returns the draft where one is requested."""
         if isinstance(request, DraftRequest):
             run = self._runs.get(request.run)
             return run.draft(request) if run is not None else None  # None: why the run could not begin has been reported
@@ -120,8 +121,8 @@ class _Run:
     policy: LengthPolicy
     shared: SharedDrafts
 
-    def draft(self, request: DraftRequest) -> tuple[Draft, float]:
-        """The draft, its tensors in the shared memory, and the seconds that it took."""
+    def draft(self, request: DraftRequest) -> DraftAnswer:
+        """Draft as requested; the tensors go to the shared memory."""
         start = time.perf_counter()
         if request.committed:
             self.context.extend(request.committed)
@@ -130,7 +131,8 @@ class _Run:
         draft = self.drafter.propose(self.context, self.policy, request.limit, request.unverified)
         if draft.tokens and self.shared.size:
             self.shared.write(request.slot, draft)
-        return replace(draft, probs=None, logits=None), time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds)
 
 
 def _reportable(error: Exception) -> SpecgenError:
