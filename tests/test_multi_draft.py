@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributions import TableRunner
+from test_distributions import TableRunner, scripted_run
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops, multi_draft
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.multi_draft import Acceptance, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
-from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError
 from specgen.types import Context, Draft, SamplingParams
@@ -290,11 +289,8 @@ def test_one_draft_is_speculative_sampling() -> None:
     for name in ("sd", *JUDGES):
         accepted = drafted = 0
         for seed in range(60):
-            method = methods.find(name)
-            settings = methods.resolve(method, {"k": 2} | ({"drafts": 1} if name in JUDGES else {}))
-            components = factory.Components(TableRunner(1), TableRunner(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
-            run = factory.make_run(method, settings, components, Context([0, 3, 1]), 40, None, Clock(None))
-            for round_ in run.rounds():
+            settings = {"k": 2} | ({"drafts": 1} if name in JUDGES else {})
+            for round_ in scripted_run(name, settings, TableRunner(1), TableRunner(2), sampling, seed=seed).rounds():
                 accepted += len(round_.verdict.path)
                 drafted += len(round_.draft.tokens)
         rates[name] = accepted / drafted
@@ -310,8 +306,7 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
         components = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
-        draft = factory.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit)
-        return max((len(path_to(draft, node)) for node in range(len(draft.tokens))), default=0)
+        return factory.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit).levels
 
     assert length(1000, 6, 10) == 4
     assert length(1000, 6, 2) == 2
@@ -319,7 +314,3 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
     assert length(3, 6, 10) == 0
     assert length(1000, 3, 10) == 0, "the context holds token 3"
     assert length(1000, 6, 0) == 0
-
-
-def path_to(draft: Draft, node: int) -> list[int]:
-    return [*path_to(draft, draft.parents[node]), node] if node >= 0 else []

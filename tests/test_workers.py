@@ -45,7 +45,7 @@ def apart(folders: tuple[str, str]) -> Iterator[Pair]:
 def process_of(pair: Pair) -> int:
     worker = pair._process_worker
     assert worker is not None
-    return worker.ready().pid
+    return worker.ready()._process.pid
 
 
 def is_running(pid: int) -> bool:
@@ -56,7 +56,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = 10) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -159,7 +159,7 @@ def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str,
 import specgen, sys, time
 pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
 pair.generate([1, 7, 9], "pearl", window=3)
-print(pair._process_worker.ready().pid, flush=True)
+print(pair._process_worker.ready()._process.pid, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -24,7 +24,6 @@ class Drafter(Protocol):
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """At most `limit` tokens to follow the context; an empty draft where there is nothing to propose or `limit` is 0."""
-        ...
 
 
 class AcceptancePredictor(Protocol):
@@ -32,11 +31,9 @@ class AcceptancePredictor(Protocol):
 
     def begin(self, context: Context) -> None:
         """Start a draft after this context."""
-        ...
 
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
         """theta_M [] of the token at `position`, from 1, that was chosen from the hidden state [width]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

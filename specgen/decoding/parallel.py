@@ -36,49 +36,34 @@ class ParallelDrafter(Protocol):
 
     def prefill(self, context: Context) -> None:
         """Begin the forward pass over the prompt."""
-        ...
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         """Begin a draft of at most `limit` tokens after the context and the `unverified` tokens."""
-        ...
 
     def finish(self) -> Draft:
         """Wait for the draft. Its `probs` are valid until the draft after the next one begins."""
-        ...
 
     def close(self) -> None:
         """End the run; a draft that is under way is discarded."""
-        ...
 
 
 class DraftWorker(Protocol):
     """Runs a pair's draft model beside its target: in a process of its own, or in a thread with a CUDA stream of its own."""
 
-    @property
-    def kind(self) -> str:
-        """`process` or `thread`."""
-        ...
-
-    @property
-    def threads(self) -> int | None:
-        """How many CPU threads are left to the target; None if they are not divided."""
-        ...
+    kind: str  # `process` or `thread`
+    threads: int | None  # how many CPU threads are left to the target; None if they are not divided
 
     def ready(self) -> object:
         """Wait until it can draft. Raises SpecgenError if it cannot."""
-        ...
 
     def drafter(self, settings: Settings, components: Components, window: int) -> ParallelDrafter:
         """The drafter of one run, for drafts of at most `window` tokens."""
-        ...
 
     def forget(self) -> None:
         """Clear the KV cache."""
-        ...
 
     def close(self) -> None:
         """End the process or thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

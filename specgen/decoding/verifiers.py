@@ -22,7 +22,6 @@ class Verifier(Protocol):
 
         The logits after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
         """
-        ...
 
 
 class GreedyVerifier:

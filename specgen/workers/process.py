@@ -55,10 +55,6 @@ class DraftProcess:
         self._close = weakref.finalize(self, _end, self._process, self._connection, self._log, self.memory)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         return self._close.alive and self._process.poll() is None
 

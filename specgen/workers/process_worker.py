@@ -31,14 +31,13 @@ class ProcessWorker:
     def __init__(self, process: DraftProcess | None, draft: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
         own, worker_threads = split_threads()
         # a worker on an accelerator uses the CPU only to launch kernels
-        self.threads = own if device.type == "cpu" else None
+        self.threads: int | None = own if device.type == "cpu" else None
         names = str(device), str(dtype).removeprefix("torch.")
         self._load = LoadModel(draft.name, str(draft.folder), draft.source.trust_remote_code, *names, worker_threads)
         self._process = process
         self._loading = process.send(self._load) if process is not None else 0
         self.penalties: dict[str, Any] | None = None
-        self._regions: dict[int, int] = {}  # start and end of each run's part of the shared memory
-        self._active_runs = 0
+        self._region_ends: dict[object, int] = {}  # for each active run the end of its part of the shared memory
         self._threads_before = 0
 
     def follow(self, target: LoadedModel) -> None:
@@ -57,10 +56,13 @@ class ProcessWorker:
     def drafter(self, settings: Settings, components: Components, window: int) -> ProcessDrafter:
         return ProcessDrafter(self, settings, components, window)
 
-    def share(self, process: DraftProcess, size: int) -> int:
-        """Reserve `size` bytes of the shared memory for a run. Returns their offset; concurrent runs get separate regions."""
-        offset = max(self._regions.values(), default=0)
-        self._regions[offset] = offset + size
+    def enter(self, run: object, process: DraftProcess, size: int) -> int:
+        """A run begins: leave the worker its CPU threads, and reserve `size` bytes of the shared memory. Returns their offset."""
+        offset = max(self._region_ends.values(), default=0)
+        if not self._region_ends and self.threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(min(self._threads_before, self.threads))
+        self._region_ends[run] = offset + size
         try:
             if os.fstat(process.memory).st_size < offset + size:
                 os.ftruncate(process.memory, offset + size)
@@ -68,20 +70,10 @@ class ProcessWorker:
             raise cannot_start(error) from error
         return offset
 
-    def unshare(self, offset: int) -> None:
-        del self._regions[offset]
-
-    def enter(self) -> None:
-        """A run begins: leave the worker its CPU threads."""
-        self._active_runs += 1
-        if self._active_runs == 1 and self.threads is not None:
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(min(self._threads_before, self.threads))
-
-    def leave(self) -> None:
+    def leave(self, run: object) -> None:
         """A run ended; after the last concurrent one the target gets all CPU threads back."""
-        self._active_runs -= 1
-        if self._active_runs == 0 and self.threads is not None:
+        del self._region_ends[run]
+        if not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
 
     def forget(self) -> None:
@@ -103,18 +95,16 @@ class ProcessDrafter:
         self.policy: LengthPolicy = _PolicyMirror(factory.make_policy(settings, components.seed), self._observed)
         self._process: DraftProcess | None = None
         self._shared = SharedDrafts(components, window)
-        self._offset: int | None = None
         self._run = self._slot = 0
 
     def prefill(self, context: Context) -> None:
         self._process = self._worker.ready()
-        self._worker.enter()
+        offset = self._worker.enter(self, self._process, self._shared.size)
         if self._shared.size:
-            self._offset = self._worker.share(self._process, self._shared.size)
-            self._shared.map(self._process.memory, self._offset)
+            self._shared.map(self._process.memory, offset)
         components = replace(self._components, target=cast("Any", None), draft=None, acceptance_predictor=None)
         self._run = self._process.send(
-            BeginRun(context.ids, self._settings, components, self._window, self._offset or 0, self._worker.penalties)
+            BeginRun(context.ids, self._settings, components, self._window, offset, self._worker.penalties)
         )
         self._known = len(context)
 
@@ -137,9 +127,7 @@ class ProcessDrafter:
         if self._process is None:
             return
         process, self._process = self._process, None
-        self._worker.leave()
-        if self._offset is not None:
-            self._worker.unshare(self._offset)
+        self._worker.leave(self)
         if process.alive and self._run:
             process.send(EndRun(self._run))
 

@@ -30,7 +30,7 @@ class ThreadWorker:
     """
 
     kind = "thread"
-    threads = None
+    threads: int | None = None
 
     def __init__(self, runner: DraftRunner) -> None:
         self._runner = runner
