@@ -86,10 +86,8 @@ def make_parallel(settings: Settings, components: Components, worker: DraftWorke
 
     if worker is None:
         raise no_draft_model(METHODS["pearl"])
-    window = components.window
-    if window is None:
-        size = int(settings.values["window"])
-        window = Window(size, size)
+    size = settings.values["window"]
+    window = components.window or Window(int(size), int(size))
     drafter = worker.drafter(settings, components, window.size)
     return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 

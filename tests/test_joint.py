@@ -197,7 +197,7 @@ class TestBeams:
         assert passes[4:] == [1, 6, 6, 6], "the accepted path's rows were kept"
 
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-    def test_beams_in_a_session_are_those_of_the_model_without_a_cache(self, family: str) -> None:
+    def test_beams_in_a_runner_are_those_of_the_model_without_a_cache(self, family: str) -> None:
         model = make_model(family)
         search = BeamSearchDrafter(DraftSetup(ModelRunner(model, 128), SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])

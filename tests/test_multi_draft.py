@@ -44,10 +44,9 @@ class Paths:
     """Replaces randomness: enumerates all outcomes of every draw and Bernoulli trial; `weight` is the path's probability."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._ahead: list[
-            list[tuple[Any, float]]
-        ] = []  # for each choice on the current path the outcomes not tried yet, the current one last
-        self._place = 0
+        # for each choice on the current path the outcomes not tried yet, the current one last
+        self._untried: list[list[tuple[Any, float]]] = []
+        self._position = 0
         self.weight = 1.0
         monkeypatch.setattr(logits_ops, "draw", self._draw)
         monkeypatch.setattr(logits_ops, "bernoulli", self._flips)
@@ -55,20 +54,20 @@ class Paths:
     def all(self, run: Callable[[], tuple[int, ...]]) -> Distribution:
         found: Distribution = defaultdict(float)
         while True:
-            self._place, self.weight = 0, 1.0
+            self._position, self.weight = 0, 1.0
             outcome = run()
             found[outcome] += self.weight
-            while self._ahead and len(self._ahead[-1]) == 1:
-                self._ahead.pop()
-            if not self._ahead:
+            while self._untried and len(self._untried[-1]) == 1:
+                self._untried.pop()
+            if not self._untried:
                 return dict(found)
-            self._ahead[-1].pop()
+            self._untried[-1].pop()
 
     def _choose(self, outcomes: Callable[[], Iterator[tuple[Any, float]]]) -> Any:
-        if self._place == len(self._ahead):
-            self._ahead.append([(value, weight) for value, weight in outcomes() if weight > 0])
-        value, weight = self._ahead[self._place][-1]
-        self._place += 1
+        if self._position == len(self._untried):
+            self._untried.append([(value, weight) for value, weight in outcomes() if weight > 0])
+        value, weight = self._untried[self._position][-1]
+        self._position += 1
         self.weight *= weight
         return value
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -234,8 +236,5 @@ def test_the_python_interface(demo_pair: Pair) -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import specgen, specgen.cli.app, sys; assert specgen.METHODS; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

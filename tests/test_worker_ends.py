@@ -1,4 +1,4 @@
-"""However a run of PEARL ends, it does not hang, and leaves no process and no shared memory."""
+"""However a run of PEARL ends, it does not hang, and leaves no process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ def press_ctrl_c(running: Running, moment: float) -> None:
 
 @generating
 def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
-    assert running.process.stdout is not None
     running.process.stdout.read(1)
     worker = running.find_worker()
     assert worker is not None
@@ -110,7 +109,6 @@ def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
 
 @generating
 def test_the_worker_leaves_with_a_parent_that_is_killed(running: Running) -> None:
-    assert running.process.stdout is not None
     running.process.stdout.read(1)
     assert running.find_worker() is not None
     running.process.send_signal(signal.SIGKILL)
@@ -125,7 +123,6 @@ def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
 
 @generating
 def test_ctrl_c_ends_both_and_keeps_what_was_generated(running: Running) -> None:
-    assert running.process.stdout is not None
     while not running.process.stdout.read(1).strip():  # its output begins with an empty line
         pass
     running.process.send_signal(signal.SIGINT)

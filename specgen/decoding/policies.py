@@ -311,11 +311,10 @@ class SelfSD(Confidence):
     source = "Self-SD, section 3.4"
     settings: ClassVar = {"k": Setting(12, "longest draft", 1, 1000)}
 
-    TARGET_RATE, STEP, MEMORY = 0.9, 0.01, 0.9
-    _INITIAL = 0.6
+    TARGET_RATE, STEP, MEMORY, INITIAL = 0.9, 0.01, 0.9, 0.6
 
     def __init__(self, k: int) -> None:
-        super().__init__(self._INITIAL, k)
+        super().__init__(self.INITIAL, k)
         self._rate = self.TARGET_RATE
 
     def observe(self, drafted: int, accepted: int) -> None:

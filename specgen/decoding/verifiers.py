@@ -50,7 +50,11 @@ class RejectionSampling:
             return make_verdict(draft, (), int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
-        draft_probs = self._draft_probs(draft, tokens, target_probs)
+        draft_probs = torch.zeros_like(target_probs)
+        if draft.probs is None:
+            draft_probs[:length].scatter_(1, tokens[:, None], 1.0)
+        else:
+            draft_probs[:length] = draft.probs
         p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
         q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
@@ -65,15 +69,6 @@ class RejectionSampling:
         if count == target_probs.shape[0]:
             return Verdict(tuple(range(count)))
         return make_verdict(draft, range(count), own)
-
-    def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-        """q, in the shape of `target_probs` [drafted or drafted + 1, vocabulary]: zeros after the draft's last token."""
-        length = len(draft.tokens)
-        if draft.probs is None:
-            one_hot = torch.zeros_like(target_probs)
-            one_hot[:length].scatter_(1, tokens[:, None], 1.0)
-            return one_hot
-        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
 
 
 class RecordingVerifier:

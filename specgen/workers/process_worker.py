@@ -11,7 +11,7 @@ import torch
 
 from specgen import factory
 from specgen.decoding.components import Components
-from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.policies import Always, LengthPolicy
 from specgen.engine.devices import split_threads
 from specgen.types import Context, Draft
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, ForgetCache, LoadModel
@@ -132,14 +132,11 @@ class ProcessDrafter:
             process.send(EndRun(self._run))
 
 
-class _PolicyMirror(LengthPolicy):
-    """Follows the state of a policy that decides in the worker: notes the observations to be sent there."""
+class _PolicyMirror(Always):
+    """Follows the state of a policy that decides in the worker process: notes the observations to be sent there."""
 
     def __init__(self, policy: LengthPolicy, observed: list[tuple[int, int]]) -> None:
         self._policy, self._observed = policy, observed
-
-    def keep_drafting(self, token: DraftedToken) -> bool:
-        raise NotImplementedError("the policy decides in the worker process")
 
     def observe(self, drafted: int, accepted: int) -> None:
         self._policy.observe(drafted, accepted)

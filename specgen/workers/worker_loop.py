@@ -6,7 +6,6 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -95,7 +94,11 @@ class Worker:
         """Construct the run's drafter and policy as a thread worker does, and run the prompt."""
         components = request.components
         if self._runner is None:
-            self._runner = new_runner(self._model, self._penalties(request.penalties, components.vocab_size))
+            penalties = None
+            if given := request.penalties:
+                config = GenerationConfig.from_dict(given["config"])
+                penalties = PenaltyProcessor(config, given["eos_ids"], components.vocab_size, self._model.device)
+            self._runner = new_runner(self._model, penalties)
         self._runner.reserve(components.capacity)
         shared = SharedDrafts(components, request.window)
         if shared.size:
@@ -105,11 +108,6 @@ class Worker:
             self._runner.logits(context)
         drafter = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
         return _Run(context, drafter, factory.make_policy(request.settings, components.seed), shared)
-
-    def _penalties(self, described: Mapping[str, Any] | None, width: int) -> PenaltyProcessor | None:
-        if described is None:
-            return None
-        return PenaltyProcessor(GenerationConfig.from_dict(described["config"]), described["eos_ids"], width, self._model.device)
 
 
 @dataclass(slots=True)
