@@ -65,11 +65,11 @@ def derive_seed(seed: int, role: str) -> int:
 
 def make_verifier(method: Method, settings: Settings, components: Components) -> Verifier:
     """The method's verifier. In greedy decoding all lossless ones are equivalent, for chains and trees alike."""
-    from specgen.decoding import bild, mtad_verifier, multi_draft, verifiers
+    from specgen.decoding import bild, mtad, multi_draft, verifiers
 
     common = (components.sampling, components.target.device, derive_seed(components.seed, "target"))
     if method.verifier == "joint":
-        return mtad_verifier.JointLikelihoodVerifier(*common, tau=float(settings.values["tau"]))
+        return mtad.JointLikelihoodVerifier(*common, tau=float(settings.values["tau"]))
     if method.verifier == "rollback":
         return bild.BildVerifier(*common, rollback=float(settings.values["rollback"]))
     if components.sampling.greedy:
@@ -86,10 +86,8 @@ def make_parallel(settings: Settings, components: Components, worker: DraftWorke
 
     if worker is None:
         raise no_draft_model(METHODS["pearl"])
-    window = components.window
-    if window is None:
-        size = int(settings.values["window"])
-        window = Window(size, size)
+    size = settings.values["window"]
+    window = components.window or Window(int(size), int(size))
     drafter = worker.drafter(settings, components, window.size)
     return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 
@@ -105,6 +103,7 @@ def make_run(
     worker: DraftWorker | None = None,
 ) -> Run:
     """A run of the method on a context that ends after at most `limit` new tokens. A parallel method needs the `worker`."""
+    from specgen.decoding.drafters import NoDrafter
     from specgen.decoding.run import Run
     from specgen.decoding.sequential import sequential
     from specgen.decoding.verifiers import RecordingVerifier
@@ -113,7 +112,7 @@ def make_run(
     drafter: Drafter
     if method.is_parallel:
         schedule = parallel = make_parallel(settings, components, worker)
-        drafter, policy = parallel.drafter, parallel.drafter.policy
+        drafter, policy = NoDrafter(), parallel.drafter.policy  # the schedule has a drafter of its own
     else:
         schedule, drafter = sequential, make_drafter(method, settings, components)
         policy = make_policy(settings, components.seed)

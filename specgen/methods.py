@@ -10,19 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from specgen.decoding.drafter_kinds import (
-    BEAMS,
-    BILD,
-    EXIT,
-    EXIT_TREE,
-    LOOKUP,
-    MODEL,
-    MULTI_DRAFT,
-    NONE,
-    SKIP,
-    DrafterKind,
-    DraftSource,
-)
+from specgen.decoding import drafter_kinds as kinds
+from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.policies import POLICIES, Signals, signals_of
 from specgen.errors import SpecgenError, nearest
 from specgen.settings import Setting, Settings, Value
@@ -92,20 +81,20 @@ _WIDTH = "candidates at each position; above 1, drafts are trees"
 
 
 def _draft_model(name: str, paper: str) -> Method:
-    return Method(name, MODEL, name, paper)
+    return Method(name, kinds.MODEL, name, paper)
 
 
 def _multi_draft(name: str, paper: str, verifier: str = "exact") -> Method:
-    return Method(name, MULTI_DRAFT, "fixed", paper, verifier=verifier, settings=_DRAFTS, defaults={"k": 4})
+    return Method(name, kinds.MULTI_DRAFT, "fixed", paper, verifier=verifier, settings=_DRAFTS, defaults={"k": 4})
 
 
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method("ar", NONE, None, "plain decoding"),
+        Method("ar", kinds.NONE, None, "plain decoding"),
         Method(
             "sd",
-            MODEL,
+            kinds.MODEL,
             "fixed",
             "Leviathan et al. 2023",
             any_policy=True,
@@ -120,7 +109,7 @@ METHODS: Mapping[str, Method] = {
         _draft_model("beta-ts", "EESD, Table 5"),
         Method(
             "lookup",
-            LOOKUP,
+            kinds.LOOKUP,
             "fixed",
             "prompt lookup, Saxena 2023",
             any_policy=True,
@@ -129,7 +118,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "pearl",
-            MODEL,
+            kinds.MODEL,
             None,
             "PEARL",
             schedule="parallel",
@@ -144,7 +133,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "mtad",
-            BEAMS,
+            kinds.BEAMS,
             "fixed",
             "MTAD, section 3.2",
             lossless=False,
@@ -158,7 +147,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "bild",
-            BILD,
+            kinds.BILD,
             "fixed",
             "BiLD, Kim et al. 2023",
             lossless=False,
@@ -173,17 +162,17 @@ METHODS: Mapping[str, Method] = {
         _multi_draft("specinfer", "SpecInfer, Miao et al. 2023"),
         Method(
             "eesd",
-            EXIT,
+            kinds.EXIT,
             "cali-ts",
             "EESD, with Cali-TS if there is a predictor, else Beta-TS",
             policy_without_predictor="beta-ts",
         ),
-        Method("eesd-fixed", EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True),
-        Method("eesd-beta", EXIT, "beta-ts", "EESD, with Beta-TS"),
-        Method("eesd-cali", EXIT, "cali-ts", "EESD, with Cali-TS"),
+        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True),
+        Method("eesd-beta", kinds.EXIT, "beta-ts", "EESD, with Beta-TS"),
+        Method("eesd-cali", kinds.EXIT, "cali-ts", "EESD, with Cali-TS"),
         Method(
             "eesd-tree",
-            EXIT_TREE,
+            kinds.EXIT_TREE,
             "cali-ts",
             "EESD, section 5.7",
             settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "levels of the tree", 1, 64)},
@@ -191,7 +180,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "selfsd",
-            SKIP,
+            kinds.SKIP,
             "selfsd",
             "Self-SD, Zhang et al. 2023",
             any_policy=True,

@@ -30,7 +30,9 @@ class Setting:
     def parse(self, name: str, value: object) -> Value:
         """`value`, a string or a Python value, converted to the type of the default. Raises SpecgenError where it is invalid."""
         if isinstance(self.default, bool):
-            return _boolean(name, value)
+            if (found := _BOOLEANS.get(str(value).strip().lower())) is None:
+                raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
+            return found
         if self.word is not None and value == self.word:
             return self.word
         if self.word is None and isinstance(self.default, str):
@@ -38,11 +40,10 @@ class Setting:
                 raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
             return str(value)
         kind = int if self.word is not None or isinstance(self.default, int) else float
-        number: int | float
         try:
             if isinstance(value, bool):
                 raise ValueError
-            number = kind(str(value).strip())
+            number: int | float = kind(str(value).strip())
         except ValueError:
             wanted = f"a whole number{f' or {self.word}' if self.word else ''}" if kind is int else "a number"
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
@@ -69,13 +70,6 @@ class Settings:
     def as_dict(self, *, with_policy: bool) -> dict[str, Value]:
         """All values for a trace, the policy's name first if asked for and present."""
         return {**({"policy": self.policy} if with_policy and self.policy else {}), **self.values}
-
-
-def _boolean(name: str, value: object) -> bool:
-    found = _BOOLEANS.get(str(value).strip().lower())
-    if found is None:
-        raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
-    return found
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:

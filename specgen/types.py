@@ -35,11 +35,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         self._check()
-        numbers = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int} | (
-            {"seed": int} if self.seed else {}
-        )
-        for name, kind in numbers.items():
-            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers cannot be written as JSON
+        for name, kind in {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, kind(value))  # NumPy's numbers cannot be written as JSON
 
     def _check(self) -> None:
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:

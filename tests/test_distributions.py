@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops, verifiers
-from specgen.decoding.run import Clock
+from specgen.decoding.components import Components
+from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.types import Context, Draft, SamplingParams, Verdict
+from specgen.methods import Method
+from specgen.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.workers.thread_worker import ThreadWorker
 
 VOCAB, TOKENS = 6, 3
@@ -55,8 +58,8 @@ class Guesses:
     def begin(self, context: Context) -> None:
         pass
 
-    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
-        return draft_row.softmax(dim=-1).max()
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        return draft_hidden.softmax(dim=-1).max()
 
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)
@@ -113,19 +116,40 @@ VARIANTS = (  # of what stands beside them
 VERDICTS = ("sd", "pearl", "spectr", "specinfer")
 
 
+def scripted_run(
+    method: Method | str,
+    settings: Mapping[str, object],
+    target: Any,
+    draft: Any,
+    sampling: SamplingParams,
+    *,
+    eos: Iterable[int] = (),
+    seed: int = 0,
+    worker: ThreadWorker | None = None,
+    prompt: Sequence[int] = PROMPT,
+) -> Run:
+    """A run of a method with these model runners."""
+    method = methods.find(method) if isinstance(method, str) else method
+    components = Components(target, draft, sampling, frozenset(eos), target.vocab_size, seed, acceptance_predictor=Guesses())
+    resolved, context = methods.resolve(method, settings), Context(prompt)
+    return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
+
+
+def ids_of(rounds: Iterable[Round]) -> list[int]:
+    return [token for round_ in rounds for token in round_.token_ids]
+
+
 def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
-    method = methods.find(name.partition(":")[0])
-    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, acceptance_predictor=Guesses())  # type: ignore[arg-type]
-    run = factory.make_run(
-        method, methods.resolve(method, settings), components, Context(PROMPT), sampling.max_new_tokens, None, Clock(None), WORKER
-    )
-    return tuple(token for round_ in run.rounds() for token in round_.token_ids)
+    method = name.partition(":")[0]
+    return tuple(ids_of(scripted_run(method, settings, TARGET, DRAFT, sampling, eos=eos, seed=seed, worker=WORKER).rounds()))
 
 
-def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dict[tuple[int, ...], float]:
-    """The exact probability of each output under the target."""
+def expected(
+    sampling: SamplingParams, eos: frozenset[int] = frozenset(), logits_of: Callable[[list[int]], torch.Tensor] = TARGET.row
+) -> dict[tuple[int, ...], float]:
+    """The exact probability of each output under the target, whose logits after some tokens are `logits_of(tokens)`."""
     found = {(): 1.0}
     for _ in range(TOKENS):
         longer: dict[tuple[int, ...], float] = {}
@@ -133,7 +157,7 @@ def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dic
             if tokens and tokens[-1] in eos:
                 longer[tokens] = mass
                 continue
-            probs = logits_ops.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist()
+            probs = logits_ops.warp(logits_of([*PROMPT, *tokens]), sampling).tolist()
             longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
         found = longer
     return found
@@ -223,34 +247,23 @@ def test_joint_distribution_with_many_runs(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_distribution_of_a_real_model(name: str) -> None:
     """The same on model runners with KV caches: a random Llama with a vocabulary of twelve tokens."""
     size = 12
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
-    method = methods.find(name.partition(":")[0])
     runners = ModelRunner(target), ModelRunner(draft)
     worker = ThreadWorker(runners[1])
 
-    def run(seed: int) -> tuple[int, ...]:
-        components = factory.Components(*runners, sampling, frozenset(), size, seed, acceptance_predictor=Guesses())
-        made = factory.make_run(
-            method, methods.resolve(method, SETTINGS[name]), components, Context(PROMPT), TOKENS, None, Clock(None), worker
-        )
-        return tuple(token for round_ in made.rounds() for token in round_.token_ids)
+    @torch.no_grad()
+    def logits_of(ids: list[int]) -> torch.Tensor:
+        return target(torch.tensor([ids])).logits[0, -1]
 
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in found.items():
-            with torch.no_grad():
-                logits = target(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-            probs = logits_ops.warp(logits, sampling).tolist()
-            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
-        found = longer
-    counts = Counter(run(seed) for seed in range(4000))
-    assert p_value(counts, found) > SIGNIFICANCE
+    method = name.partition(":")[0]
+    runs = (scripted_run(method, SETTINGS[name], *runners, sampling, seed=seed, worker=worker) for seed in range(4000))
+    counts = Counter(tuple(ids_of(run.rounds())) for run in runs)
+    assert p_value(counts, expected(sampling, logits_of=logits_of)) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 40, 5000])

@@ -10,23 +10,19 @@ from statistics import mean
 import pytest
 import torch
 from families import make_model
-from test_distributions import VOCAB, TableRunner
+from test_distributions import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
-from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
 from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.mtad_drafter import BeamSearchDrafter
-from specgen.decoding.mtad_verifier import JointLikelihoodVerifier
+from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
-from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.errors import RunError
 from specgen.types import Context, Draft, Round, SamplingParams, Verdict
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
-PROMPT = [0, 3, 1, 2, 3, 1]
 
 
 def rows(*probs: Sequence[float]) -> ModelOutput:
@@ -201,7 +197,7 @@ class TestBeams:
         assert passes[4:] == [1, 6, 6, 6], "the accepted path's rows were kept"
 
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-    def test_beams_in_a_session_are_those_of_the_model_without_a_cache(self, family: str) -> None:
+    def test_beams_in_a_runner_are_those_of_the_model_without_a_cache(self, family: str) -> None:
         model = make_model(family)
         search = BeamSearchDrafter(DraftSetup(ModelRunner(model), SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
@@ -227,23 +223,8 @@ class TestBeams:
                 beam_search(runner, SAMPLING, width=3, stochastic=stochastic).propose(Context(PROMPT), Fixed(2), 5)
 
 
-def run(
-    name: str,
-    settings: dict[str, object],
-    target: TableRunner,
-    draft_: TableRunner,
-    sampling: SamplingParams,
-    eos: frozenset[int] = frozenset(),
-) -> list[Round]:
-    method = methods.find(name)
-    components = factory.Components(target, draft_, sampling, eos, VOCAB, seed=sampling.seed or 0)  # type: ignore[arg-type]
-    limit = sampling.max_new_tokens
-    made = factory.make_run(method, methods.resolve(method, settings), components, Context(PROMPT), limit, None, Clock(None))
-    return list(made.rounds())
-
-
-def ids_of(rounds: Sequence[Round]) -> list[int]:
-    return [token for round_ in rounds for token in round_.token_ids]
+def run(name: str, settings: dict[str, object], target: TableRunner, draft: TableRunner, sampling: SamplingParams) -> list[Round]:
+    return list(scripted_run(name, settings, target, draft, sampling, seed=sampling.seed or 0).rounds())
 
 
 def log_likelihood(runner: TableRunner, tokens: Sequence[int]) -> float:
@@ -317,7 +298,7 @@ class TestMtad:
     def test_an_end_of_sequence_ends_the_output(self, name: str) -> None:
         for seed in range(20):
             sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed)
-            tokens = ids_of(run(name, {}, TableRunner(1), TableRunner(2), sampling, frozenset({1})))
+            tokens = ids_of(scripted_run(name, {}, TableRunner(1), TableRunner(2), sampling, eos={1}, seed=seed).rounds())
             assert 1 not in tokens[:-1]
             assert tokens[-1] == 1 or len(tokens) == 12
 

@@ -9,6 +9,7 @@ from itertools import combinations, product
 
 import pytest
 from families import FAMILIES, make_model, plain
+from test_runs import LENGTH_SETTINGS
 
 from specgen.pair import Pair
 from specgen.settings import parse_pairs
@@ -16,23 +17,11 @@ from specgen.types import SamplingParams
 
 LENGTHS = tuple(range(1, 9))
 DRAFTS = ("unrelated", "near", "itself")
-LENGTH_SETTING = {
-    "ar": None,
-    "sd": "k",
-    "heuristic": "k",
-    "confidence": "max_draft",
-    "svip": "max_draft",
-    "beta-ts": "max_draft",
-    "lookup": "k",
-    "pearl": "window",
-    "pearl:pre_verify=false": "window",
-    "pearl:post_verify=false": "window",
-    "spectr": "k",
-    "specinfer": "k",
-}
+PEARL = ("pearl", "pearl:pre_verify=false", "pearl:post_verify=false")
+METHODS = ("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "spectr", "specinfer", *PEARL)
 COUNT = 20
 PROMPTS = 3  # twice as many are run; transformers takes most of the time
-AXES = (tuple(FAMILIES), tuple(LENGTH_SETTING), DRAFTS, LENGTHS)
+AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS)
 Case = tuple[str, str, str, int]
 
 
@@ -64,8 +53,8 @@ def expected(family: str, seed: int) -> list[int]:
 
 
 def check(pair: Pair, family: str, method: str, length: int) -> None:
-    setting = LENGTH_SETTING[method]
     name, *fixed = method.split(":")
+    setting = LENGTH_SETTINGS.get(name)
     settings: dict[str, object] = dict(parse_pairs(fixed))
     if setting is not None:
         settings[setting] = length
@@ -89,7 +78,7 @@ def test_greedy_ids_are_the_targets_own(
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_ids_in_the_full_product(pair_of: Callable[[str, str], Pair], family: str, draft: str) -> None:
     pair = pair_of(family, draft)
-    for method, length in product(LENGTH_SETTING, LENGTHS):
+    for method, length in product(METHODS, LENGTHS):
         check(pair, family, method, length)
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributions import TableRunner
+from test_distributions import TableRunner, scripted_run
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops, multi_draft
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.multi_draft import Acceptance, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
-from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError
 from specgen.types import Context, Draft, SamplingParams
@@ -45,10 +44,9 @@ class Paths:
     """Replaces randomness: enumerates all outcomes of every draw and Bernoulli trial; `weight` is the path's probability."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._ahead: list[
-            list[tuple[Any, float]]
-        ] = []  # for each choice on the current path the outcomes not tried yet, the current one last
-        self._place = 0
+        # for each choice on the current path the outcomes not tried yet, the current one last
+        self._untried: list[list[tuple[Any, float]]] = []
+        self._position = 0
         self.weight = 1.0
         monkeypatch.setattr(logits_ops, "draw", self._draw)
         monkeypatch.setattr(logits_ops, "bernoulli", self._flips)
@@ -56,20 +54,20 @@ class Paths:
     def all(self, run: Callable[[], tuple[int, ...]]) -> Distribution:
         found: Distribution = defaultdict(float)
         while True:
-            self._place, self.weight = 0, 1.0
+            self._position, self.weight = 0, 1.0
             outcome = run()
             found[outcome] += self.weight
-            while self._ahead and len(self._ahead[-1]) == 1:
-                self._ahead.pop()
-            if not self._ahead:
+            while self._untried and len(self._untried[-1]) == 1:
+                self._untried.pop()
+            if not self._untried:
                 return dict(found)
-            self._ahead[-1].pop()
+            self._untried[-1].pop()
 
     def _choose(self, outcomes: Callable[[], Iterator[tuple[Any, float]]]) -> Any:
-        if self._place == len(self._ahead):
-            self._ahead.append([(value, weight) for value, weight in outcomes() if weight > 0])
-        value, weight = self._ahead[self._place][-1]
-        self._place += 1
+        if self._position == len(self._untried):
+            self._untried.append([(value, weight) for value, weight in outcomes() if weight > 0])
+        value, weight = self._untried[self._position][-1]
+        self._position += 1
         self.weight *= weight
         return value
 
@@ -290,11 +288,8 @@ def test_one_draft_is_speculative_sampling() -> None:
     for name in ("sd", *JUDGES):
         accepted = drafted = 0
         for seed in range(60):
-            method = methods.find(name)
-            settings = methods.resolve(method, {"k": 2} | ({"drafts": 1} if name in JUDGES else {}))
-            components = factory.Components(TableRunner(1), TableRunner(2), sampling, frozenset(), 6, seed)  # type: ignore[arg-type]
-            run = factory.make_run(method, settings, components, Context([0, 3, 1]), 40, None, Clock(None))
-            for round_ in run.rounds():
+            settings = {"k": 2} | ({"drafts": 1} if name in JUDGES else {})
+            for round_ in scripted_run(name, settings, TableRunner(1), TableRunner(2), sampling, seed=seed).rounds():
                 accepted += len(round_.verdict.path)
                 drafted += len(round_.draft.tokens)
         rates[name] = accepted / drafted
@@ -310,8 +305,7 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
         components = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
-        draft = factory.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit)
-        return max((len(path_to(draft, node)) for node in range(len(draft.tokens))), default=0)
+        return factory.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit).levels
 
     assert length(1000, 6, 10) == 4
     assert length(1000, 6, 2) == 2
@@ -319,7 +313,3 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
     assert length(3, 6, 10) == 0
     assert length(1000, 3, 10) == 0, "the context holds token 3"
     assert length(1000, 6, 0) == 0
-
-
-def path_to(draft: Draft, node: int) -> list[int]:
-    return [*path_to(draft, draft.parents[node]), node] if node >= 0 else []

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_distributions import TableRunner, ids_of, scripted_run
 
-from specgen import factory, methods
 from specgen.cost_model import Window
-from specgen.decoding.run import Clock
-from specgen.engine.model_runner import ModelOutput
-from specgen.types import Context, Round, SamplingParams, TokenStatus
+from specgen.types import Round, SamplingParams, TokenStatus
 from specgen.workers.thread_worker import ThreadWorker
 
 
-class RandomSession:
-    """A runner whose logits depend on the last token alone; a share `noise` of its rows differs from a noiseless one's."""
-
-    context_limit = 1000
-    device = torch.device("cpu")
+class RandomRunner(TableRunner):
+    """A runner whose logits depend on the last token alone; a share `noise` of them differs from a noiseless one's."""
 
     def __init__(self, vocabulary: int, seed: int, noise: float = 0.0) -> None:
         self.vocab_size = self.num_embeddings = vocabulary
@@ -31,26 +27,18 @@ class RandomSession:
         changed = torch.rand(vocabulary, 1, generator=generator) < noise
         self.table = torch.where(changed, other, self.table)
 
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        ids = [context.ids[-1], *draft]
-        return ModelOutput(self.table[ids[start:]])
+    def row(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.table[ids[-1]]
 
 
-def decode(name: str, target: RandomSession, draft: RandomSession, limit: int, eos: set[int], **given_: object) -> list[Round]:
-    method = methods.find(name)
-    worker = ThreadWorker(draft)  # type: ignore[arg-type]
-    components = factory.Components(target, draft, SamplingParams(), frozenset(eos), target.vocab_size, 1)  # type: ignore[arg-type]
-    run = factory.make_run(method, methods.resolve(method, given_), components, Context([0, 1]), limit, None, Clock(None), worker)
-    rounds = list(run.rounds())
-    worker.close()
+def decode(name: str, target: RandomRunner, draft: RandomRunner, limit: int, eos: set[int], **given_: object) -> list[Round]:
+    with closing(ThreadWorker(draft)) as worker:  # type: ignore[arg-type]
+        run = scripted_run(
+            name, given_, target, draft, SamplingParams(max_new_tokens=limit), eos=eos, worker=worker, prompt=[0, 1]
+        )
+        rounds = list(run.rounds())
     assert run.finish_reason in ("length", "eos")
     return rounds
-
-
-def tokens_of(rounds: list[Round]) -> list[int]:
-    return [token for round_ in rounds for token in round_.token_ids]
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,10 +56,10 @@ def tokens_of(rounds: list[Round]) -> list[int]:
 def test_random_cases_give_plain_decodings_tokens(
     vocabulary: int, seed: int, noise: float, window: int, limit: int, eos: set[int], pre: bool, post: bool, policy: str | None
 ) -> None:
-    target, draft = RandomSession(vocabulary, seed), RandomSession(vocabulary, seed, noise)
+    target, draft = RandomRunner(vocabulary, seed), RandomRunner(vocabulary, seed, noise)
     given_ = {"window": window, "pre_verify": pre, "post_verify": post} | ({} if policy is None else {"policy": policy})
     rounds = decode("pearl", target, draft, limit, eos, **given_)
-    assert tokens_of(rounds) == tokens_of(decode("ar", target, draft, limit, eos))
+    assert ids_of(rounds) == ids_of(decode("ar", target, draft, limit, eos))
     for round_ in rounds[1:]:
         assert round_.token_ids, "every pass of the target commits something"
         assert len(round_.draft.tokens) == len(round_.draft.entropies) == len(round_.statuses)
@@ -94,13 +82,13 @@ def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(thread_worker.ThreadDrafter, "finish", noted)
     for seed in range(20):
         made.clear()
-        rounds = decode("pearl", RandomSession(8, seed), RandomSession(8, seed, 0.3), 30, {5}, window=4)
+        rounds = decode("pearl", RandomRunner(8, seed), RandomRunner(8, seed, 0.3), 30, {5}, window=4)
         assert [token for round_ in rounds for token in round_.draft.tokens] == made
 
 
 def test_rounds_as_in_the_papers_figure_3() -> None:
     """x1 is rejected in pre-verify; x4 to x6 are accepted while x7 to x9 are drafted; x9 and what follows it is rejected."""
-    target, draft = RandomSession(16, 0), RandomSession(16, 0)
+    target, draft = RandomRunner(16, 0), RandomRunner(16, 0)
     target.table[:] = torch.eye(16).roll(1, 1)  # counts up: 0 1 2 3 ...
     draft.table[:] = target.table
     draft.table[2] = torch.eye(16)[9]  # after 2, the first token of the run, it drafts 9
@@ -128,7 +116,7 @@ def test_rounds_as_in_the_papers_figure_3() -> None:
 
 
 def test_the_ablations_change_the_schedule() -> None:
-    runner = RandomSession(12, 4)
+    runner = RandomRunner(12, 4)
     without_pre = decode("pearl", runner, runner, 20, set(), window=4, pre_verify=False)
     assert {round_.mode for round_ in without_pre[1:]} == {"post-verify"}
     assert len(without_pre[1].draft.tokens) == 5, "a whole window, and the first token of the next"
@@ -146,6 +134,6 @@ def test_a_narrow_pass_gets_a_short_draft() -> None:
 
 def test_the_policy_is_told_what_was_judged() -> None:
     """It does not observe tokens pending verification: three successes, whatever follows them."""
-    runner = RandomSession(12, 4)
+    runner = RandomRunner(12, 4)
     rounds = decode("pearl", runner, runner, 8, set(), window=3, policy="beta-ts", alpha=1e6, beta=1)
     assert [round_.policy_state["alpha"] - 1e6 for round_ in rounds] == [0, 1, 4, 7]  # type: ignore[index]

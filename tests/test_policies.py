@@ -1,4 +1,4 @@
-"""Length policies on scripted steps, and drafters on scripted sessions."""
+"""Length policies on scripted steps, and drafters on scripted runners."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ NO_EOS: frozenset[int] = frozenset()
 def drafted(policy: LengthPolicy, steps: Sequence[DraftedToken]) -> int:
     """The number of tokens drafted when the policy ends the draft."""
     return next((step.position for step in steps if not policy.keep_drafting(step)), len(steps))
+
+
+def with_signal(name: str, *values: float) -> list[DraftedToken]:
+    return [DraftedToken(position, {name: value}) for position, value in enumerate(values, 1)]
 
 
 def steps(count: int = 100, entropy: float = 0.0, prob: float = 1.0) -> list[DraftedToken]:
@@ -50,7 +54,7 @@ def test_heuristic_follows_transformers_schedule() -> None:
 
 def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
     policy = Confidence(threshold=0.4, max_draft=20)
-    assert drafted(policy, [DraftedToken(1, {"prob": 0.9}), DraftedToken(2, {"prob": 0.39}), DraftedToken(3, {"prob": 0.9})]) == 2
+    assert drafted(policy, with_signal("prob", 0.9, 0.39, 0.9)) == 2
     assert policy.reason == "prob 0.39 < 0.40"
     assert drafted(policy, steps()) == 20
 
@@ -58,10 +62,7 @@ def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
 def test_svip_compares_the_root_of_c_times_entropy() -> None:
     policy = SVIP(threshold=0.4, c=0.15, max_draft=40)
     edge = 0.4**2 / 0.15
-    assert (
-        drafted(policy, [DraftedToken(at, {"entropy": entropy}) for at, entropy in enumerate((edge - 0.01, edge + 0.01, 0.0), 1)])
-        == 2
-    )
+    assert drafted(policy, with_signal("entropy", edge - 0.01, edge + 0.01, 0.0)) == 2
     assert policy.reason.startswith("√cH 0.40 > 0.40")
     assert drafted(policy, steps(entropy=3.0)) == 1, "the token whose entropy is too high is kept: a draft is never empty"
     assert drafted(policy, steps()) == 40
@@ -112,7 +113,7 @@ def test_cali_ts_weighs_the_predictor_against_what_was_accepted() -> None:
 
 def test_cali_ts_tells_its_posterior_at_the_last_drafts_mean_score() -> None:
     policy = cali(max_draft=2, sigma_model=1e-3, sampling_prediction=False, seed=3)
-    assert drafted(policy, [DraftedToken(1, {"predicted_acceptance": 1.0}), DraftedToken(2, {"predicted_acceptance": 0.5})]) == 2
+    assert drafted(policy, with_signal("predicted_acceptance", 1.0, 0.5)) == 2
     policy.observe(drafted=2, accepted=2)
     assert (policy.state()["mean"], policy.state()["deviation"]) == pytest.approx((0.75, 1e-3))
     policy.observe(drafted=0, accepted=0)  # nothing was drafted, so the posterior stays
@@ -129,9 +130,7 @@ def test_cali_ts_ends_at_the_acceptance_rate() -> None:
     for _ in range(3000):
         policy.observe(drafted=4, accepted=3)
     assert policy.posterior(0.1)[0] == pytest.approx(0.75, abs=0.01), "the printed update ends at 1 whatever is accepted"
-    lengths = [
-        drafted(policy, [DraftedToken(position, {"predicted_acceptance": 0.1}) for position in range(1, 41)]) for _ in range(3000)
-    ]
+    lengths = [drafted(policy, with_signal("predicted_acceptance", *[0.1] * 40)) for _ in range(3000)]
     assert sum(lengths) / 3000 == pytest.approx(4, rel=0.1)
     assert policy.reason.startswith("bandit θ 0.7")
 
@@ -150,14 +149,14 @@ def test_cali_ts_with_one_part_switched_off() -> None:
 
 def test_cali_ts_has_a_cap_and_clips() -> None:
     policy = cali(sampling_prediction=False, sigma_model=1e-3, max_draft=6)
-    assert drafted(policy, [DraftedToken(position, {"predicted_acceptance": 1.5}) for position in range(1, 41)]) == 6
+    assert drafted(policy, with_signal("predicted_acceptance", *[1.5] * 40)) == 6
     assert policy.reason == "limit 6"
-    assert drafted(policy, [DraftedToken(position, {"predicted_acceptance": -0.5}) for position in range(1, 41)]) == 1
+    assert drafted(policy, with_signal("predicted_acceptance", *[-0.5] * 40)) == 1
 
 
 def test_selfsd_adapts_its_threshold_to_the_acceptance_rate() -> None:
     policy = SelfSD(k=12)
-    assert drafted(policy, [DraftedToken(1, {"prob": 0.9}), DraftedToken(2, {"prob": 0.59}), DraftedToken(3, {"prob": 0.9})]) == 2
+    assert drafted(policy, with_signal("prob", 0.9, 0.59, 0.9)) == 2
     assert policy.reason == "prob 0.59 < 0.60"
     assert drafted(policy, steps()) == 12
     policy.observe(drafted=12, accepted=12)
@@ -178,7 +177,7 @@ def test_a_policy_raises_where_its_signal_was_not_computed(policy: LengthPolicy)
         policy.keep_drafting(DraftedToken(1, {"margin": 0.5}))
 
 
-class ScriptedSession:
+class ScriptedRunner:
     """A runner whose likeliest token after n is n + 1, with the logit `certainty`; all other logits are 0."""
 
     device = torch.device("cpu")
@@ -196,13 +195,13 @@ class ScriptedSession:
         return ModelOutput(row[None])
 
 
-def model_draft(runner: ScriptedSession, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
+def model_draft(runner: ScriptedRunner, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
     settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": runner.vocab_size} | options
     return ModelDrafter(DraftSetup(runner, **settings)).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
 
 
 def test_a_draft_says_why_it_ended() -> None:
-    runner = ScriptedSession()
+    runner = ScriptedRunner()
     assert model_draft(runner, Fixed(3), [1], 9).tokens == [2, 3, 4]
     assert model_draft(runner, Fixed(3), [1], 9).stop_reason == "limit 3"
     assert model_draft(runner, Fixed(9), [1], 2).stop_reason == "length"
@@ -211,7 +210,7 @@ def test_a_draft_says_why_it_ended() -> None:
 
 
 def test_a_draft_tells_its_entropies_whoever_asked_for_them() -> None:
-    runner = ScriptedSession()
+    runner = ScriptedRunner()
     asked = model_draft(runner, SVIP(10, 0.15, 3), [1], 9)
     unasked = model_draft(runner, Fixed(3), [1], 9)
     assert asked.entropies == pytest.approx(unasked.entropies)
@@ -233,7 +232,7 @@ class Undeclared(Fixed):
 
 def test_a_drafter_gives_a_policy_only_its_declared_signals() -> None:
     with pytest.raises(LookupError, match="the signal 'entropy', which was not computed"):
-        model_draft(ScriptedSession(), Undeclared(3), [1], 9)
+        model_draft(ScriptedRunner(), Undeclared(3), [1], 9)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -249,7 +248,7 @@ def test_every_signal_of_a_drafted_token(temperature: float) -> None:
             return super().keep_drafting(token)
 
     sampling = SamplingParams(temperature=temperature)
-    draft = model_draft(ScriptedSession(certainty=2.0), Seeing(6), [1], 9, sampling=sampling, seed=4)
+    draft = model_draft(ScriptedRunner(certainty=2.0), Seeing(6), [1], 9, sampling=sampling, seed=4)
     top, other = (math.exp(logit) / (math.exp(2) + 9) for logit in (2, 0))
     likeliest = [(before + 1) % 10 for before in (1, *draft.tokens)]
     for token, drafted_id, best in zip(seen, draft.tokens, likeliest, strict=False):
@@ -261,17 +260,17 @@ def test_every_signal_of_a_drafted_token(temperature: float) -> None:
 
 
 def test_no_draft_beyond_the_drafts_own_context_or_vocabulary() -> None:
-    assert model_draft(ScriptedSession(context_limit=5), Fixed(9), [1, 2, 3], 9).tokens == [4, 5]
-    assert model_draft(ScriptedSession(context_limit=3), Fixed(9), [1, 2, 3], 9).tokens == ()
-    assert model_draft(ScriptedSession(vocab_size=4), Fixed(9), [1, 7, 3], 9).tokens == ()
-    assert model_draft(ScriptedSession(), Fixed(9), [1], 0).tokens == ()
+    assert model_draft(ScriptedRunner(context_limit=5), Fixed(9), [1, 2, 3], 9).tokens == [4, 5]
+    assert model_draft(ScriptedRunner(context_limit=3), Fixed(9), [1, 2, 3], 9).tokens == ()
+    assert model_draft(ScriptedRunner(vocab_size=4), Fixed(9), [1, 7, 3], 9).tokens == ()
+    assert model_draft(ScriptedRunner(), Fixed(9), [1], 0).tokens == ()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_stays_inside_the_targets_vocabulary(temperature: float) -> None:
     """The draft has a larger padded vocabulary than the target: the extra logits are cut before the softmax."""
     sampling = SamplingParams(temperature=temperature)
-    draft = model_draft(ScriptedSession(vocab_size=10), Fixed(5), [5], 5, vocab_size=7, sampling=sampling)
+    draft = model_draft(ScriptedRunner(vocab_size=10), Fixed(5), [5], 5, vocab_size=7, sampling=sampling)
     assert max(draft.tokens) < 7
     if temperature:
         assert draft.probs.shape == (5, 7)
@@ -279,7 +278,7 @@ def test_a_draft_stays_inside_the_targets_vocabulary(temperature: float) -> None
 
 
 def test_a_shorter_drafts_distribution_is_padded_with_zeros() -> None:
-    draft = model_draft(ScriptedSession(vocab_size=6), Fixed(2), [1], 5, vocab_size=9, sampling=SamplingParams(temperature=1.0))
+    draft = model_draft(ScriptedRunner(vocab_size=6), Fixed(2), [1], 5, vocab_size=9, sampling=SamplingParams(temperature=1.0))
     assert draft.probs.shape == (2, 9)
     assert not draft.probs[:, 6:].any()
 
@@ -288,7 +287,7 @@ def test_a_shorter_drafts_distribution_is_padded_with_zeros() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_in_a_draft_is_an_error(policy: LengthPolicy, temperature: float) -> None:
     with pytest.raises(RunError, match="NaN"):
-        model_draft(ScriptedSession(certainty=math.nan), policy, [1], 5, sampling=SamplingParams(temperature=temperature))
+        model_draft(ScriptedRunner(certainty=math.nan), policy, [1], 5, sampling=SamplingParams(temperature=temperature))
 
 
 def lookup(ids: list[int], k: int = 5, ngram: int = 3, limit: int = 100, eos: frozenset[int] = NO_EOS) -> list[int]:

@@ -7,16 +7,15 @@ import sys
 from typing import ClassVar
 
 import pytest
-from test_distributions import PROMPT, VOCAB, TableRunner
+from test_distributions import TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
-from specgen import factory, methods
+from specgen import methods
 from specgen.cli.app import app
 from specgen.decoding import policies
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.policies import DraftedToken, LengthPolicy
-from specgen.decoding.run import Clock
 from specgen.errors import SpecgenError
 from specgen.methods import Method
 from specgen.settings import Setting, Settings
@@ -47,20 +46,16 @@ class Repeat:
         return Draft.chain([context.ids[-1]] * min(2, limit))
 
 
-def decode(method: Method, settings: Settings, draft: TableRunner | None) -> tuple[list[int], set[str | None]]:
-    components = factory.Components(TableRunner(1), draft, SamplingParams(), frozenset(), VOCAB, seed=0)  # type: ignore[arg-type]
-    run = factory.make_run(method, settings, components, Context(PROMPT), 12, None, Clock(None))
-    rounds = list(run.rounds())
-    return [token for round_ in rounds for token in round_.token_ids], {round_.draft.stop_reason for round_ in rounds}
+def decode(method: Method, settings: dict[str, object], draft: TableRunner | None) -> tuple[list[int], set[str | None]]:
+    rounds = list(scripted_run(method, settings, TableRunner(1), draft, SamplingParams(max_new_tokens=12)).rounds())
+    return ids_of(rounds), {round_.draft.stop_reason for round_ in rounds}
 
 
 def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(policies.POLICIES, "margin", Margin)  # type: ignore[arg-type]
     sd = methods.find("sd")
-    settings = methods.resolve(sd, {"policy": "margin", "threshold": "0.9"})
-    assert settings.values["threshold"] == 0.9
-    tokens, reasons = decode(sd, settings, TableRunner(2))
-    assert tokens == decode(methods.find("ar"), methods.resolve(methods.find("ar"), {}), None)[0]
+    tokens, reasons = decode(sd, {"policy": "margin", "threshold": "0.9"}, TableRunner(2))
+    assert tokens == decode(methods.find("ar"), {}, None)[0]
     assert "small margin" in reasons
     with pytest.raises(SpecgenError, match="lookup cannot use the policy 'margin': its drafter does not compute margin"):
         methods.resolve(methods.find("lookup"), {"policy": "margin"})
@@ -78,8 +73,7 @@ def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(methods.METHODS, "repeat", row)  # type: ignore[arg-type]
     method = methods.find("repeat")
     assert not method.needs_draft_model
-    tokens, _ = decode(method, methods.resolve(method, {}), None)
-    assert tokens == decode(methods.find("ar"), methods.resolve(methods.find("ar"), {}), None)[0]
+    assert decode(method, {}, None)[0] == decode(methods.find("ar"), {}, None)[0]
     assert "repeat" in CliRunner().invoke(app, ["inspect", "--methods"]).output
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,14 +14,12 @@ import torch
 from families import CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableRunner, seldom
+from test_distributions import PROMPT, SETTINGS, VOCAB, TableRunner, ids_of, scripted_run, seldom
 
 import specgen
-from specgen import factory, methods
-from specgen.decoding.run import Clock
 from specgen.methods import METHODS
 from specgen.pair import Pair, Result
-from specgen.types import Context, Round, SamplingParams
+from specgen.types import Round, SamplingParams
 from specgen.workers.thread_worker import ThreadWorker
 
 METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
@@ -59,23 +59,12 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     expected: list[int] = []
     while len(expected) < limit and not (expected and expected[-1] in eos):
         expected.append(int(table.row([*PROMPT, *expected]).argmax()))
-    chosen = methods.find(method)
     setting = LENGTH_SETTINGS.get(method)
-    resolved = methods.resolve(chosen, {setting: length} if setting else {})
-    runner = TableRunner(draft)
+    runner, sampling = TableRunner(draft), SamplingParams(max_new_tokens=limit)
     with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
-        components = factory.Components(
-            table,  # type: ignore[arg-type]
-            runner,  # type: ignore[arg-type]
-            SamplingParams(),
-            eos,
-            VOCAB,
-            seed=0,
-            acceptance_predictor=Guesses(),
-        )
-        run = factory.make_run(chosen, resolved, components, Context(PROMPT), limit, None, Clock(None), worker)
+        run = scripted_run(method, {setting: length} if setting else {}, table, runner, sampling, eos=eos, worker=worker)
         rounds = list(run.rounds())
-    assert [token for round_ in rounds for token in round_.token_ids] == expected
+    assert ids_of(rounds) == expected
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")
     assert rounds[0].mode == "prefill"
     assert [round_.index for round_ in rounds] == list(range(len(rounds)))
@@ -146,7 +135,7 @@ def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: P
     whole, before = (demo_pair.tokenizer.text_of(result.token_ids[:end]) for end in (None, -1))
     assert stop in whole
     assert stop not in before
-    assert [token for round_ in result.rounds for token in round_.token_ids] == result.token_ids
+    assert ids_of(result.rounds) == result.token_ids
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(pair_of: Callable[[str, str], Pair]) -> None:
@@ -188,7 +177,7 @@ def test_an_interruption_inside_a_pass_costs_that_round_only(pair_of: Callable[[
     with pytest.raises(KeyboardInterrupt):
         next(rounds)
     handle.remove()
-    tokens = [token for round_ in done for token in round_.token_ids]
+    tokens = ids_of(done)
     assert tokens == expected[: len(tokens)]
     assert pair.generate([1, 5, 6], "sd", sampling).token_ids == expected
 
@@ -247,8 +236,5 @@ def test_the_python_interface(demo_pair: Pair) -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import specgen, specgen.cli.app, sys; assert specgen.METHODS; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

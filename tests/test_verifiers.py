@@ -18,17 +18,13 @@ def rows(*choices: int, size: int = 8) -> ModelOutput:
     return ModelOutput(torch.nn.functional.one_hot(torch.tensor(choices), size).float() * 9)
 
 
-def chain(*tokens: int) -> Draft:
-    return Draft(tokens, range(-1, len(tokens) - 1))
-
-
 @pytest.mark.parametrize(
     ("draft", "choices", "verdict"),
     [
-        (chain(), (3,), Verdict((), 3, None)),
-        (chain(1, 2), (1, 2, 3), Verdict((0, 1), 3, "bonus")),
-        (chain(1, 2), (1, 5, 3), Verdict((0,), 5, "correction")),
-        (chain(1, 2), (4, 2, 3), Verdict((), 4, "correction")),
+        (Draft(), (3,), Verdict((), 3, None)),
+        (Draft.chain((1, 2)), (1, 2, 3), Verdict((0, 1), 3, "bonus")),
+        (Draft.chain((1, 2)), (1, 5, 3), Verdict((0,), 5, "correction")),
+        (Draft.chain((1, 2)), (4, 2, 3), Verdict((), 4, "correction")),
         (Draft((1, 2, 3, 4), (-1, -1, 1, 1)), (2, 0, 4, 0, 6), Verdict((1, 3), 6, "bonus")),
         (Draft((1, 2, 3, 4), (-1, -1, 1, 1)), (2, 0, 7, 0, 6), Verdict((1,), 7, "correction")),
         (Draft((1, 2, 3), (-1, -1, 0)), (5, 3, 0, 0), Verdict((), 5, "correction")),
@@ -41,9 +37,9 @@ def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], v
 @pytest.mark.parametrize(
     ("draft", "choices", "verdict"),
     [
-        (chain(1, 2), (1, 2), Verdict((0, 1), None, None)),
-        (chain(1, 2), (1, 5), Verdict((0,), 5, "correction")),
-        (chain(1), (4,), Verdict((), 4, "correction")),
+        (Draft.chain((1, 2)), (1, 2), Verdict((0, 1), None, None)),
+        (Draft.chain((1, 2)), (1, 5), Verdict((0,), 5, "correction")),
+        (Draft.chain((1,)), (4,), Verdict((), 4, "correction")),
     ],
 )
 def test_without_a_row_behind_the_draft_there_is_no_bonus(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
@@ -54,7 +50,7 @@ def test_without_a_row_behind_the_draft_there_is_no_bonus(draft: Draft, choices:
 
 def test_greedy_takes_any_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert GreedyVerifier().verify(chain(1), ModelOutput(rows(1, 4).logits.to(dtype))) == Verdict((0,), 4, "bonus")
+        assert GreedyVerifier().verify(Draft.chain((1,)), ModelOutput(rows(1, 4).logits.to(dtype))) == Verdict((0,), 4, "bonus")
 
 
 def sampler(**options: float) -> RejectionSampling:
@@ -94,15 +90,15 @@ def test_nan_logits_are_an_error(position: int) -> None:
     broken = rows(1, 2).logits
     broken[position, 3] = math.nan
     with pytest.raises(RunError, match="NaN"):
-        GreedyVerifier().verify(chain(1), ModelOutput(broken))
+        GreedyVerifier().verify(Draft.chain((1,)), ModelOutput(broken))
     with pytest.raises(RunError, match="NaN"):
-        sampler(top_k=1).verify(chain(1), ModelOutput(broken))
+        sampler(top_k=1).verify(Draft.chain((1,)), ModelOutput(broken))
 
 
 def test_greedy_forgives_a_nan_that_nothing_depends_on() -> None:
     broken = rows(4, 2).logits
     broken[1, 3] = math.nan  # the row after a rejected token
-    assert GreedyVerifier().verify(chain(1), ModelOutput(broken)) == Verdict((), 4, "correction")
+    assert GreedyVerifier().verify(Draft.chain((1,)), ModelOutput(broken)) == Verdict((), 4, "correction")
 
 
 def statuses(draft: Draft, verdict: Verdict) -> str:
@@ -110,9 +106,9 @@ def statuses(draft: Draft, verdict: Verdict) -> str:
 
 
 def test_fates_of_a_draft() -> None:
-    assert statuses(chain(1, 2, 3), Verdict((0,), 9, "correction")) == "ard"
-    assert statuses(chain(1, 2, 3), Verdict((), 9, "correction")) == "rdd"
-    assert statuses(chain(1, 2), Verdict((0, 1), 9, "bonus")) == "aa"
-    assert statuses(chain(1, 2, 3), Verdict((0,), None, None)) == "add", "the output ended there: nothing was refused"
+    assert statuses(Draft.chain((1, 2, 3)), Verdict((0,), 9, "correction")) == "ard"
+    assert statuses(Draft.chain((1, 2, 3)), Verdict((), 9, "correction")) == "rdd"
+    assert statuses(Draft.chain((1, 2)), Verdict((0, 1), 9, "bonus")) == "aa"
+    assert statuses(Draft.chain((1, 2, 3)), Verdict((0,), None, None)) == "add", "the output ended there: nothing was refused"
     assert statuses(Draft((1, 2, 3, 4), (-1, -1, 1, 0)), Verdict((1,), 9, "correction")) == "dard"
     assert TokenStatus.REJECTED.value == "rejected"

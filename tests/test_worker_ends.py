@@ -1,4 +1,4 @@
-"""However a run of PEARL ends, it does not hang, and leaves no process and no shared memory."""
+"""However a run of PEARL ends, it does not hang, and leaves no process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from processes import Forked
+from test_workers import is_running, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
 LONGEST = 60  # seconds after which a run counts as hanging
@@ -33,38 +34,12 @@ def children(parent: int) -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition: object, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not condition():  # type: ignore[operator]
-        time.sleep(0.05)
-
-
 class Running:
     """`specgen generate -m pearl` on the bundled pair, and the worker that it started."""
 
     def __init__(self, tokens: int, start: Callable[..., Any]) -> None:
-        self.shared_before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
-        command = [
-            "generate",
-            "-m",
-            "pearl",
-            "--set",
-            "window=6",
-            "-n",
-            str(tokens),
-            "--ignore-eos",
-            "--temperature",
-            "1",
-            "def f(",
-        ]
-        self.process = start(*command)
+        command = ["generate", "-m", "pearl", "--set", "window=6", "-n", str(tokens), "--ignore-eos", "--temperature", "1"]
+        self.process = start(*command, "def f(")
         self.workers: list[int] = []
 
     def find_worker(self) -> int | None:
@@ -72,14 +47,10 @@ class Running:
         return self.workers[0] if self.workers else None
 
     def end(self) -> tuple[int, bytes, str]:
-        """Exit code and output; checks that no process or shared memory remains."""
+        """Exit code and output; checks that no process remains; the shared memory has no name and ends with them."""
         self.find_worker()
         out, err = self.process.communicate(timeout=LONGEST)
-        wait_for(lambda: not any(map(alive, self.workers)), 10)
-        assert not any(map(alive, self.workers)), "a worker is left"
-        if Path("/dev/shm").exists():
-            left = {path for path in set(Path("/dev/shm").iterdir()) - self.shared_before if "specgen" in path.name}
-            assert not left
+        assert wait_until(lambda: not any(map(is_running, self.workers))), "a worker is left"
         return self.process.returncode, out, err.decode()
 
 
@@ -126,7 +97,6 @@ def press_ctrl_c(running: Running, moment: float) -> None:
 
 @generating
 def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
-    assert running.process.stdout is not None
     running.process.stdout.read(1)
     worker = running.find_worker()
     assert worker is not None
@@ -139,7 +109,6 @@ def test_a_worker_killed_while_generating_is_one_line(running: Running) -> None:
 
 @generating
 def test_the_worker_leaves_with_a_parent_that_is_killed(running: Running) -> None:
-    assert running.process.stdout is not None
     running.process.stdout.read(1)
     assert running.find_worker() is not None
     running.process.send_signal(signal.SIGKILL)
@@ -148,13 +117,12 @@ def test_the_worker_leaves_with_a_parent_that_is_killed(running: Running) -> Non
 
 @pytest.mark.slow
 def test_a_worker_killed_while_it_starts_is_one_line(running: Running) -> None:
-    wait_for(running.find_worker, 20)
+    wait_until(running.find_worker, 20)
     kill_the_worker(running, 0.2)
 
 
 @generating
 def test_ctrl_c_ends_both_and_keeps_what_was_generated(running: Running) -> None:
-    assert running.process.stdout is not None
     while not running.process.stdout.read(1).strip():  # its output begins with an empty line
         pass
     running.process.send_signal(signal.SIGINT)

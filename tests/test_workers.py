@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specgen import methods
 from specgen.errors import RunError, SpecgenError
 from specgen.pair import Pair
 from specgen.types import Round, SamplingParams
-from specgen.workers.channel import Channel, Kind
+from specgen.workers.messages import LoadModel
 from specgen.workers.process import DraftProcess
 from specgen.workers.worker_loop import serve
 
@@ -44,7 +45,7 @@ def apart(folders: tuple[str, str]) -> Iterator[Pair]:
 def process_of(pair: Pair) -> int:
     worker = pair._process_worker
     assert worker is not None
-    return worker.ready().pid
+    return worker.ready()._process.pid
 
 
 def is_running(pid: int) -> bool:
@@ -55,7 +56,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = 10) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -158,7 +159,7 @@ def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str,
 import specgen, sys, time
 pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
 pair.generate([1, 7, 9], "pearl", window=3)
-print(pair._process_worker.ready().pid, flush=True)
+print(pair._process_worker.ready()._process.pid, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -242,17 +243,17 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
 
 
 _PUPPET = """
-from specgen.workers.channel import Channel, Kind, pack_draft
-from specgen.types import Draft
-channel = Channel(0, 1)
+import sys
+from multiprocessing.connection import Connection
+from specgen.errors import SpecgenError
+from specgen.workers.messages import DraftAnswer, DraftRequest, LoadModel
+connection = Connection(int(sys.argv[1]))
 while True:
-    kind, serial, payload = channel.receive()
-    if kind == Kind.LOAD and b"broken" in payload:
-        channel.send(Kind.FAILED, serial, b'{"message": "no weights", "hint": "", "while_running": false}')
-    elif kind == Kind.LOAD:
-        channel.send(Kind.READY, serial)
-    elif kind == Kind.DRAFT:
-        channel.send(Kind.DRAFTED, serial, pack_draft(Draft.chain([5], entropies=[0.0], top_probs=[1.0]), 0.0))
+    serial, request = connection.recv()
+    if isinstance(request, LoadModel):
+        connection.send((serial, SpecgenError("no weights") if "broken" in request.folder else None))
+    elif isinstance(request, DraftRequest):
+        connection.send((serial, DraftAnswer([5], [0.0], [1.0], "length", 0.0)))
 """
 
 
@@ -263,28 +264,23 @@ def puppet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start_puppet(command: list[str], **options: Any) -> Any:
         assert command[2:4] == ["-m", "specgen.workers"]
-        return start([*command[:2], "-c", _PUPPET], **options)
+        return start([*command[:2], "-c", _PUPPET, *command[4:]], **options)
 
     monkeypatch.setattr("specgen.workers.process.subprocess.Popen", start_puppet)
 
 
 @posix
-def test_a_load_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_failed_load_is_reported(tmp_path: Path) -> None:
     """Runs the worker's loop in a thread of this process."""
     folder = save(make_model("llama"), tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    asked, answers = os.pipe(), os.pipe()
-    wanted = {"name": "a draft", "folder": folder, "trust_remote_code": False, "device": "cpu", "dtype": "float32", "threads": 1}
-    here = Channel(answers[0], asked[1])
-    here.send(Kind.LOAD, 7, json.dumps(wanted).encode())
-    os.close(asked[1])
-    serve(Channel(asked[0], answers[1]), os.getppid(), memory=-1)
-    kind, serial, payload = here.receive()
-    told = json.loads(payload)
-    assert (kind, serial, told["while_running"]) == (Kind.FAILED, 7, False)
-    assert "no safetensors weights" in told["message"]
-    for end in (answers[0], answers[1], asked[0]):
-        os.close(end)
+    here, there = Pipe()
+    with here, there:
+        here.send((7, LoadModel("a draft", folder, False, "cpu", "float32", 1)))
+        threading.Thread(target=serve, args=(there, os.getppid(), -1), daemon=True).start()
+        serial, error = here.recv()
+    assert (serial, type(error)) == (7, SpecgenError)
+    assert "no safetensors weights" in str(error)
 
 
 @posix

@@ -25,6 +25,7 @@ class BildDrafter(ModelDrafter):
     """
 
     _own_signals: ClassVar[Signals] = frozenset({"top_prob"})
+    _keeps_probs: ClassVar[bool] = False
 
     def __init__(self, setup: DraftSetup, fallback: float) -> None:
         super().__init__(setup)
@@ -41,19 +42,17 @@ class BildVerifier:
     The target's own token follows, drawn from its warped distribution and not from a residual. Not lossless.
     """
 
-    lossless: ClassVar[bool] = False
-
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, rollback: float) -> None:
         self._sampling = sampling
         self._generator = logits_ops.make_generator(device, seed)
         self._rollback = rollback
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         length = len(draft.tokens)
-        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=rows.logits.device)
-        logits = rows.logits[:length].float()
+        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=output.logits.device)
+        logits = output.logits[:length].float()
         log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         accepted = (log_probs >= -self._rollback) | (logits.argmax(dim=-1) == tokens)  # false for NaN
         count = accepted.long().cumprod(dim=0).sum()
-        return accept_prefix(draft, rows, count, self._sampling, self._generator)
+        return accept_prefix(draft, output, count, self._sampling, self._generator)

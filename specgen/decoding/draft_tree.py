@@ -21,7 +21,7 @@ class DraftTree:
         self.parents: list[int] = []
         self.hidden: torch.Tensor | None = None  # [nodes, width] of the last logits, if the runner returns hidden states
         self._runner, self._setup, self._context = setup.runner, setup, context
-        self._rows: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []
         self._last_run = -1  # the last node that the model was run on
 
     def add(self, parent: int, token: int) -> int:
@@ -35,15 +35,15 @@ class DraftTree:
         first = self._last_run + 1 if self.tokens else -1
         self._last_run = len(self.tokens) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
-        rows = output.logits[:, : self._setup.vocab_size]
-        self._rows.append(rows)
+        logits = output.logits[:, : self._setup.vocab_size]
+        self._logits.append(logits)
         self.hidden = output.hidden_states
         positions = [node - first for node in nodes]
-        if positions == list(range(rows.shape[0])):
-            return rows
-        selected = torch.tensor(positions, device=rows.device)
+        if positions == list(range(logits.shape[0])):
+            return logits
+        selected = torch.tensor(positions, device=logits.device)
         self.hidden = None if output.hidden_states is None else output.hidden_states[selected]
-        return rows[selected]
+        return logits[selected]
 
     def draft(self, reason: str, **fields: Any) -> Draft:
         """All nodes as a draft; `fields` are those of `Draft` that the tree does not know."""
@@ -63,15 +63,15 @@ class DraftTree:
 
     def _recorded(self, nodes: Iterable[int]) -> dict[str, Any]:
         """Entropies and top probabilities of the distributions that `nodes` came from, in one transfer; the logits if kept."""
-        rows = torch.cat(self._rows)
+        logits = torch.cat(self._logits)
         parents = [self.parents[node] for node in nodes]
         origins = sorted(set(parents))
-        entropies, top_probs = draft_statistics(rows[torch.tensor([origin + 1 for origin in origins], device=rows.device)])
+        entropies, top_probs = draft_statistics(logits[torch.tensor([origin + 1 for origin in origins], device=logits.device)])
         at = {origin: position for position, origin in enumerate(origins)}
         return {
             "entropies": [entropies[at[parent]] for parent in parents],
             "top_probs": [top_probs[at[parent]] for parent in parents],
-            "logits": rows[torch.tensor([parent + 1 for parent in parents], device=rows.device)]
+            "logits": logits[torch.tensor([parent + 1 for parent in parents], device=logits.device)]
             if self._setup.keep_logits
             else None,
         }

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from specgen.decoding.policies import Signals
+from specgen.decoding.policies import SIGNALS, Signals
 from specgen.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,57 +48,44 @@ class DrafterKind:
         object.__setattr__(self, "cost_kind", self.cost_kind or self.name)
 
 
-def _no_drafter(setup: DraftSetup, settings: Settings) -> Drafter:
-    from specgen.decoding.drafters import NoDrafter
-
-    return NoDrafter()
-
-
-def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Drafter:
-    from specgen.decoding.drafters import PromptLookupDrafter
-
-    return PromptLookupDrafter(int(settings.values["ngram"]), setup.eos_ids)
+def _module(name: str) -> Any:
+    """A module of this package, imported only when a drafter is made: it imports torch."""
+    return import_module(f"{__package__}.{name}")
 
 
-def _model_drafter(setup: DraftSetup, settings: Settings) -> Drafter:
+def _model_drafter(setup: DraftSetup, settings: Settings) -> Any:
     """Token by token, or a tree of top-k candidates if the settings ask for one."""
-    if settings.drafts_tree:
-        from specgen.decoding.tree_drafter import TopKTreeDrafter
-
-        depth = settings.values["depth"]
-        return TopKTreeDrafter(setup, width=int(settings.values["width"]), depth=None if depth == "auto" else int(depth))
-    from specgen.decoding.drafters import ModelDrafter
-
-    return ModelDrafter(setup)
+    if not settings.drafts_tree:
+        return _module("drafters").ModelDrafter(setup)
+    width, depth = settings.values["width"], settings.values["depth"]
+    return _module("tree_drafter").TopKTreeDrafter(setup, width=width, depth=None if depth == "auto" else depth)
 
 
-def _multi_draft(setup: DraftSetup, settings: Settings) -> Drafter:
-    from specgen.decoding.multi_draft import MultiDraftDrafter
-
-    return MultiDraftDrafter(setup, drafts=int(settings.values["drafts"]))
+def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Any:
+    return _module("drafters").PromptLookupDrafter(settings.values["ngram"], setup.eos_ids)
 
 
-def _beam_search(setup: DraftSetup, settings: Settings) -> Drafter:
-    from specgen.decoding.mtad_drafter import BeamSearchDrafter
-
-    return BeamSearchDrafter(setup, width=int(settings.values["beams"]), stochastic=settings.values["beam"] == "sample")
+def _multi_draft(setup: DraftSetup, settings: Settings) -> Any:
+    return _module("multi_draft").MultiDraftDrafter(setup, drafts=settings.values["drafts"])
 
 
-def _bild(setup: DraftSetup, settings: Settings) -> Drafter:
-    from specgen.decoding.bild import BildDrafter
+def _beam_search(setup: DraftSetup, settings: Settings) -> Any:
+    width, beam = settings.values["beams"], settings.values["beam"]
+    return _module("mtad").BeamSearchDrafter(setup, width=width, stochastic=beam == "sample")
 
-    return BildDrafter(setup, fallback=float(settings.values["fallback"]))
+
+def _bild(setup: DraftSetup, settings: Settings) -> Any:
+    return _module("bild").BildDrafter(setup, fallback=settings.values["fallback"])
 
 
-_MODEL_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})
-_EXIT_SIGNALS = _MODEL_SIGNALS | {"predicted_acceptance"}
+_MODEL_SIGNALS = SIGNALS - {"predicted_acceptance"}
 
-NONE = DrafterKind("none", DraftSource.NOTHING, _no_drafter, cost_kind="echo")
+NONE = DrafterKind("none", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), cost_kind="echo")
 LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, cost_kind="echo")
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
 MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, drafts_trees=True, recorded=False)
 BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, recorded=False)
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
-EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, _EXIT_SIGNALS, title="the exit layer")
-EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, _EXIT_SIGNALS, drafts_trees=True, recorded=False)
+EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, SIGNALS, title="the exit layer")
+EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, SIGNALS, drafts_trees=True, recorded=False)
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

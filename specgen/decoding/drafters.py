@@ -24,7 +24,6 @@ class Drafter(Protocol):
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """At most `limit` tokens to follow the context; an empty draft where there is nothing to propose or `limit` is 0."""
-        ...
 
 
 class AcceptancePredictor(Protocol):
@@ -32,11 +31,9 @@ class AcceptancePredictor(Protocol):
 
     def begin(self, context: Context) -> None:
         """Start a draft after this context."""
-        ...
 
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
         """theta_M [] of the token at `position`, from 1, that was chosen from the hidden state [width]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +91,7 @@ class ModelDrafter(ModelDrafterBase):
     """
 
     _own_signals: ClassVar[Signals] = frozenset()  # that the drafter itself reads
+    _keeps_probs: ClassVar[bool] = True  # for a verifier that reads the draft's distributions
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int, unverified: Sequence[int] = ()) -> Draft:
@@ -102,7 +100,7 @@ class ModelDrafter(ModelDrafterBase):
         limit = self._room(context, limit + len(tokens)) - len(tokens)
         if limit < 1:
             return Draft()
-        chain = DraftChain(self._setup, self._generator, policy.signals, self._own_signals)
+        chain = DraftChain(self._setup, self._generator, policy.signals, self._own_signals, keep_probs=self._keeps_probs)
         predictor = self._setup.acceptance_predictor if "predicted_acceptance" in policy.signals else None
         if predictor is not None:
             predictor.begin(context)
@@ -131,37 +129,43 @@ class DraftChain:
     Entropies and top probabilities that nothing reads while drafting are computed for all tokens at once at the end.
     """
 
-    def __init__(self, setup: DraftSetup, generator: torch.Generator, read: Signals, own: Signals = frozenset()) -> None:
+    def __init__(
+        self, setup: DraftSetup, generator: torch.Generator, read: Signals, own: Signals = frozenset(), *, keep_probs: bool = True
+    ) -> None:
         self.tokens: list[int] = []
         self.values: dict[str, float] = {}  # the computed signals of the last token
-        self._setup, self._generator = setup, generator
+        self._setup, self._generator, self._keep_probs = setup, generator, keep_probs
         self._read, self._computed = read, read | own
-        self._rows: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
         self._statistics: list[tuple[float, float]] = []  # entropy and top probability
 
-    def append(self, row: torch.Tensor, predicted_acceptance: torch.Tensor | None = None) -> DraftedToken:
+    def append(self, logits: torch.Tensor, predicted_acceptance: torch.Tensor | None = None) -> DraftedToken:
         """Choose a token from the logits [vocabulary]: the likeliest, or drawn from the warped distribution."""
-        self._rows.append(row)
+        self._logits.append(logits)
         probs = None
         if self._setup.sampling.greedy:
-            token = row.argmax()
+            token = logits.argmax()
         else:
-            probs = logits_ops.warp(row, self._setup.sampling)
-            self._probs.append(probs[None])
+            probs = logits_ops.warp(logits, self._setup.sampling)
             token = logits_ops.draw(probs, self._generator)
-        computed = signals.compute(self._computed, signals.ChosenTokens(row, token, probs, predicted_acceptance))
-        chosen, *values = logits_ops.to_host(token, *computed.values())
-        self.values = dict(zip(computed, values, strict=True))
-        if "entropy" in self.values:
-            self._statistics.append((self.values["entropy"], self.values["top_prob"]))
-            if math.isnan(self.values["entropy"]):
+            if self._keep_probs:
+                self._probs.append(probs)
+        if not self._computed:
+            self.tokens.append(logits_ops.valid_token(int(token), "draft"))
+            return DraftedToken(len(self.tokens))
+        computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance)
+        chosen, *numbers = logits_ops.to_host(token, *computed.values())
+        self.values = values = dict(zip(computed, numbers, strict=True))
+        if "entropy" in values:
+            self._statistics.append((values["entropy"], values["top_prob"]))
+            if math.isnan(values["entropy"]):
                 raise nan_logits("draft")
         self.tokens.append(logits_ops.valid_token(int(chosen), "draft"))
-        return DraftedToken(len(self.tokens), {name: self.values[name] for name in self._read if name in self.values})
+        return DraftedToken(len(self.tokens), {name: values[name] for name in self._read if name in values})
 
     def drop_last(self) -> None:
-        for kept in (self.tokens, self._rows, self._probs, self._statistics):
+        for kept in (self.tokens, self._logits, self._probs, self._statistics):
             if kept:
                 kept.pop()
 
@@ -170,15 +174,15 @@ class DraftChain:
         if not self.tokens:
             return Draft(stop_reason=reason)
         entropies, top_probs = (
-            zip(*self._statistics, strict=True) if self._statistics else draft_statistics(torch.stack(self._rows))
+            zip(*self._statistics, strict=True) if self._statistics else draft_statistics(torch.stack(self._logits))
         )
         return Draft.chain(
             self.tokens,
-            probs=logits_ops.join_probs(self._probs, self._setup.vocab_size),
+            probs=logits_ops.pad_probs(torch.stack(self._probs), self._setup.vocab_size) if self._probs else None,
             entropies=entropies,
             top_probs=top_probs,
             stop_reason=reason,
-            logits=torch.stack(self._rows) if self._setup.keep_logits else None,
+            logits=torch.stack(self._logits) if self._setup.keep_logits else None,
         )
 
 
@@ -230,11 +234,9 @@ class PromptLookupDrafter:
         self._indexed = len(context)
 
     def _match(self, context: Context) -> int | None:
-        for length in range(min(self._ngram, len(context)), 0, -1):
-            position = self._continuations.get(tuple(context.ids[-length:]))
-            if position is not None:
-                return position
-        return None
+        """The position that follows the latest occurrence of the longest n-gram at the end; None without one."""
+        grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
+        return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
 
 
 class NoDrafter:

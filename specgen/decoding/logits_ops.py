@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 
@@ -55,21 +54,18 @@ def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return token.masked_fill_(~(total > 0), -1)[..., 0]
 
 
-def select_token(row: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
+def select_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
     """One token from the logits [vocabulary]: the likeliest, or drawn after warping; -1 where they hold a NaN."""
     if not sampling.greedy:
-        return draw(warp(row, sampling), generator)
-    value, token = row.max(dim=-1)
+        return draw(warp(logits, sampling), generator)
+    value, token = logits.max(dim=-1)
     return token.masked_fill(value.isnan(), -1)
 
 
-def join_probs(probs: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor | None:
-    """Draft distributions [..., own vocabulary] joined along the first dimension, zero up to `vocab_size`; None without any."""
-    if not probs:
-        return None
-    joined = torch.cat(list(probs))
-    missing = vocab_size - joined.shape[-1]
-    return torch.nn.functional.pad(joined, (0, missing)) if missing > 0 else joined
+def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Draft distributions [..., own vocabulary] with zeros up to `vocab_size`."""
+    missing = vocab_size - probs.shape[-1]
+    return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
 
 
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
@@ -81,13 +77,13 @@ def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
 
 
 def argmax_tokens(logits: torch.Tensor) -> list[int]:
-    """The likeliest token of each row [rows, vocabulary], on the host; -1 where the row holds a NaN."""
+    """The likeliest tokens [n] for logits [n, vocabulary], on the host; -1 where the logits hold a NaN."""
     if logits.device.type == "cpu":  # NumPy's argmax is an order of magnitude faster there than torch's
-        rows = logits.float().numpy()
-        found: list[int] = rows.argmax(axis=-1).tolist()
-        if not isnan(rows.max()):  # the maximum is NaN if any entry is
+        array = logits.float().numpy()
+        found: list[int] = array.argmax(axis=-1).tolist()
+        if not isnan(array.max()):  # the maximum is NaN if any entry is
             return found
-        return [-1 if isnan(row[token]) else token for row, token in zip(rows, found, strict=True)]
+        return [-1 if isnan(scores[token]) else token for scores, token in zip(array, found, strict=True)]
     values, tokens = logits.max(dim=-1)
     on_host: list[int] = tokens.masked_fill_(values.isnan(), -1).tolist()
     return on_host
@@ -114,7 +110,7 @@ def valid_token(token: int, model: str) -> int:
 
 
 def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
-    """For each row the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [rows, vocabulary], unwarped.
+    """For each token the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [tokens, vocabulary], unwarped.
 
     Tokens that the draft lacks have q = 0. The divergence is limited to 1e30, which it reaches where p is 0 and q is not.
     """
@@ -129,7 +125,7 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
 
 def to_host(*values: torch.Tensor) -> list[float]:
     """Scalars as Python numbers, in one device-to-host transfer. Token ids stay exact up to 2^24."""
-    if values[0].device.type == "cpu":
+    if values[0].is_cpu:
         return [value.item() for value in values]
     on_host: list[float] = torch.stack([value.float() for value in values]).tolist()
     return on_host

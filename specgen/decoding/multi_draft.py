@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,8 +11,9 @@ from specgen.decoding import logits_ops
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.verifiers import make_verdict
 from specgen.engine.inference_mode import inference
-from specgen.types import Context, Draft, SamplingParams, Source, Verdict
+from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.model_runner import ModelOutput
@@ -48,25 +49,25 @@ class MultiDraftDrafter(ModelDrafterBase):
             return DraftedToken(position) if chains else "eos"
 
         reason = extend_draft(policy, limit, extend)
-        return tree.draft(reason, draws=draws, probs=logits_ops.join_probs(probs, self._vocab_size))
+        return tree.draft(reason, draws=draws, probs=logits_ops.pad_probs(torch.cat(probs), self._vocab_size) if probs else None)
 
     def _level(self, tree: DraftTree, chains: Sequence[int], probs: list[torch.Tensor]) -> list[int]:
         """The next node of each chain: one pass, one transfer to the host."""
         origins = list(dict.fromkeys(chains))
-        rows = tree.next_logits(origins)
+        logits = tree.next_logits(origins)
         if self._sampling.greedy:
-            chosen = rows.topk(min(len(chains), rows.shape[-1])).indices[0] if origins == [-1] else rows.argmax(dim=-1)
+            chosen = logits.topk(min(len(chains), logits.shape[-1])).indices[0] if origins == [-1] else logits.argmax(dim=-1)
             chains = [-1] * chosen.shape[0] if origins == [-1] else chains
         else:
-            warped = logits_ops.warp(rows, self._sampling)
-            positions = torch.tensor([origins.index(node) for node in chains], device=rows.device)
+            warped = logits_ops.warp(logits, self._sampling)
+            positions = torch.tensor([origins.index(node) for node in chains], device=logits.device)
             chosen = logits_ops.draw(warped.index_select(0, positions), self._generator)
         nodes: dict[tuple[int, int], int] = {}
         for step in zip(chains, chosen.tolist(), strict=True):
             if step not in nodes:
                 nodes[step] = tree.add(*step)
         if not self._sampling.greedy:
-            positions = torch.tensor([origins.index(parent) for parent, _ in nodes], device=rows.device)
+            positions = torch.tensor([origins.index(parent) for parent, _ in nodes], device=logits.device)
             probs.append(warped.index_select(0, positions))
         return [nodes[step] for step in zip(chains, chosen.tolist(), strict=True)]
 
@@ -147,16 +148,14 @@ class TreeSampling:
     verified at once on the device, each with fresh random numbers, and the end of the path is found there too.
     """
 
-    lossless: ClassVar[bool] = True
-
     def __init__(self, rule: AcceptanceRule, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._rule = rule
         self._sampling = sampling
         self._generator = logits_ops.make_generator(device, seed)
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        target_probs = logits_ops.warp(rows.logits, self._sampling)
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        target_probs = logits_ops.warp(output.logits, self._sampling)
         candidates = _candidates(draft)
         if not candidates:
             return _verdict(draft, [0], int(logits_ops.draw(target_probs[0], self._generator)))
@@ -177,9 +176,8 @@ class TreeSampling:
         exists = torch.arange(counts[0], device=device) < torch.tensor(counts, device=device)[:, None]
         accepted = logits_ops.bernoulli(acceptance.probs, self._generator) & exists
         child = nodes.gather(1, accepted.byte().argmax(dim=1, keepdim=True))[:, 0] + 1
-        onward = torch.arange(
-            len(draft.tokens) + 1, device=device
-        )  # the row after each row on its path; the last row leads to itself
+        # positions 0 (the context) and i + 1 (node i): the next one on the accepted path; its last position leads to itself
+        onward = torch.arange(len(draft.tokens) + 1, device=device)
         onward[parents] = torch.where(accepted.any(dim=1), child, parents)
         end = onward
         for _ in range(len(candidates).bit_length()):  # pointer jumping: each iteration doubles the steps
@@ -199,13 +197,10 @@ def _candidates(draft: Draft) -> list[tuple[int, list[int]]]:
 
 
 def _verdict(draft: Draft, onward: Sequence[int], token: int) -> Verdict:
-    """The verdict from the row that follows each row (node i has row i + 1, the context row 0) and the token at the end."""
-    logits_ops.valid_token(token, "target")
+    """The verdict from the position that follows each position (0: the context, i + 1: node i) and the token at the end."""
     path: list[int] = []
-    row = 0
-    while onward[row] != row:
-        row = onward[row]
-        path.append(row - 1)
-    last = path[-1] if path else -1
-    source: Source | None = None if not draft.tokens else "bonus" if last not in draft.parents else "correction"
-    return Verdict(tuple(path), token, source)
+    position = 0
+    while onward[position] != position:
+        position = onward[position]
+        path.append(position - 1)
+    return make_verdict(draft, path, token)

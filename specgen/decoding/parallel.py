@@ -15,7 +15,6 @@ import torch
 
 from specgen.cost_model import Window
 from specgen.decoding.components import Components
-from specgen.decoding.drafters import Drafter
 from specgen.engine.inference_mode import inference
 from specgen.settings import Settings
 from specgen.types import Context, Draft, Mode, Round
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.decoding.run import Run
 
 
-class ParallelDrafter(Drafter, Protocol):
+class ParallelDrafter(Protocol):
     """A drafter that works while its caller does something else. One draft at a time.
 
     It owns the run's length policy; the run reads and updates it as `policy`. `seconds` is the duration of the last draft by the
@@ -37,49 +36,34 @@ class ParallelDrafter(Drafter, Protocol):
 
     def prefill(self, context: Context) -> None:
         """Begin the forward pass over the prompt."""
-        ...
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         """Begin a draft of at most `limit` tokens after the context and the `unverified` tokens."""
-        ...
 
     def finish(self) -> Draft:
         """Wait for the draft. Its `probs` are valid until the draft after the next one begins."""
-        ...
 
     def close(self) -> None:
         """End the run; a draft that is under way is discarded."""
-        ...
 
 
 class DraftWorker(Protocol):
     """Runs a pair's draft model beside its target: in a process of its own, or in a thread with a CUDA stream of its own."""
 
-    @property
-    def kind(self) -> str:
-        """`process` or `thread`."""
-        ...
-
-    @property
-    def threads(self) -> int | None:
-        """How many CPU threads are left to the target; None if they are not divided."""
-        ...
+    kind: str  # `process` or `thread`
+    threads: int | None  # how many CPU threads are left to the target; None if they are not divided
 
     def ready(self) -> object:
         """Wait until it can draft. Raises SpecgenError if it cannot."""
-        ...
 
     def drafter(self, settings: Settings, components: Components, window: int) -> ParallelDrafter:
         """The drafter of one run, for drafts of at most `window` tokens."""
-        ...
 
     def forget(self) -> None:
         """Clear the KV cache."""
-        ...
 
     def close(self) -> None:
         """End the process or thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +97,14 @@ class Parallel:
         size = self.window.beside(len(unverified.tokens) + 1)
         window = self._start(run, unverified, size) if self.post_verify or not unverified.tokens else 0
         inputs = unverified.part(0, run.remaining - 1)  # the logits after the last possible token are not needed
-        rows = run.target.logits(run.context, inputs.tokens, inputs.parents)
+        output = run.target.logits(run.context, inputs.tokens, inputs.parents)
         run.clock.lap("verify", synchronize=True)
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")
         both = _joined(unverified, fresh)
-        # the last row verifies the first fresh token, so there is never a bonus after pending ones
+        # the last logits verify the first fresh token, so there is never a bonus after pending ones
         pending = max(len(fresh.tokens) - 1, 0)
-        verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), rows)
+        verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), output)
         run.clock.lap("sample")
         round_ = run.commit(mode, both, verdict, pending)
         return round_, fresh.part(1) if verdict.token is None else Draft()

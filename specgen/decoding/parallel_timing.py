@@ -34,51 +34,40 @@ def time_parallel_passes(
     timed once more where their window turns out different. No pass covers more than `widest` tokens. Closes the drafter.
     """
     deadline = time.perf_counter() + _TIME_LIMIT
+
+    def steps(width: int, count: int) -> ParallelCosts:
+        """Time `count` steps, fewer after the deadline: a target pass over `width` tokens during a draft of as many.
+
+        A step with a one-token target pass follows every third one, so that a slower phase of the machine affects both medians.
+        """
+        drafts: list[float] = []
+        passes: list[float] = []
+        single_passes: list[float] = []
+        while len(passes) < count and (len(passes) < _FEWEST or time.perf_counter() < deadline):
+            for tokens, seconds in ((width, passes), (1, single_passes))[: 1 if len(passes) % 3 else 2]:
+                drafter.start(context, (), width)
+                start = time.perf_counter()
+                target.logits(context, [context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
+                if synchronize is not None:
+                    synchronize()
+                seconds.append(time.perf_counter() - start)
+                drafted = len(drafter.finish().tokens)
+                # Infinite where the draft model cannot follow this context: the window is 1 then.
+                drafts.append(drafter.seconds / drafted if drafted else math.inf)
+        return ParallelCosts(_warm_median(drafts), _warm_median(passes), _warm_median(single_passes), width, len(context))
+
     drafter.prefill(context)
     try:
         target.logits(context)
-        costs = _steps(target, drafter, context, min(8, widest), _ROUGH_STEPS, deadline, synchronize)
+        costs = steps(min(8, widest), _ROUGH_STEPS)
         for _ in range(2):
             width = min(costs.window.size, widest)
-            costs = _steps(target, drafter, context, width, _WARM_UP + _STEPS, deadline, synchronize)
+            costs = steps(width, _WARM_UP + _STEPS)
             if abs(costs.window.size - width) <= 1:
                 break
     finally:
         drafter.close()
     return costs
-
-
-def _steps(
-    target: ModelRunner,
-    drafter: ParallelDrafter,
-    context: Context,
-    width: int,
-    count: int,
-    deadline: float,
-    synchronize: Callable[[], None] | None,
-) -> ParallelCosts:
-    """Time `count` steps, fewer after the deadline: a target pass over `width` tokens during a draft of as many.
-
-    A step with a one-token target pass follows every third one, so that a slower phase of the machine affects both medians.
-    """
-    draft_seconds: list[float] = []
-    target_seconds: list[float] = []
-    single_seconds: list[float] = []
-    while len(target_seconds) < count and (len(target_seconds) < _FEWEST or time.perf_counter() < deadline):
-        for tokens, seconds in ((width, target_seconds), *(((1, single_seconds),) if len(target_seconds) % 3 == 0 else ())):
-            drafter.start(context, (), width)
-            start = time.perf_counter()
-            rows = target.logits(context, [context.ids[-1]] * (tokens - 1))
-            rows.logits.argmax(dim=-1)
-            if synchronize is not None:
-                synchronize()
-            seconds.append(time.perf_counter() - start)
-            drafted = len(drafter.finish().tokens)
-            # Infinite where the draft model cannot follow this context: the window is 1 then.
-            draft_seconds.append(drafter.seconds / drafted if drafted else math.inf)
-    return ParallelCosts(
-        _warm_median(draft_seconds), _warm_median(target_seconds), _warm_median(single_seconds), width, len(context)
-    )
 
 
 def _warm_median(seconds: list[float]) -> float:

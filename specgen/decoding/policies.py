@@ -21,10 +21,11 @@ from specgen.settings import Setting, Settings, Value
 _TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SVIP_THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)
 
-Signals = frozenset[str]  # names from `decoding.signals.SIGNALS`
+Signals = frozenset[str]
+SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long
 class DraftedToken:
     """A drafted token as a policy sees it: its position in the draft, from 1, and `token[name]` for each computed signal."""
 
@@ -310,11 +311,10 @@ class SelfSD(Confidence):
     source = "Self-SD, section 3.4"
     settings: ClassVar = {"k": Setting(12, "longest draft", 1, 1000)}
 
-    TARGET_RATE, STEP, MEMORY = 0.9, 0.01, 0.9
-    _INITIAL = 0.6
+    TARGET_RATE, STEP, MEMORY, INITIAL = 0.9, 0.01, 0.9, 0.6
 
     def __init__(self, k: int) -> None:
-        super().__init__(self._INITIAL, k)
+        super().__init__(self.INITIAL, k)
         self._rate = self.TARGET_RATE
 
     def observe(self, drafted: int, accepted: int) -> None:

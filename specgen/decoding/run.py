@@ -86,9 +86,9 @@ class Run:
     def prefill(self) -> Round:
         """Round 0: the forward pass over the prompt, and the target's first token."""
         self.clock.start()
-        rows = self.target.logits(self.context)
+        output = self.target.logits(self.context)
         self.clock.lap("prefill", synchronize=True)
-        verdict = self.verifier.verify(Draft(), rows)
+        verdict = self.verifier.verify(Draft(), output)
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)
 

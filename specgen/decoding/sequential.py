@@ -21,8 +21,8 @@ def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
     draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)  # room for the target's own token
     run.clock.lap("draft")
-    rows = run.target.logits(run.context, draft.tokens, draft.parents)
+    output = run.target.logits(run.context, draft.tokens, draft.parents)
     run.clock.lap("verify", synchronize=True)
-    verdict = run.verifier.verify(draft, rows)
+    verdict = run.verifier.verify(draft, output)
     run.clock.lap("sample")
     return run.commit("sequential", draft, verdict)

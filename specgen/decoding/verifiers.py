@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,26 +17,19 @@ if TYPE_CHECKING:
 
 
 class Verifier(Protocol):
-    """`lossless` promises the output of plain decoding: the target's greedy tokens, or draws from its distribution."""
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        """Verify all nodes, given the target's logits [nodes + 1, vocabulary] after the context and after each node.
 
-    lossless: ClassVar[bool]
-
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        """Verify all nodes, given the target's logits after the context (row 0) and after each node i (row i + 1).
-
-        The row after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
+        The logits after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
         """
-        ...
 
 
 class GreedyVerifier:
     """Accept the path of nodes that are the target's argmax. For chains and trees."""
 
-    lossless: ClassVar[bool] = True
-
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        return match_argmax_path(draft, logits_ops.argmax_tokens(rows.logits))
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        return match_argmax_path(draft, logits_ops.argmax_tokens(output.logits))
 
 
 class RejectionSampling:
@@ -45,76 +38,64 @@ class RejectionSampling:
     p and q are the warped distributions. A deterministic draft is a one-hot q. Chains only.
     """
 
-    lossless: ClassVar[bool] = True
-
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._sampling = sampling
         self._generator = logits_ops.make_generator(device, seed)
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        target_probs = logits_ops.warp(rows.logits, self._sampling)
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        target_probs = logits_ops.warp(output.logits, self._sampling)
         length = len(draft.tokens)
         if not length:
-            only = int(logits_ops.draw(target_probs[0], self._generator))
-            return Verdict((), logits_ops.valid_token(only, "target"), None)
+            return make_verdict(draft, (), int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
-        draft_probs = self._draft_probs(draft, tokens, target_probs)
+        draft_probs = torch.zeros_like(target_probs)
+        if draft.probs is None:
+            draft_probs[:length].scatter_(1, tokens[:, None], 1.0)
+        else:
+            draft_probs[:length] = draft.probs
         p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
         q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         # q is zero after the last token, so that the residual there is p: the bonus
         position = accepted.clamp_max(target_probs.shape[0] - 1)[None]
-        row = target_probs.index_select(0, position)[0]
-        residual = (row - draft_probs.index_select(0, position)[0]).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, row)  # all zero through rounding: p equals q
+        probs = target_probs.index_select(0, position)[0]
+        residual = (probs - draft_probs.index_select(0, position)[0]).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, probs)  # all zero through rounding: p equals q
         token = logits_ops.draw(residual, self._generator)  # a NaN rejects its token, so it is noticed here
         count, own = torch.stack((accepted, token)).tolist()
         if count == target_probs.shape[0]:
             return Verdict(tuple(range(count)))
-        return Verdict(tuple(range(count)), logits_ops.valid_token(own, "target"), "bonus" if count == length else "correction")
-
-    def _draft_probs(self, draft: Draft, tokens: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-        """q, with as many rows as `target_probs` [drafted or drafted + 1, vocabulary]: zeros after the draft's last token."""
-        length = len(draft.tokens)
-        if draft.probs is None:
-            one_hot = torch.zeros_like(target_probs)
-            one_hot[:length].scatter_(1, tokens[:, None], 1.0)
-            return one_hot
-        return torch.nn.functional.pad(draft.probs.to(target_probs.device), (0, 0, 0, target_probs.shape[0] - length))
+        return make_verdict(draft, range(count), own)
 
 
 class RecordingVerifier:
     """Wraps a verifier and records how close both models' distributions are at each drafted token."""
 
-    lossless: ClassVar[bool] = True  # the wrapped verifier decides
-
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
 
     @inference
-    def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-        verdict = self._verifier.verify(draft, rows)
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        verdict = self._verifier.verify(draft, output)
         if draft.logits is None:
             return verdict
-        before = rows.logits[: len(draft.tokens)]
+        before = output.logits[: len(draft.tokens)]
         if not draft.is_chain:
-            before = rows.logits[torch.tensor([parent + 1 for parent in draft.parents], device=rows.logits.device)]
+            before = output.logits[torch.tensor([parent + 1 for parent in draft.parents], device=output.logits.device)]
         overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
 
 
 def accept_prefix(
-    draft: Draft, rows: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+    draft: Draft, output: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
 ) -> Verdict:
     """Accept a chain's first `count` tokens (a scalar on the device) and choose the target's own token after them."""
-    row = rows.logits.index_select(0, count[None])[0]
-    accepted, own = torch.stack((count, logits_ops.select_token(row, sampling, generator))).tolist()
-    length = len(draft.tokens)
-    source: Source | None = None if not length else "bonus" if accepted == length else "correction"
-    return Verdict(tuple(range(accepted)), logits_ops.valid_token(own, "target"), source)
+    logits = output.logits.index_select(0, count[None])[0]
+    accepted, own = torch.stack((count, logits_ops.select_token(logits, sampling, generator))).tolist()
+    return make_verdict(draft, range(accepted), own)
 
 
 def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
@@ -132,10 +113,14 @@ def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
             if child + 1 == len(choices):
                 return Verdict(tuple(path))
             token = logits_ops.valid_token(choices[child + 1], "target")
-    return Verdict(tuple(path), token, _source(draft, len(path), node))
+    return make_verdict(draft, path, token)
 
 
-def _source(draft: Draft, accepted: int, last: int) -> Source | None:
-    if not draft.tokens:
-        return None
-    return "bonus" if accepted and last not in draft.parents else "correction"
+def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
+    """The verdict that accepts these nodes; the target's `token` is a bonus after a leaf, else a correction.
+
+    Raises RunError for token -1, which says that the target's logits held a NaN.
+    """
+    last = path[-1] if path else -1
+    source: Source | None = None if not draft.tokens else "correction" if last in draft.parents else "bonus"
+    return Verdict(tuple(path), logits_ops.valid_token(token, "target"), source)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specgen.decoding import logits_ops, signals
+from specgen.decoding.policies import SIGNALS
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
@@ -186,8 +187,7 @@ class Recorder:
 
 def _with_signals(logits: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> list[Drafted]:
     """The tokens [n] chosen from the logits [n, vocabulary], and drawn from `probs` if given, with all their signals."""
-    chosen = signals.ChosenTokens(logits, tokens, probs)
-    computed = {name: value.tolist() for name, value in signals.compute(frozenset(signals.SIGNALS), chosen).items()}
+    computed = {name: value.tolist() for name, value in signals.compute(SIGNALS, logits, tokens, probs).items()}
     return [
         Drafted(token, dict(zip(computed, values, strict=True)))
         for token, *values in zip(tokens.tolist(), *computed.values(), strict=True)

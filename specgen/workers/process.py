@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
 import site
 import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
 from specgen.errors import RunError, SpecgenError
-from specgen.workers.channel import Channel, ChannelClosedError, Kind
 
-_PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its pipe
+_PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its connection
 WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
 
@@ -35,78 +37,67 @@ class DraftProcess:
         try:
             self.memory = _nameless_file()
             self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `_end`
-            self._process = subprocess.Popen(  # noqa: S603  this interpreter
-                [sys.executable, "-P", "-m", "specgen.workers", str(os.getpid()), str(self.memory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                pass_fds=[self.memory],
-                env=_environment(),
-                bufsize=0,
-                start_new_session=True,
-            )
+            self._connection, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(  # noqa: S603  this interpreter
+                    [sys.executable, "-P", "-m", "specgen.workers", *map(str, (theirs.fileno(), os.getpid(), self.memory))],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=[theirs.fileno(), self.memory],
+                    env=_environment(),
+                    start_new_session=True,
+                )
         except OSError as error:
             raise cannot_start(error) from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno())
         self._serial = 0
         self._ready = False
-        self._close = weakref.finalize(self, _end, self._process, self._log, self.memory)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._close = weakref.finalize(self, _end, self._process, self._connection, self._log, self.memory)
 
     @property
     def alive(self) -> bool:
         return self._close.alive and self._process.poll() is None
 
-    def send(self, kind: Kind, payload: bytes | int | dict[str, Any] = b"") -> int:
-        """Send a message. Returns its serial number. Raises RunError if the worker has ended."""
-        if not self._close.alive:  # the descriptors may have been reused
-            raise self._died()
+    def send(self, request: object) -> int:
+        """Send a request from `workers.messages`. Returns its serial number. Raises RunError if the worker has ended."""
         self._serial += 1
-        data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        try:
-            self._channel.send(kind, self._serial, data)
-        except ChannelClosedError:
-            raise self._died() from None
-        except BaseException:
-            self.close()
-            raise
+        with self._exchange():
+            self._connection.send_bytes(pickle.dumps((self._serial, request)))  # `send` would take longer to pickle it
         return self._serial
 
-    def receive(self, serial: int, run: int) -> bytes:
-        """The answer to the message `serial`. Raises errors reported for it or for its `run`; skips other answers."""
-        if not self._close.alive:
-            raise self._died()
-        try:
+    def receive(self, serial: int, run: int = 0) -> Any:
+        """The answer to the request `serial`. Raises errors reported for it or for its `run`; skips other answers."""
+        with self._exchange():
             while True:
-                kind, answered, payload = self._channel.receive()
-                self._ready |= kind == Kind.READY
-                if kind == Kind.FAILED and answered in (serial, run):
+                answered, answer = self._connection.recv()
+                if isinstance(answer, SpecgenError) and answered in (serial, run):
                     self._log.truncate(0)  # reported here, so not again when the worker ends
-                    raise _reported(json.loads(payload))
+                    raise answer
                 if answered == serial:
-                    return payload
-        except ChannelClosedError:
-            raise self._died() from None
+                    return answer
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Ends the worker where an exchange was interrupted, which leaves its connection unusable."""
+        try:
+            yield
         except SpecgenError:
             raise
+        except (EOFError, OSError):
+            raise self._died() from None
         except BaseException:
             self.close()
             raise
 
     def wait_ready(self, serial: int) -> None:
         """Wait until the model is loaded."""
-        if self._ready:
-            return
-        try:
-            self.receive(serial, serial)
-        except SpecgenError:
-            self.close()  # it cannot draft without a model
-            raise
+        if not self._ready:
+            try:
+                self.receive(serial)
+            except SpecgenError:
+                self.close()  # it cannot draft without a model
+                raise
+            self._ready = True
 
     def close(self) -> None:
         """Kill the process; it holds no state that is needed later."""
@@ -118,7 +109,7 @@ class DraftProcess:
             code = self._process.wait(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
             code = None
-        why = "it closed its pipe" if code is None else f"exit code {code}"
+        why = "it closed its connection" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             why = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         last = _last_line(self._log)
@@ -143,11 +134,6 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _reported(failure: dict[str, Any]) -> SpecgenError:
-    kind = RunError if failure["while_running"] else SpecgenError
-    return kind(failure["message"], failure["hint"])
-
-
 def _nameless_file() -> int:
     """A file descriptor for shared memory. The file has no name, so it disappears with its last user."""
     if hasattr(os, "memfd_create"):
@@ -165,11 +151,9 @@ def _last_line(log: IO[bytes]) -> str:
     return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
 
 
-def _end(process: subprocess.Popen[bytes], log: IO[bytes], memory: int) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes], memory: int) -> None:
     """Kill the worker, whatever it is doing, and close all its files."""
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+    connection.close()
     process.kill()
     process.wait()
     log.close()

@@ -18,7 +18,6 @@ from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
-    from specgen.decoding.policies import LengthPolicy
     from specgen.engine.model_runner import DraftRunner
     from specgen.settings import Settings
 
@@ -30,37 +29,34 @@ class ThreadWorker:
     """
 
     kind = "thread"
-    threads = None
+    threads: int | None = None
 
     def __init__(self, runner: DraftRunner) -> None:
-        self._runner = runner
-        self._pool = ThreadPoolExecutor(1, "specgen-draft")
-        self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.runner = runner
+        self.pool = ThreadPoolExecutor(1, "specgen-draft")
+        self.stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def ready(self) -> None:
         """The thread can draft at once."""
 
     def drafter(self, settings: Settings, components: Components, window: int) -> ThreadDrafter:
-        policy = factory.make_policy(settings, components.seed)
-        model = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
-        return ThreadDrafter(self._pool, self._runner, model, policy, self._stream)
+        return ThreadDrafter(self, settings, components)
 
     def forget(self) -> None:
         """The KV cache belongs to the pair, which clears it."""
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self.pool.shutdown()
 
 
 class ThreadDrafter:
     """One run's drafts (`ParallelDrafter`)."""
 
-    def __init__(
-        self, pool: ThreadPoolExecutor, runner: DraftRunner, model: ModelDrafter, policy: LengthPolicy, stream: Any | None
-    ) -> None:
-        self.policy = policy
+    def __init__(self, worker: ThreadWorker, settings: Settings, components: Components) -> None:
+        self.policy = factory.make_policy(settings, components.seed)
         self.seconds = 0.0
-        self._pool, self._runner, self._model, self._stream = pool, runner, model, stream
+        self._pool, self._runner, self._stream = worker.pool, worker.runner, worker.stream
+        self._model = ModelDrafter(factory.draft_setup(replace(components, draft=worker.runner)))
         self._work: Future[Draft] | None = None
 
     def prefill(self, context: Context) -> None:
@@ -78,10 +74,6 @@ class ThreadDrafter:
         draft = self._work.result()
         self._work = None
         return draft
-
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        self.start(context, (), limit)
-        return self.finish()
 
     def close(self) -> None:
         """Wait until the draft under way is complete, so that other runs can use the model."""
