@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import pytest
 import torch
 from families import make_model
-from scipy.stats import chi2
+from runner_checks import uncached
+from scripted_models import PROMPT, VOCAB, TableRunner, TopProbPredictor
+from statistics_checks import SIGNIFICANCE, Distribution, output_distribution, p_value
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specgen import factory, methods
@@ -19,49 +21,11 @@ from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.types import Context, Draft, SamplingParams, Verdict
 from specgen.workers.thread_worker import ThreadWorker
 
-VOCAB, TOKENS = 6, 3
+TOKENS = 3
 RUNS = 1500
-# One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found; smaller errors are found by
-# the enumerations of other tests, and by more runs under `-m slow`.
-SIGNIFICANCE = 1e-4
-
-
-class TableRunner:
-    """A model runner whose logits are a function of the last two tokens."""
-
-    vocab_size = num_embeddings = VOCAB
-    context_limit = 1000
-    device = torch.device("cpu")
-
-    def __init__(self, seed: int, scale: float = 1.5) -> None:
-        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
-
-    def row(self, ids: Sequence[int]) -> torch.Tensor:
-        return self.table[ids[-2], ids[-1]]
-
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        paths = [context.ids[-2:]]
-        for node, token in enumerate(draft):
-            paths.append([*paths[node if parents is None else parents[node] + 1], token])
-        rows = torch.stack([self.row(path) for path in paths[start:]])
-        return ModelOutput(rows, rows)
-
-
-class Guesses:
-    """An acceptance predictor that reads the draft's hidden state alone."""
-
-    def begin(self, context: Context) -> None:
-        pass
-
-    def score(self, draft_row: torch.Tensor, position: int) -> torch.Tensor:
-        return draft_row.softmax(dim=-1).max()
-
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)
 WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
-PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
 
 WARPS = {
     "plain": SamplingParams(max_new_tokens=TOKENS, temperature=1.0),
@@ -117,37 +81,16 @@ def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = methods.find(name.partition(":")[0])
-    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, acceptance_predictor=Guesses())  # type: ignore[arg-type]
+    components = factory.Components(TARGET, DRAFT, sampling, eos, VOCAB, seed, acceptance_predictor=TopProbPredictor())  # type: ignore[arg-type]
     run = factory.make_run(
         method, methods.resolve(method, settings), components, Context(PROMPT), sampling.max_new_tokens, None, Clock(None), WORKER
     )
     return tuple(token for round_ in run.rounds() for token in round_.token_ids)
 
 
-def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> dict[tuple[int, ...], float]:
+def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> Distribution:
     """The exact probability of each output under the target."""
-    found = {(): 1.0}
-    for _ in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in found.items():
-            if tokens and tokens[-1] in eos:
-                longer[tokens] = mass
-                continue
-            probs = logits_ops.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist()
-            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
-        found = longer
-    return found
-
-
-def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
-    """The chi-square test's p-value; cells that expect fewer than five are merged."""
-    runs = counts.total()
-    assert set(counts) <= set(probs), "an output that the target never gives"
-    rare = [cell for cell, prob in probs.items() if prob * runs < 5]
-    cells = [(counts[cell], prob * runs) for cell, prob in probs.items() if prob * runs >= 5]
-    cells.append((sum(counts[cell] for cell in rare), sum(probs[cell] for cell in rare) * runs))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 0)
-    return float(chi2.sf(statistic, len(cells) - 1))
+    return output_distribution(lambda tokens: logits_ops.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist(), TOKENS, eos)
 
 
 def seldom(names: Iterable[object], *often: object) -> list[object]:
@@ -160,6 +103,10 @@ def every_case() -> Iterator[object]:
     for name, warp in product(SETTINGS, WARPS):
         often = name not in VARIANTS if warp == "both" else warp == "top-p" and name in VERDICTS
         yield pytest.param(name, warp, marks=() if often else pytest.mark.slow)
+
+
+def test_every_lossless_method_is_tested() -> None:
+    assert {name.partition(":")[0] for name in SETTINGS} == {name for name, method in methods.METHODS.items() if method.lossless}
 
 
 @pytest.mark.parametrize(("name", "warp"), list(every_case()))
@@ -234,23 +181,18 @@ def test_joint_distribution_of_a_real_model(name: str, monkeypatch: pytest.Monke
     worker = ThreadWorker(runners[1])
 
     def run(seed: int) -> tuple[int, ...]:
-        components = factory.Components(*runners, sampling, frozenset(), size, seed, acceptance_predictor=Guesses())
+        components = factory.Components(*runners, sampling, frozenset(), size, seed, acceptance_predictor=TopProbPredictor())
         made = factory.make_run(
             method, methods.resolve(method, SETTINGS[name]), components, Context(PROMPT), TOKENS, None, Clock(None), worker
         )
         return tuple(token for round_ in made.rounds() for token in round_.token_ids)
 
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in found.items():
-            with torch.no_grad():
-                logits = target(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-            probs = logits_ops.warp(logits, sampling).tolist()
-            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
-        found = longer
+    def next_probs(tokens: tuple[int, ...]) -> list[float]:
+        probs: list[float] = logits_ops.warp(uncached(target, [*PROMPT, *tokens]), sampling).tolist()
+        return probs
+
     counts = Counter(run(seed) for seed in range(4000))
-    assert p_value(counts, found) > SIGNIFICANCE
+    assert p_value(counts, output_distribution(next_probs, TOKENS)) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 40, 5000])

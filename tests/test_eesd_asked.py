@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import exit_of, make_model, save
-from runner_checks import CountedLayers
-from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableRunner, p_value
+from runner_checks import CountedLayers, uncached
+from scripted_models import PROMPT, VOCAB, TableRunner
+from statistics_checks import SIGNIFICANCE, output_distribution, p_value
 
 import specgen
 from specgen import factory, methods
@@ -27,6 +28,7 @@ from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
 
 DEPTH = 4
+TOKENS = 3
 PREDICTED = "predicted_acceptance"
 
 
@@ -200,16 +202,11 @@ def real_counts(name: str, settings: dict[str, object], runs: int) -> float:
         decoding = factory.make_run(method, chosen, components, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
 
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in found.items():
-            with torch.no_grad():
-                logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-            probs = logits_ops.warp(logits, sampling).tolist()
-            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
-        found = longer
-    return p_value(Counter(run(seed) for seed in range(runs)), found)
+    def next_probs(tokens: tuple[int, ...]) -> list[float]:
+        probs: list[float] = logits_ops.warp(uncached(model, [*PROMPT, *tokens]), sampling).tolist()
+        return probs
+
+    return p_value(Counter(run(seed) for seed in range(runs)), output_distribution(next_probs, TOKENS))
 
 
 def test_a_real_exit_samples_from_the_target() -> None:

@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 import torch
 from families import make_model
-from test_distributions import VOCAB, TableRunner
+from scripted_models import PROMPT, VOCAB, TableRunner
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops
@@ -26,7 +26,6 @@ from specgen.types import Context, Draft, Round, SamplingParams, Verdict
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
-PROMPT = [0, 3, 1, 2, 3, 1]
 
 
 def rows(*probs: Sequence[float]) -> ModelOutput:

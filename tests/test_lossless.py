@@ -8,7 +8,7 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from families import FAMILIES, make_model, plain
+from families import FAMILIES, make_model, plain, prompt
 
 from specgen.pair import Pair
 from specgen.settings import parse_pairs
@@ -50,11 +50,6 @@ def pairwise() -> Iterator[Case]:
         best = max(tried, key=lambda one: len(missing & set(combinations(enumerate(one), 2))))
         missing -= set(combinations(enumerate(best), 2))
         yield best  # type: ignore[misc]
-
-
-def prompt(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.randrange(3, 40) for _ in range(rng.randrange(3, 12)))]
 
 
 @cache

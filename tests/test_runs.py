@@ -12,7 +12,7 @@ import torch
 from families import CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import PROMPT, SETTINGS, VOCAB, Guesses, TableRunner, seldom
+from scripted_models import PROMPT, VOCAB, TableRunner, TopProbPredictor
 
 import specgen
 from specgen import factory, methods
@@ -22,7 +22,7 @@ from specgen.pair import Pair, Result
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers.thread_worker import ThreadWorker
 
-METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
+METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)
 LENGTH_SETTINGS = {
     "sd": "k",
     "heuristic": "k",
@@ -71,7 +71,7 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
             eos,
             VOCAB,
             seed=0,
-            acceptance_predictor=Guesses(),
+            acceptance_predictor=TopProbPredictor(),
         )
         run = factory.make_run(chosen, resolved, components, Context(PROMPT), limit, None, Clock(None), worker)
         rounds = list(run.rounds())
@@ -100,7 +100,7 @@ def ended(several_ends: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
-@pytest.mark.parametrize("k", seldom((1, 3, 8), 3))
+@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
 def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, ended: list[int], method: str, k: int) -> None:
     setting, expected = LENGTH_SETTINGS.get(method), ended
     settings = ({setting: k} if setting else {}) | ({"skip": "1"} if method == "selfsd" else {})
