@@ -132,6 +132,13 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> 
     assert "by pass" in compare(*options, "--predict")[1]
 
 
+def test_settings_that_are_auto_are_measured_before_the_runs(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.preparation.SEARCH_SECONDS", 0.0)
+    code, out, _ = compare("-m", "selfsd", "-n", "12", "--limit", "1", "--repeats", "1", "--json")
+    assert code == 0
+    assert [line["error"] for line in parsed(out)] == [None] * 2
+
+
 # ------------------------------------------------------------------ interrupted, light, wrong
 
 

@@ -188,6 +188,7 @@ class Runner:
             raise error
 
     def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
+        self._pair.prepare(ids, spec.name, sampling, **spec.settings)
         plan = self._pair.plan(ids, spec.name, sampling, record=self._config.record, **spec.settings)
         self._pair.forget()
         summary = Summary(spec.name)
