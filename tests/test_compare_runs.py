@@ -147,7 +147,7 @@ def test_an_interrupted_comparison_prints_its_results_and_can_be_resumed(
     compare: Compare, pair: tuple[str, ...], prompts: str, tmp_path: Path
 ) -> None:
     trace = tmp_path / "t.jsonl"
-    arguments = ["-m", "sd:k=2,lookup", "-n", "60", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
+    arguments = ["-m", "sd:k=2,lookup", "-n", "24", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
     process = Forked("compare", *pair, "--device", "cpu", *arguments, "--trace", str(trace))
     while not trace.exists() or trace.read_bytes().count(b'"summary"') < 8:
         assert process.poll() is None
