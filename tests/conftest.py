@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell starts 
 
 import pytest
 import torch
+from browser import browser  # noqa: F401  a fixture
 from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ def save(model: Any, folder: Path, tokenizer: Any = None) -> str:
     model.save_pretrained(folder)
     (tokenizer or make_tokenizer()).save_pretrained(folder)
     return str(folder)
+
+
+def prompt(seed: int) -> list[int]:
+    """4 to 12 random token ids, the first one `<s>`."""
+    rng = random.Random(seed)
+    return [1, *(rng.randrange(3, 40) for _ in range(rng.randrange(3, 12)))]
 
 
 def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list[int]:

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_pages
+from browser import DARK, LIGHT, Browser, check_silent
 
 from specgen.cli.app import main
-
-pytestmark = test_pages.pytestmark
-browser = test_pages.browser
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +36,9 @@ def _broken(*_: object) -> None:
     raise RunError("the <index> is gone", "Make it anew")
 
 
-def test_the_page_has_table_intervals_and_answers_and_makes_no_requests(browser: test_pages.Browser, page: Path) -> None:
+def test_the_page_has_table_intervals_and_answers_and_makes_no_requests(browser: Browser, page: Path) -> None:
     browser.open(page)
-    test_pages.check_silent(browser, page)
+    check_silent(browser, page)
     rows = browser.texts(".methods tbody th")
     assert rows[0] == "ar"
     assert rows[-1] == "lookup"
@@ -60,8 +57,8 @@ def test_the_page_has_table_intervals_and_answers_and_makes_no_requests(browser:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_page_fits_a_phone_in_light_and_dark(browser: test_pages.Browser, page: Path, dark: bool) -> None:
+def test_the_page_fits_a_phone_in_light_and_dark(browser: Browser, page: Path, dark: bool) -> None:
     browser.open(page, width=390, dark=dark)
     assert browser.overflow() <= 0
-    assert browser.css("body", "backgroundColor") == (test_pages.DARK if dark else test_pages.LIGHT)
-    test_pages.check_silent(browser, page)
+    assert browser.css("body", "backgroundColor") == (DARK if dark else LIGHT)
+    check_silent(browser, page)

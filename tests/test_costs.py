@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,14 @@ from specgen.types import Context, Draft, SamplingParams
 
 
 class SlowTarget:
-    """A pass takes a base time plus a time per token."""
+    """A pass takes a base time plus a time per token, on a simulated clock."""
 
-    def __init__(self, base: float, token: float) -> None:
-        self.base, self.token = base, token
-        self.passes = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, base: float, token: float) -> None:
+        self.base, self.token, self.now = base, token, 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
     def logits(self, context: Context, draft: Sequence[int] = ()) -> ModelOutput:
-        self.passes += 1
-        time.sleep(self.base + self.token * (len(draft) + 1))
+        self.now += self.base + self.token * (len(draft) + 1)
         return ModelOutput(torch.zeros(len(draft) + 1, 4))
 
 
@@ -57,23 +55,21 @@ class SlowDrafter:
 
 @pytest.mark.parametrize(("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (2, 0, 6, 1, 1)])
 def test_with_the_window_both_models_finish_at_the_same_time(
-    base: float, token: float, draft: float, size: int, first: int
+    monkeypatch: pytest.MonkeyPatch, base: float, token: float, draft: float, size: int, first: int
 ) -> None:
     """Times in ms. The window is the g for which a target pass over g tokens takes as long as g draft passes."""
-    target, drafter = SlowTarget(base / 1e3, token / 1e3), SlowDrafter(draft / 1e3)
+    target, drafter = SlowTarget(monkeypatch, base / 1e3, token / 1e3), SlowDrafter(draft / 1e3)
     costs = time_parallel_passes(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
-    assert abs(costs.window.size - size) <= 1
-    assert abs(costs.window.first - first) <= 1
-    assert costs.window.first <= costs.window.size
+    assert abs(costs.window.size - size) <= 1  # the iteration ends there
+    assert costs.window.first == first
     assert costs.context_length == 10
     assert drafter.closed
 
 
-def test_measuring_ends_in_time_on_slow_models() -> None:
-    start = time.perf_counter()
-    target = SlowTarget(0.3, 0)
+def test_measuring_ends_in_time_on_slow_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SlowTarget(monkeypatch, 0.3, 0)
     costs = time_parallel_passes(target, SlowDrafter(0.1), Context([1]))  # type: ignore[arg-type]
-    assert time.perf_counter() - start < 6
+    assert target.now < 6
     assert costs.window.size == 3
 
 
@@ -125,14 +121,11 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(demo_pair, "_parallel_costs", {})
     sampling = SamplingParams(max_new_tokens=16)
-    start = time.perf_counter()
     demo_pair.prepare("def f(x):", "pearl", sampling)
-    taken = time.perf_counter() - start
     plan = demo_pair.plan("def f(x):", "pearl", sampling)
     costs = plan.info.costs
     assert costs is not None
     assert plan.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
-    assert taken < 30, "a loose bound: a worker may have to start on a busy machine"
     monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
     for known in ({}, demo_pair._parallel_costs):  # from the file, from memory
         monkeypatch.setattr(demo_pair, "_parallel_costs", known)

@@ -3,68 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from families import make_model
-from scipy.stats import chi2
+from runner_checks import uncached
+from scripted_models import PROMPT, TableRunner, ids_of, scripted_run
+from statistics_checks import SIGNIFICANCE, Distribution, output_distribution, p_value
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specgen import factory, methods
+from specgen import methods
 from specgen.decoding import logits_ops, verifiers
-from specgen.decoding.components import Components
-from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.methods import Method
-from specgen.types import Context, Draft, Round, SamplingParams, Verdict
+from specgen.types import Draft, SamplingParams, Verdict
 from specgen.workers.thread_worker import ThreadWorker
 
-VOCAB, TOKENS = 6, 3
+TOKENS = 3
 RUNS = 1500
-# One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found; smaller errors are found by
-# the enumerations of other tests, and by more runs under `-m slow`.
-SIGNIFICANCE = 1e-4
-
-
-class TableRunner:
-    """A model runner whose logits are a function of the last two tokens."""
-
-    vocab_size = num_embeddings = VOCAB
-    context_limit = 1000
-    device = torch.device("cpu")
-
-    def __init__(self, seed: int, scale: float = 1.5) -> None:
-        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
-
-    def row(self, ids: Sequence[int]) -> torch.Tensor:
-        return self.table[ids[-2], ids[-1]]
-
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        paths = [context.ids[-2:]]
-        for node, token in enumerate(draft):
-            paths.append([*paths[node if parents is None else parents[node] + 1], token])
-        rows = torch.stack([self.row(path) for path in paths[start:]])
-        return ModelOutput(rows, rows)
-
-
-class Guesses:
-    """An acceptance predictor that reads the draft's hidden state alone."""
-
-    def begin(self, context: Context) -> None:
-        pass
-
-    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        return draft_hidden.softmax(dim=-1).max()
-
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)
 WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
-PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
 
 WARPS = {
     "plain": SamplingParams(max_new_tokens=TOKENS, temperature=1.0),
@@ -116,29 +76,6 @@ VARIANTS = (  # of what stands beside them
 VERDICTS = ("sd", "pearl", "spectr", "specinfer")
 
 
-def scripted_run(
-    method: Method | str,
-    settings: Mapping[str, object],
-    target: Any,
-    draft: Any,
-    sampling: SamplingParams,
-    *,
-    eos: Iterable[int] = (),
-    seed: int = 0,
-    worker: ThreadWorker | None = None,
-    prompt: Sequence[int] = PROMPT,
-) -> Run:
-    """A run of a method with these model runners."""
-    method = methods.find(method) if isinstance(method, str) else method
-    components = Components(target, draft, sampling, frozenset(eos), target.vocab_size, seed, acceptance_predictor=Guesses())
-    resolved, context = methods.resolve(method, settings), Context(prompt)
-    return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
-
-
-def ids_of(rounds: Iterable[Round]) -> list[int]:
-    return [token for round_ in rounds for token in round_.token_ids]
-
-
 def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
@@ -146,32 +83,9 @@ def decode(
     return tuple(ids_of(scripted_run(method, settings, TARGET, DRAFT, sampling, eos=eos, seed=seed, worker=WORKER).rounds()))
 
 
-def expected(
-    sampling: SamplingParams, eos: frozenset[int] = frozenset(), logits_of: Callable[[list[int]], torch.Tensor] = TARGET.row
-) -> dict[tuple[int, ...], float]:
-    """The exact probability of each output under the target, whose logits after some tokens are `logits_of(tokens)`."""
-    found = {(): 1.0}
-    for _ in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in found.items():
-            if tokens and tokens[-1] in eos:
-                longer[tokens] = mass
-                continue
-            probs = logits_ops.warp(logits_of([*PROMPT, *tokens]), sampling).tolist()
-            longer |= {(*tokens, token): mass * prob for token, prob in enumerate(probs) if prob}
-        found = longer
-    return found
-
-
-def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
-    """The chi-square test's p-value; cells that expect fewer than five are merged."""
-    runs = counts.total()
-    assert set(counts) <= set(probs), "an output that the target never gives"
-    rare = [cell for cell, prob in probs.items() if prob * runs < 5]
-    cells = [(counts[cell], prob * runs) for cell, prob in probs.items() if prob * runs >= 5]
-    cells.append((sum(counts[cell] for cell in rare), sum(probs[cell] for cell in rare) * runs))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 0)
-    return float(chi2.sf(statistic, len(cells) - 1))
+def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> Distribution:
+    """The exact probability of each output under the target."""
+    return output_distribution(lambda tokens: logits_ops.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist(), TOKENS, eos)
 
 
 def seldom(names: Iterable[object], *often: object) -> list[object]:
@@ -184,6 +98,10 @@ def every_case() -> Iterator[object]:
     for name, warp in product(SETTINGS, WARPS):
         often = name not in VARIANTS if warp == "both" else warp == "top-p" and name in VERDICTS
         yield pytest.param(name, warp, marks=() if often else pytest.mark.slow)
+
+
+def test_every_lossless_method_is_tested() -> None:
+    assert {name.partition(":")[0] for name in SETTINGS} == {name for name, method in methods.METHODS.items() if method.lossless}
 
 
 @pytest.mark.parametrize(("name", "warp"), list(every_case()))
@@ -256,14 +174,14 @@ def test_joint_distribution_of_a_real_model(name: str) -> None:
     runners = ModelRunner(target), ModelRunner(draft)
     worker = ThreadWorker(runners[1])
 
-    @torch.no_grad()
-    def logits_of(ids: list[int]) -> torch.Tensor:
-        return target(torch.tensor([ids])).logits[0, -1]
+    def next_probs(tokens: tuple[int, ...]) -> list[float]:
+        probs: list[float] = logits_ops.warp(uncached(target, [*PROMPT, *tokens]), sampling).tolist()
+        return probs
 
     method = name.partition(":")[0]
     runs = (scripted_run(method, SETTINGS[name], *runners, sampling, seed=seed, worker=worker) for seed in range(4000))
     counts = Counter(tuple(ids_of(run.rounds())) for run in runs)
-    assert p_value(counts, expected(sampling, logits_of=logits_of)) > SIGNIFICANCE
+    assert p_value(counts, output_distribution(next_probs, TOKENS)) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 40, 5000])

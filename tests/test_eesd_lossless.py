@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, exit_of, make_model, plain, save
+from families import CONTEXT, exit_of, make_model, plain, prompt, save
 from runner_checks import LLAMA_LIKE, four_layer_types
-from test_lossless import prompt
 
 import specgen
 from specgen.pair import Pair

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import exit_of, make_model, save
-from runner_checks import CountedLayers
-from test_distributions import PROMPT, SIGNIFICANCE, TOKENS, VOCAB, TableRunner, p_value
+from runner_checks import CountedLayers, uncached
+from scripted_models import PROMPT, VOCAB, TableRunner
+from statistics_checks import SIGNIFICANCE, output_distribution, p_value
 
 import specgen
 from specgen import factory, methods
@@ -26,6 +27,7 @@ from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
 
 DEPTH = 4
+TOKENS = 3
 PREDICTED = "predicted_acceptance"
 METHODS: list[tuple[str, dict[str, object]]] = [
     ("eesd-fixed", {"k": 2}),
@@ -183,13 +185,11 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
         decoding = factory.make_run(method, chosen, components, Context(PROMPT), TOKENS, None, Clock(None))
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
 
-    outputs = torch.cartesian_prod(*[torch.arange(VOCAB)] * TOKENS)
-    with torch.no_grad():
-        logits = model(torch.cat((torch.tensor(PROMPT).expand(len(outputs), -1), outputs), dim=1)).logits
-    probs = logits_ops.warp(logits[:, len(PROMPT) - 1 : -1].flatten(0, 1), sampling).view(len(outputs), TOKENS, VOCAB)
-    joint = probs.gather(-1, outputs[..., None])[..., 0].prod(dim=-1).tolist()
-    expected = {tuple(output): prob for output, prob in zip(outputs.tolist(), joint, strict=True) if prob}
-    return p_value(Counter(run(seed) for seed in range(runs)), expected)
+    def next_probs(tokens: tuple[int, ...]) -> list[float]:
+        probs: list[float] = logits_ops.warp(uncached(model, [*PROMPT, *tokens]), sampling).tolist()
+        return probs
+
+    return p_value(Counter(run(seed) for seed in range(runs)), output_distribution(next_probs, TOKENS))
 
 
 def test_an_untrained_exit_samples_from_the_target() -> None:

@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 import torch
 from families import make_model
-from test_distributions import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
+from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier

@@ -8,8 +8,8 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from families import FAMILIES, make_model, plain
-from test_runs import LENGTH_SETTINGS
+from families import FAMILIES, make_model, plain, prompt
+from scripted_models import LENGTH_SETTINGS
 
 from specgen.pair import Pair
 from specgen.settings import parse_pairs
@@ -39,11 +39,6 @@ def pairwise() -> Iterator[Case]:
         best = max(tried, key=lambda one: len(missing & set(combinations(enumerate(one), 2))))
         missing -= set(combinations(enumerate(best), 2))
         yield best  # type: ignore[misc]
-
-
-def prompt(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.randrange(3, 40) for _ in range(rng.randrange(3, 12)))]
 
 
 @cache

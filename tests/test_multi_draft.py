@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributions import TableRunner, scripted_run
+from scripted_models import TableRunner, scripted_run
+from statistics_checks import Distribution, output_distribution
 
 from specgen import factory, methods
 from specgen.decoding import logits_ops, multi_draft
@@ -24,7 +25,6 @@ SIZE = 3
 PROMPT = [0, 2, 1]
 ROUNDING = 1e-5  # distributions are float32
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
-Distribution = dict[tuple[int, ...], float]
 
 
 class Small(TableRunner):
@@ -97,18 +97,13 @@ class Paths:
         return self._choose(outcomes)
 
 
-def exact(runner: TableRunner, sampling: SamplingParams, length: int, eos: frozenset[int], begun: Distribution) -> Distribution:
-    """The distribution of `begun` when the target alone continues it to `length` tokens."""
-    found: Distribution = defaultdict(float)
-    for tokens, mass in begun.items():
-        if len(tokens) >= length or (tokens and tokens[-1] in eos):
-            found[tokens] += mass
-            continue
-        row = logits_ops.warp(runner.row([*PROMPT, *tokens]), sampling).tolist()
-        longer = {(*tokens, token): mass * prob for token, prob in enumerate(row) if prob}
-        for ended, weight in exact(runner, sampling, length, eos, longer).items():
-            found[ended] += weight
-    return dict(found)
+def exact(
+    runner: TableRunner, sampling: SamplingParams, length: int, eos: frozenset[int], start: Distribution | None = None
+) -> Distribution:
+    """The distribution of the outputs when the target alone continues `start` to `length` tokens."""
+    return output_distribution(
+        lambda tokens: logits_ops.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, eos, start
+    )
 
 
 def distance(
@@ -138,7 +133,7 @@ def distance(
     begun = Paths(monkeypatch).all(round_)
     assert sum(begun.values()) == pytest.approx(1, abs=ROUNDING)
     found = exact(target, sampling, k + 1, ends, begun)
-    wanted = exact(target, sampling, k + 1, ends, {(): 1.0})
+    wanted = exact(target, sampling, k + 1, ends)
     return sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted}) / 2
 
 
@@ -212,7 +207,7 @@ def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch
         return (*(draft.tokens[node] for node in verdict.path), verdict.token)  # type: ignore[return-value]
 
     found = exact(target, sampling, 3, frozenset(), Paths(monkeypatch).all(round_))
-    wanted = exact(target, sampling, 3, frozenset(), {(): 1.0})
+    wanted = exact(target, sampling, 3, frozenset())
     assert found == pytest.approx(wanted, abs=ROUNDING)
 
 

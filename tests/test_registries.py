@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from test_distributions import TableRunner, ids_of, scripted_run
+from scripted_models import TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
 from specgen import methods
@@ -80,3 +82,9 @@ def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyP
 def test_the_tables_import_no_torch() -> None:
     code = "import sys, specgen.factory, specgen.tuning.candidates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_test_module_imports_another() -> None:
+    """What test modules share is in modules whose names do not start with `test_`."""
+    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")}
+    assert [name for name, source in sources.items() if re.search(r"^\s*(from|import) test_", source, re.MULTILINE)] == []

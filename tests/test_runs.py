@@ -14,7 +14,7 @@ import torch
 from families import CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import PROMPT, SETTINGS, VOCAB, TableRunner, ids_of, scripted_run, seldom
+from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 import specgen
 from specgen.methods import METHODS
@@ -22,24 +22,7 @@ from specgen.pair import Pair, Result
 from specgen.types import Round, SamplingParams
 from specgen.workers.thread_worker import ThreadWorker
 
-METHOD_NAMES = tuple(name for name in SETTINGS if ":" not in name)
-LENGTH_SETTINGS = {
-    "sd": "k",
-    "heuristic": "k",
-    "lookup": "k",
-    "confidence": "max_draft",
-    "svip": "max_draft",
-    "beta-ts": "max_draft",
-    "spectr": "k",
-    "specinfer": "k",
-    "pearl": "window",
-    "eesd": "max_draft",
-    "eesd-fixed": "k",
-    "eesd-beta": "max_draft",
-    "eesd-cali": "max_draft",
-    "eesd-tree": "depth",
-    "selfsd": "k",
-}
+METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)
 LOSSY = {"mtad", "bild"}
 
 
@@ -89,7 +72,7 @@ def ended(several_ends: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
-@pytest.mark.parametrize("k", seldom((1, 3, 8), 3))
+@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
 def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, ended: list[int], method: str, k: int) -> None:
     setting, expected = LENGTH_SETTINGS.get(method), ended
     settings = ({setting: k} if setting else {}) | ({"skip": "1"} if method == "selfsd" else {})

@@ -1,0 +1,94 @@
+"""A model runner and an acceptance predictor whose outputs are known, for tests of drafters, verifiers and complete runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specgen import factory, methods
+from specgen.decoding.components import Components
+from specgen.decoding.run import Clock, Run
+from specgen.engine.model_runner import ModelOutput
+from specgen.methods import Method
+from specgen.types import Context, Round, SamplingParams
+from specgen.workers.thread_worker import ThreadWorker
+
+VOCAB = 6
+PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
+LENGTH_SETTINGS = {
+    "sd": "k",
+    "heuristic": "k",
+    "lookup": "k",
+    "confidence": "max_draft",
+    "svip": "max_draft",
+    "beta-ts": "max_draft",
+    "spectr": "k",
+    "specinfer": "k",
+    "pearl": "window",
+    "eesd": "max_draft",
+    "eesd-fixed": "k",
+    "eesd-beta": "max_draft",
+    "eesd-cali": "max_draft",
+    "eesd-tree": "depth",
+    "selfsd": "k",
+}  # the setting that limits a draft's length
+
+
+class TableRunner:
+    """A model runner whose logits are a function of the last two tokens."""
+
+    vocab_size = num_embeddings = VOCAB
+    context_limit = 1000
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int, scale: float = 1.5) -> None:
+        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+    def row(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.table[ids[-2], ids[-1]]
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        paths = [context.ids[-2:]]
+        for node, token in enumerate(draft):
+            paths.append([*paths[node if parents is None else parents[node] + 1], token])
+        rows = torch.stack([self.row(path) for path in paths[start:]])
+        return ModelOutput(rows, rows)
+
+
+class TopProbPredictor:
+    """An acceptance predictor: the largest softmax value of the draft's hidden state, which is what a `TableRunner` gives."""
+
+    def begin(self, context: Context) -> None:
+        pass
+
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        return draft_hidden.softmax(dim=-1).max()
+
+
+def scripted_run(
+    method: Method | str,
+    settings: Mapping[str, object],
+    target: Any,
+    draft: Any,
+    sampling: SamplingParams,
+    *,
+    eos: Iterable[int] = (),
+    seed: int = 0,
+    worker: ThreadWorker | None = None,
+    prompt: Sequence[int] = PROMPT,
+) -> Run:
+    """A run of a method with these model runners."""
+    method = methods.find(method) if isinstance(method, str) else method
+    components = Components(
+        target, draft, sampling, frozenset(eos), target.vocab_size, seed, acceptance_predictor=TopProbPredictor()
+    )
+    resolved, context = methods.resolve(method, settings), Context(prompt)
+    return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
+
+
+def ids_of(rounds: Iterable[Round]) -> list[int]:
+    return [token for round_ in rounds for token in round_.token_ids]

@@ -1,0 +1,46 @@
+"""The exact distribution of a model's outputs, and the chi-square test of sampled outputs against it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from scipy.stats import chi2
+
+Distribution = dict[tuple[int, ...], float]
+
+# One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found; smaller errors are found by
+# the enumerations of other tests, and by more runs under `-m slow`.
+SIGNIFICANCE = 1e-4
+
+
+def output_distribution(
+    next_probs: Callable[[tuple[int, ...]], Sequence[float]],
+    length: int,
+    eos: Collection[int] = (),
+    start: Mapping[tuple[int, ...], float] | None = None,
+) -> Distribution:
+    """The probability of each output of `length` tokens, or fewer if an end-of-sequence id comes first.
+
+    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start` has outputs to continue.
+    """
+    found: Distribution = defaultdict(float)
+    unfinished = [*({(): 1.0} if start is None else start).items()]
+    while unfinished:
+        tokens, mass = unfinished.pop()
+        if len(tokens) >= length or (tokens and tokens[-1] in eos):
+            found[tokens] += mass
+        else:
+            unfinished += [((*tokens, token), mass * prob) for token, prob in enumerate(next_probs(tokens)) if prob]
+    return dict(found)
+
+
+def p_value(counts: Counter[tuple[int, ...]], probs: Distribution) -> float:
+    """The chi-square test's p-value; cells that expect fewer than five are merged."""
+    runs = counts.total()
+    assert set(counts) <= set(probs), "an output that the target never gives"
+    rare = [cell for cell, prob in probs.items() if prob * runs < 5]
+    cells = [(counts[cell], prob * runs) for cell, prob in probs.items() if prob * runs >= 5]
+    cells.append((sum(counts[cell] for cell in rare), sum(probs[cell] for cell in rare) * runs))
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 0)
+    return float(chi2.sf(statistic, len(cells) - 1))
