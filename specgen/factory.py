@@ -9,12 +9,12 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from specgen.cost_model import Window
+from specgen.cost_model.pearl_window import Window
 from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.policies import POLICIES, Always, LengthPolicy, signals_of
 from specgen.methods import METHODS, Method, no_draft_model, no_exit_layer, no_predictor
-from specgen.settings import Settings
+from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter, DraftSetup

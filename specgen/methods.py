@@ -14,7 +14,7 @@ from specgen.decoding import drafter_kinds as kinds
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.policies import POLICIES, Signals, signals_of
 from specgen.errors import SpecgenError, nearest
-from specgen.settings import Setting, Settings, Value
+from specgen.setting_parsing import Setting, Settings, Value
 
 ALL_METHODS = "specgen inspect --methods"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"

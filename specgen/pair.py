@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specgen import factory, methods, preparation
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, StopTexts

@@ -12,7 +12,7 @@ from specgen.errors import SpecgenError
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.methods import Method
-    from specgen.settings import Settings
+    from specgen.setting_parsing import Settings
     from specgen.traces.trace_writer import RunInfo
     from specgen.types import Round, SamplingParams
 

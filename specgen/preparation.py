@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen import measurement_cache, methods
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.devices import device_name, synchronizer
@@ -48,8 +48,7 @@ def parallel_costs(
         "versions": versions(),
         "machine": machine(),
     }
-    found = measurement_cache.find("costs", key)
-    costs = None if found is None else ParallelCosts(**found)
+    costs = _valid_costs(measurement_cache.find("costs", key))
     if costs is None:
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
         shortest = min(target.max_tokens(length), draft.context_limit)
@@ -59,6 +58,15 @@ def parallel_costs(
         if max(astuple(costs)) < math.inf:  # infinite where the draft model cannot follow this one context
             measurement_cache.keep("costs", key, asdict(costs))
     return costs
+
+
+def _valid_costs(found: Any) -> ParallelCosts | None:
+    """The cached pass times, None where they are missing or not positive numbers."""
+    try:
+        costs = ParallelCosts(**found)
+        return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
+    except TypeError:
+        return None
 
 
 def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:

@@ -16,7 +16,7 @@ import torch
 from benchmark import examples, held_out
 
 import specgen
-from specgen.cost_model import ParallelCosts, Window
+from specgen.cost_model.pearl_window import ParallelCosts, Window
 from specgen.types import Round, SamplingParams
 
 ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false", "pearl:policy=svip")

@@ -18,7 +18,7 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
 from specgen.compare.runner import Runner
 from specgen.pair import Pair
-from specgen.settings import written
+from specgen.setting_parsing import written
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import TuningOutcome
 from specgen.tuning.request import Deadline, TuningRequest

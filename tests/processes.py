@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, NamedTuple
 
 _ONE_BY_ONE = """
@@ -124,3 +126,20 @@ class Forked:
 def _pipe() -> tuple[IO[bytes], Connection]:
     reader, writer = multiprocessing.Pipe(duplex=False)
     return os.fdopen(os.dup(reader.fileno()), "rb"), writer
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 import specgen
-from specgen import measurement_cache
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts, eesd_speedup
+from specgen import measurement_cache, preparation
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model.speedup import eesd_speedup
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Always
 from specgen.engine.model_runner import ModelOutput
@@ -106,6 +109,15 @@ def test_a_cache_that_cannot_be_read_or_written_is_ignored(cache: Path) -> None:
     path.mkdir()
     measurement_cache.keep("costs", KEY, {})
     assert measurement_cache.find("costs", KEY) is None
+
+
+@pytest.mark.parametrize("field", ["draft_pass", "target_pass", "width", "single_pass"])
+@pytest.mark.parametrize("value", [None, "fast", -1, math.inf])
+def test_cached_pass_times_have_to_be_positive_numbers(field: str, value: object) -> None:
+    written: dict[str, object] = asdict(ParallelCosts(0.002, 0.017, 0.012, 8, 64))
+    assert preparation._valid_costs(written) is not None
+    assert preparation._valid_costs(written | {field: value}) is None
+    assert preparation._valid_costs(None) is None
 
 
 def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

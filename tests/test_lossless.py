@@ -12,7 +12,7 @@ from families import FAMILIES, make_model, plain, prompt
 from scripted_models import LENGTH_SETTINGS
 
 from specgen.pair import Pair
-from specgen.settings import parse_pairs
+from specgen.setting_parsing import parse_pairs
 from specgen.types import SamplingParams
 
 LENGTHS = tuple(range(1, 9))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributions import TableRunner, ids_of, scripted_run
+from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen.cost_model import Window
+from specgen.cost_model.pearl_window import Window
 from specgen.types import Round, SamplingParams, TokenStatus
 from specgen.workers.thread_worker import ThreadWorker
 

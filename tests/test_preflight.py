@@ -15,12 +15,13 @@ from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer,
 import specgen
 from specgen import demo, factory, methods
 from specgen.cli.app import main
-from specgen.cost_model import WIDTHS, ParallelCosts, SpeedupModel
+from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.cost_model.speedup import WIDTHS, SpeedupModel
 from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.timing import time_passes
-from specgen.settings import Setting
+from specgen.setting_parsing import Setting
 from specgen.tuning import pair_inspection
 from specgen.types import Context
 
@@ -235,8 +236,8 @@ def test_methods_that_cannot_be_planned_say_why(
 def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     runner = demo_pair.target.runner()
     seen = []
-    run = runner._run
-    runner._run = lambda span, logits_to_keep: (seen.append((len(span.token_ids), span.first)), run(span, logits_to_keep))[1]  # type: ignore[method-assign]
+    forward = runner._forward
+    runner._forward = lambda one, keep: (seen.append((one.last - one.first, one.first)), forward(one, keep))[1]
     seconds = time_passes(runner, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)

@@ -20,7 +20,7 @@ from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.policies import DraftedToken, LengthPolicy
 from specgen.errors import SpecgenError
 from specgen.methods import Method
-from specgen.settings import Setting, Settings
+from specgen.setting_parsing import Setting, Settings
 from specgen.tuning import candidates
 from specgen.types import Context, Draft, SamplingParams
 

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 from families import exit_of, make_model, save
-from test_tune import COSTS, PROMPTS, PairOf, really
+from tuning_helpers import COSTS, PROMPTS, PairOf, really
 
 import specgen
 from specgen.compare.prompts import Prompt
-from specgen.cost_model import RoundCosts
+from specgen.cost_model.round_costs import RoundCosts
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
 from specgen.tuning import profile as profiles

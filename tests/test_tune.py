@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -10,14 +9,14 @@ from unittest.mock import Mock
 
 import pytest
 from families import EOS
+from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 
 from specgen.compare.prompts import Prompt
-from specgen.cost_model import CostTable, Curve, RoundCosts
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, resolve
 from specgen.pair import Pair
-from specgen.settings import written
-from specgen.traces.summary import Summary
+from specgen.setting_parsing import written
 from specgen.tuning import tuner
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
@@ -28,11 +27,6 @@ from specgen.tuning.settings_search import simulate_grids, tuned_skips
 from specgen.tuning.simulation import PairMeasurements, simulate
 from specgen.tuning.tuner import outcome_of, select_methods, tune
 from specgen.types import SamplingParams
-
-GREEDY = SamplingParams(max_new_tokens=24, seed=3)
-PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6], [8, 8, 13, 30, 31]]
-COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
-PairOf = Callable[[str, str], Pair]
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +47,6 @@ def measured(pair: Pair, sampling: SamplingParams = GREEDY) -> PairMeasurements:
 @pytest.fixture(scope="module")
 def measurements(near: Pair) -> PairMeasurements:
     return measured(near)
-
-
-def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY) -> Summary:
-    summary = Summary(name)
-    for prompt in PROMPTS:
-        for round_ in pair.rounds(prompt, name, sampling, **given):
-            summary.add(round_)
-    return summary
 
 
 @pytest.mark.parametrize(

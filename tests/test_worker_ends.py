@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Forked
-from test_workers import is_running, wait_until
+from processes import Forked, is_running, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
 LONGEST = 60  # seconds after which a run counts as hanging

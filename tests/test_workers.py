@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import make_model, near_copy, save
+from processes import is_running, wait_until
 
 import specgen
 from specgen import methods
@@ -46,23 +46,6 @@ def process_of(pair: Pair) -> int:
     worker = pair._process_worker
     assert worker is not None
     return worker.ready()._process.pid
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 posix = pytest.mark.skipif(os.name != "posix", reason="a second process is used on POSIX systems only")

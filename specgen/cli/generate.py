@@ -12,7 +12,7 @@ from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.errors import SpecgenError
-from specgen.settings import parse_pairs
+from specgen.setting_parsing import parse_pairs
 
 if TYPE_CHECKING:
     from specgen.cli.output_writers import OutputWriter

@@ -14,7 +14,7 @@ from rich.text import Text
 from specgen import methods
 from specgen.errors import SpecgenError
 from specgen.paths import EXIT_WEIGHTS, pair_folder
-from specgen.settings import written
+from specgen.setting_parsing import written
 from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:

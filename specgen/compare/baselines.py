@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.settings import Setting, Value
+from specgen.setting_parsing import Setting, Value
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel

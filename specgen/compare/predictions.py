@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.compare.method_specs import REFERENCE
 from specgen.compare.results import MethodResult, Prediction, Results, Run, median_runs
-from specgen.cost_model import Curve, eesd_speedup
+from specgen.cost_model.round_costs import Curve
+from specgen.cost_model.speedup import eesd_speedup
 from specgen.methods import METHODS
 
 if TYPE_CHECKING:

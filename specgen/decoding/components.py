@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.cost_model import Window
+    from specgen.cost_model.pearl_window import Window
     from specgen.decoding.drafters import AcceptancePredictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
 

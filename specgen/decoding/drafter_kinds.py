@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specgen.decoding.policies import SIGNALS, Signals
-from specgen.settings import Settings
+from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter, DraftSetup

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specgen.cost_model import Window
+from specgen.cost_model.pearl_window import Window
 from specgen.decoding.components import Components
 from specgen.engine.inference_mode import inference
-from specgen.settings import Settings
+from specgen.setting_parsing import Settings
 from specgen.types import Context, Draft, Mode, Round
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.cost_model import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.types import Context
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.cost_model import ParallelCosts
+from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
 from specgen.json_lines import json_line

@@ -8,7 +8,7 @@ from random import Random
 
 from specgen.decoding.policies import POLICIES
 from specgen.methods import METHODS, known_settings
-from specgen.settings import Value
+from specgen.setting_parsing import Value
 
 GivenSettings = Mapping[str, Value]  # those that are not left at their defaults
 

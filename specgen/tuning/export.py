@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.errors import SpecgenError, nearest
-from specgen.settings import Value
+from specgen.setting_parsing import Value
 
 if TYPE_CHECKING:
     from specgen.tuning.profile import Tuned

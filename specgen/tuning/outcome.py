@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from specgen.cost_model import SpeedupModel
+from specgen.cost_model.speedup import SpeedupModel
 from specgen.methods import METHODS
-from specgen.settings import written
+from specgen.setting_parsing import written
 from specgen.tuning.candidates import GivenSettings, distance_from_defaults
 from specgen.types import SamplingParams
 

@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from specgen import methods
-from specgen.cost_model import ACCEPTANCES, WIDTHS, ParallelCosts, SpeedupModel
+from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.cached_prefix import NO_LIMIT, context_limits
 from specgen.engine.decoder_layers import missing_part
 from specgen.engine.devices import free_memory, pick_dtype

@@ -15,7 +15,7 @@ from specgen import methods
 from specgen.errors import RunError, SpecgenError
 from specgen.files import load_yaml, write_whole
 from specgen.paths import pair_folder, readable
-from specgen.settings import Value
+from specgen.setting_parsing import Value
 from specgen.tuning.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, cast
 
-from specgen.cost_model import CostTable, Curve, RoundCosts
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specgen.engine.decoder_layers import check_llama_structure
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
-from specgen.settings import written
+from specgen.setting_parsing import written
 from specgen.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tuning.candidates import GivenSettings, grid, round_robin
 from specgen.tuning.outcome import Candidate, by_speed, counted, nearest_to_default

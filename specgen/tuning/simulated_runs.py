@@ -28,7 +28,7 @@ from specgen.tuning.simulation import RANDOM_RUNS, SimulatedClock, SimulatedTarg
 from specgen.types import Context
 
 if TYPE_CHECKING:
-    from specgen.cost_model import RoundCosts
+    from specgen.cost_model.round_costs import RoundCosts
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.run import Run
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.methods import Method
     from specgen.pair import Pair
-    from specgen.settings import Settings
+    from specgen.setting_parsing import Settings
     from specgen.tuning.recorded_drafts import ReferenceOutput
     from specgen.types import Draft, SamplingParams
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specgen import factory, methods
-from specgen.cost_model import RoundCosts, Window
+from specgen.cost_model.pearl_window import Window
+from specgen.cost_model.round_costs import RoundCosts
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import DraftSetup, extend_draft
 from specgen.decoding.parallel import Parallel
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.run import Schedule
     from specgen.methods import Method
-    from specgen.settings import Settings
+    from specgen.setting_parsing import Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 
 RANDOM_RUNS = 3  # of a policy that draws random numbers

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen import methods
-from specgen.cost_model import SpeedupModel
+from specgen.cost_model.speedup import SpeedupModel
 from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees

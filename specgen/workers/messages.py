@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specgen.decoding.components import Components
-from specgen.settings import Settings
+from specgen.setting_parsing import Settings
 
 
 @dataclass(frozen=True, slots=True)

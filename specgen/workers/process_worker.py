@@ -20,7 +20,7 @@ from specgen.workers.shared_drafts import SharedDrafts
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel, PreparedModel
-    from specgen.settings import Settings
+    from specgen.setting_parsing import Settings
 
 
 class ProcessWorker:

@@ -19,7 +19,7 @@ from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner
-    from specgen.settings import Settings
+    from specgen.setting_parsing import Settings
 
 
 class ThreadWorker:

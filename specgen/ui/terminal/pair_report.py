@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from specgen.cost_model import ACCEPTANCES, ParallelCosts, SpeedupModel
+from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.cost_model.speedup import ACCEPTANCES, SpeedupModel
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import labelled
 
