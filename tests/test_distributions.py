@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ from specgen.workers.thread_worker import ThreadWorker
 
 TOKENS = 3
 RUNS = 1500
+
+
+class RunnerWithHiddenStates(ModelRunner):
+    """A model runner that returns its logits as hidden states too, for an acceptance predictor."""
+
+    def logits(self, *args: Any, **options: Any) -> ModelOutput:
+        logits = super().logits(*args, **options).logits
+        return ModelOutput(logits, logits)
+
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)
 WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
@@ -171,7 +181,7 @@ def test_joint_distribution_of_a_real_model(name: str) -> None:
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
-    runners = ModelRunner(target), ModelRunner(draft)
+    runners = ModelRunner(target), RunnerWithHiddenStates(draft)
     worker = ThreadWorker(runners[1])
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
