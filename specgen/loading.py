@@ -1,4 +1,4 @@
-"""Loads a pair of models: `specgen.load`."""
+"""Loads a target and, if there is one, its draft model, for `specgen.load`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def load(
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
 ) -> Pair:
-    """Load a pair of models by Hugging Face id or folder; without a target the bundled pair. Raises SpecgenError.
+    """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
-    `announce` is called with a short description of each step. `process` is a process for PEARL's draft model that was started
-    earlier, to save time; without it the first run with PEARL starts one. `exit_layer` is the file or folder of EESD's trained
-    part; without it the one that was trained here for the target is used, or the bundled target's.
+    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's device.
+    `announce` is called with a short description of each step. `process` is a process started earlier to run PEARL's draft model,
+    to save time; None starts one when PEARL first runs. `exit_layer` is the file or folder of EESD's trained exit layer; None
+    takes the one that was trained for this target on this machine, or the bundled target's. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -70,7 +71,10 @@ def model_sources(
     trust_remote_code: bool,
     offline: bool,
 ) -> list[ModelSource]:
-    """The sources of the target and, if there is one, of the draft model; without a target those of the bundled pair."""
+    """Returns where to load the target from, then the draft model if there is one.
+
+    If `target` is None, these are the two models that come with specgen.
+    """
     if target is None:
         return [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in demo.ROLES]
     sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
@@ -80,7 +84,10 @@ def model_sources(
 
 
 def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
-    """Read config and tokenizer of a target, or of a target and a draft model. Raises SpecgenError if the tokenizers differ."""
+    """Reads the config and the tokenizer of each model, without its weights.
+
+    `sources` holds a target, or a target and a draft model. Raises SpecgenError if the two tokenizers differ.
+    """
     prepared = [prepare(source, announce) for source in sources]
     if len(prepared) == 2:
         check_tokenizers_match(*prepared)
@@ -111,6 +118,9 @@ def _load(
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:
-    """Whether both models run at the same time only in two processes. On one accelerator they do not: kernels of two processes
-    take turns there, while those of two streams of one process run concurrently."""
+    """Whether PEARL has to run the draft model in a process of its own, so that both models run at the same time.
+
+    Not if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one
+    process run concurrently.
+    """
     return is_possible() and (target.type == "cpu" or target != draft)

@@ -1,4 +1,4 @@
-"""A loaded target with its draft model, if there is one, and decoding runs on them: what `specgen.load` returns."""
+"""A loaded target and, if there is one, its draft model, with the functions that decode with them. `specgen.load` returns it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ from specgen.workers.thread_worker import ThreadWorker
 
 
 class Pair:
-    """A target and its draft model, for any number of runs, also alternating ones. Caches keep the prefix that runs share."""
+    """A target and its draft model (or none), for any number of decoding runs, one after the other or in turns.
+
+    The models' KV caches stay between runs: a run reuses the cached tokens with which its own context begins. `worker` is the
+    process that runs the draft model for PEARL; None for a thread. `exit_layer` is EESD's exit; None if none was loaded.
+    """
 
     def __init__(
         self,
@@ -67,33 +71,33 @@ class Pair:
 
     @property
     def runners(self) -> tuple[ModelRunner, ModelRunner | None]:
-        """The target's and the draft's, for timing passes."""
+        """The model runners of the target and of the draft model (None if there is none), to time forward passes with."""
         return self._target_runner, self._draft_runner
 
     @cached_property
     def exit_layer(self) -> Exit | None:
-        """EESD's trained part. One that was found rather than named is read on first use."""
+        """EESD's trained exit layer, or None. If the user named none, the first use loads the one found for this target."""
         return None if self.found_exit is None else self.found_exit.load()
 
     @property
     def exit_refusal(self) -> SpecgenError | None:
-        """Why the exit layer that was found cannot be used."""
+        """Why the exit layer found for this target cannot be used. None if it can, none was found, or the user named one."""
         return None if self.found_exit is None else self.found_exit.refusal
 
     @property
     def exit_description(self) -> Description | None:
-        """The exit layer's description, without reading its weights; None where there is none."""
+        """The contents of the exit layer's `exit.yaml`, without reading the weights; None if there is no exit layer."""
         if self.found_exit is not None:
             return self.found_exit.description
         return None if self.exit_layer is None else self.exit_layer.description
 
     @property
     def has_predictor(self) -> bool:
-        """Whether there is an exit layer with a predictor of acceptance."""
+        """Whether there is an exit layer that was trained with a predictor of whether a drafted token is accepted."""
         return self.exit_layer is not None and self.exit_layer.predictor is not None
 
     def devices(self, method: Method) -> list[torch.device]:
-        """The devices of the method's models."""
+        """The target's device and, if the method uses the draft model, the draft model's."""
         draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
         return [model.device for model in (self.target, *draft)]
 
@@ -112,9 +116,11 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Iterator[Round]:
-        """Decode, round by round. `parameters` are the method's settings; mistakes raise SpecgenError at once.
+        """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `record` adds to each round's verdict how far draft and target agree, which takes time.
+        `method` None takes the default method, `sampling` None greedy decoding. `parameters` are the method's settings. `record`
+        adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid arguments raise
+        SpecgenError at the call, before the first round.
         """
         self.prepare(prompt, method, sampling, **parameters)
         return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
@@ -129,7 +135,11 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Result:
-        """Decode to the end. The summary has the output's perplexity with `perplexity`, and always for a lossy method."""
+        """Decodes to the end of the output. Arguments as for `rounds`.
+
+        `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
+        distribution always get it.
+        """
         self.prepare(prompt, method, sampling, **parameters)
         plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
@@ -142,8 +152,12 @@ class Pair:
     def prepare(
         self, prompt: str | Sequence[int], method: str | None = None, sampling: SamplingParams | None = None, **parameters: object
     ) -> None:
-        """Do what a plan with these arguments needs first: start the draft worker, measure PEARL's window, search the layers to
-        skip. What was done before, here or on this machine, is not repeated. Raises SpecgenError as `plan` does."""
+        """Does the slow work that `plan` with the same arguments needs, if any.
+
+        For PEARL it starts the process or thread of the draft model, and measures the window if the setting is `auto`. For layer
+        skipping with `skip=auto` it searches the layers. Results of earlier calls, also of other processes on this machine, are
+        reused. Raises SpecgenError as `plan` does.
+        """
         request = self._request(prompt, method, sampling, parameters)
         worker = self._worker if request.method.schedule == "parallel" else None
         if worker is not None:
@@ -162,9 +176,9 @@ class Pair:
         record: bool = False,
         **parameters: object,
     ) -> Plan:
-        """Check the arguments and assemble a run. Starts, measures and decodes nothing.
+        """Checks the arguments (as for `rounds`) and returns a run that is ready to start. Decodes and measures nothing.
 
-        Raises SpecgenError for a mistake, and for a setting that is `auto` and has to be prepared before.
+        Raises SpecgenError for an invalid argument, and if `prepare` has to be called first because a setting is `auto`.
         """
         request = self._request(prompt, method, sampling, parameters)
         chosen, settings, sampling = request.method, request.settings, request.sampling
@@ -204,7 +218,7 @@ class Pair:
         return Plan(run, chosen, settings, info, limit < sampling.max_new_tokens, record)
 
     def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
-        """The answer's text, up to a stop string."""
+        """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
         detokenizer = self.tokenizer.detokenizer(plan.info.prompt_ids)
         text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
         ends = [text.index(stop) for stop in plan.info.sampling.stop if stop in text]
@@ -232,20 +246,26 @@ class Pair:
                 runner.reserve(capacity)
 
     def _components(self, sampling: SamplingParams, capacity: int) -> Components:
-        """Both models' runners, without end-of-sequence ids."""
+        """Returns what every run is assembled from: both model runners and the sampling, without seed and end-of-sequence ids.
+
+        `capacity` is the number of tokens (prompt and output) to reserve memory for.
+        """
         width = self._target_runner.vocab_size
         return Components(self._target_runner, self._draft_runner, sampling, frozenset(), width, 0, capacity)
 
     # early exit and layer skipping
 
     def _with_early_exit(self, method: Method, components: Components) -> Components:
-        """The target split at its exit layer in place of both models."""
+        """Returns `components` for EESD: the target's upper layers verify, its first layers with the exit layer draft."""
         both = self.early_exit(method)
         both.reserve(components.capacity)
         return replace(components, target=both.target, draft=both.draft, acceptance_predictor=both.acceptance_predictor)
 
     def early_exit(self, method: Method) -> EarlyExit:
-        """The target split at its exit layer. Raises SpecgenError where it has none or cannot be split."""
+        """Returns the target split after layer N into two runners, one that drafts with the exit layer and one that verifies.
+
+        Raises SpecgenError for `method` if the target has no exit layer, or if its layers cannot be run one by one.
+        """
         if self.exit_layer is None:
             check_llama_structure(self.target.model)
             bundled = self.target.name.startswith("demo/")
@@ -261,17 +281,20 @@ class Pair:
         return self._early_exit
 
     def skipping_runner(self, skip: str) -> LayerSkippingRunner:
-        """The target without these layers."""
+        """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`."""
         skips = SkippedLayers.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
         found = self._skipping.get(str(skips))
         if found is None:
-            self._skipping.clear()  # a search tries many
+            self._skipping.clear()  # keep only the last one: a search for the fastest layers makes many
             found = LayerSkippingRunner(self._target_runner, self.target.model, skips, self._penalties())
             self._skipping[str(skips)] = found
         return found
 
     def skipping_speed(self, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
-        """Measured tokens per second after the prefill, of greedy decoding with these layers skipped."""
+        """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+
+        `prompts` are token ids; the speed is measured on all of them together.
+        """
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         tokens, seconds = 0, 0.0
         for ids in prompts:
@@ -288,15 +311,16 @@ class Pair:
 
     @property
     def _worker(self) -> DraftWorker | None:
-        """What runs the draft model during the target's passes; None without a draft model."""
+        """The process or thread that runs the draft model during the target's passes (PEARL); None without a draft model."""
         if self._process_worker is None and self._thread_worker is None and self._draft_runner is not None:
             self._thread_worker = ThreadWorker(self._draft_runner)
         return self._process_worker or self._thread_worker
 
     def parallel_costs(self, context_length: int, sampling: SamplingParams | None = None) -> ParallelCosts:
-        """Pass times of both models while both run, after a context of about that length: what PEARL's window follows from.
+        """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
-        Measured once for each range of context lengths and kind of sampling. Starts the draft worker. Needs a draft model.
+        `context_length` is in tokens; `sampling` None is greedy decoding. Measured once for all lengths and samplings with the
+        same `_bucket`. Starts the process or thread of the draft model. Needs a draft model.
         """
         sampling, worker = SamplingParams() if sampling is None else sampling, self._worker
         assert worker is not None
@@ -312,7 +336,11 @@ class Pair:
         return self._parallel_costs[bucket]
 
     def _bucket(self, context_length: int, sampling: SamplingParams) -> tuple[Any, ...]:
-        """Runs with the same bucket share their pass times: contexts up to twice as long, sampled in the same way."""
+        """Returns a key of the measured pass times: runs with equal keys share them.
+
+        It holds the context length rounded up to a power of two, which processing the logits get (temperature, top-k, top-p,
+        penalties), and whether the draft model runs in a process.
+        """
         longest = 1 << (context_length - 1).bit_length()
         warped = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self.target.has_penalties
         return longest, *warped, self._process_worker is not None
@@ -320,19 +348,25 @@ class Pair:
     # measuring and judging outputs
 
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Log-likelihood (nats) of `token_ids` after the prompt, under the target at temperature 1. Takes one target pass over
-        what is not cached."""
+        """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at temperature 1 and without penalties.
+
+        Runs the target on the tokens that its KV cache does not hold.
+        """
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
         return runner.log_likelihood(prompt_ids, token_ids)
 
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
-        """The target's logits [vocabulary] after these tokens, by one pass without a cache: to check what a run computed."""
+        """Returns the target's logits [vocabulary] after prompt and `token_ids`, from one forward pass without a KV cache.
+
+        With them, the tokens of a run can be checked independently of specgen's caching.
+        """
         return self.target.reference_logits(prompt_ids, token_ids)
 
     def warm_up(self) -> None:
-        """Run some passes, and on a CPU set torch's number of threads to the one with which a round of this pair is fastest.
+        """Runs some forward passes, so that the first measured one is not slower than the others.
 
-        The number holds for the whole process, so this is for programs that own theirs, as the command line does.
+        If the target is on the CPU, also sets torch's number of threads (`torch.set_num_threads`) to what suits this pair. This
+        changes the whole process, so a library that uses specgen should not call it; specgen's command line does.
         """
 
         def a_round() -> None:
@@ -349,7 +383,7 @@ class Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the caches' contents, so that the next run computes its whole prompt: for measurements."""
+        """Empties all KV caches, so that the next run computes its whole prompt. For measurements."""
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.clear_cache()
@@ -359,7 +393,7 @@ class Pair:
             self._process_worker.forget()
 
     def close(self) -> None:
-        """End the draft worker's process or thread."""
+        """Ends the process or thread that runs the draft model."""
         for worker in (self._process_worker, self._thread_worker):
             if worker is not None:
                 worker.close()

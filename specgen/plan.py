@@ -1,4 +1,4 @@
-"""What a run is made from: the checked request, the plan, and the result."""
+"""The data of one decoding run (one prompt, one method): its checked arguments, its plan, and its result."""
 
 from __future__ import annotations
 
@@ -17,30 +17,38 @@ if TYPE_CHECKING:
     from specgen.types import Round, SamplingParams
 
 T = TypeVar("T")
-RESERVED = 4096  # at most so many new tokens are reserved in the caches, however large the limit is
+RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run that is ready to start. `info` describes it for traces, with its settings and seed in use."""
+    """A decoding run that is ready to start: `run.rounds()` decodes.
+
+    `settings` are the method's settings; a number that was measured replaces `auto`. `info` describes the run for the first line
+    of a trace file, with the seed in use. `record`: each round also measures how close the target's and the draft's
+    probabilities are.
+    """
 
     run: Run
     method: Method
     settings: Settings
     info: RunInfo
-    context_ends: bool  # the context is full before `max_new_tokens` are generated
+    context_ends: bool  # fewer than `max_new_tokens` new tokens fit into the target's context, so the output may end early
     record: bool = False
 
     @property
     def seed(self) -> int:
-        """The seed in use, chosen at random where none was given."""
+        """The seed of the run's random numbers: the caller's, or one chosen at random if the caller gave none."""
         assert self.info.sampling.seed is not None
         return self.info.sampling.seed
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run. `summary` has the keys of a trace's summary line."""
+    """The output of a finished decoding run. `text` ends before a stop string; `token_ids` are all new tokens.
+
+    `summary` holds statistics of the run, the same as the last line of a trace file.
+    """
 
     text: str
     token_ids: list[int]
@@ -50,7 +58,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The arguments of a run, checked. `limit` is the number of new tokens that fit into the context."""
+    """The checked arguments of a decoding run. `limit` is the maximum of new tokens: `max_new_tokens`, or fewer if the target's
+    context has no room for them."""
 
     method: Method
     settings: Settings
@@ -60,17 +69,17 @@ class RunRequest:
 
     @property
     def capacity(self) -> int:
-        """Tokens to reserve in the caches."""
+        """The number of tokens for which the KV caches are allocated before the run."""
         return len(self.prompt_ids) + min(self.limit, RESERVED)
 
     @property
     def typical_length(self) -> int:
-        """The context's length in the middle of the run."""
+        """The context's length in tokens when half of the new tokens are generated; PEARL's window is measured for it."""
         return len(self.prompt_ids) + min(self.limit, RESERVED) // 2
 
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
-    """The prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id not below `num_embeddings`."""
+    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id without embedding."""
     ids = []
     for token in prompt_ids:
         try:
@@ -86,7 +95,10 @@ def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int
 
 
 def fitting_tokens(prompt_length: int, wanted: int, context_limit: int) -> int:
-    """How many of the `wanted` new tokens fit into the context. Raises SpecgenError where not even one does."""
+    """Returns how many of `wanted` new tokens fit into a context of `context_limit` tokens after the prompt.
+
+    Raises SpecgenError if not even one token fits.
+    """
     room = context_limit - prompt_length
     if room >= 1:
         return min(wanted, room)
@@ -98,7 +110,10 @@ def fitting_tokens(prompt_length: int, wanted: int, context_limit: int) -> int:
 
 
 def prepared(method: Method, value: T | None) -> T:
-    """The value of a setting that is `auto`. Raises SpecgenError where `Pair.prepare` did not find one."""
+    """Returns `value`, which `Pair.prepare` has found for a setting that the user left at `auto`.
+
+    None means that `Pair.prepare` has not been called with these arguments; then raises SpecgenError.
+    """
     if value is None:
         raise SpecgenError(f"{method.name} is not prepared for this run", "Call pair.prepare with the same arguments first")
     return value

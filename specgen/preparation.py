@@ -1,4 +1,8 @@
-"""What is measured or searched on this machine before a method can run, kept in the measurement cache for later runs."""
+"""Finds two settings by measuring on this machine: PEARL's window and the layers that layer skipping leaves out.
+
+PEARL's window needs the seconds of the models' forward passes; the best layers to skip are searched. Results are stored in files
+of the user's cache folder, so that later processes need not measure again.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,10 @@ SEARCH_SECONDS = 10.0
 def parallel_costs(
     target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]
 ) -> ParallelCosts:
-    """Pass times after a context of about `length` tokens while both models run: from the cache, or measured now.
+    """Returns the seconds of forward passes of target and draft while both run at once, after a context of about `length` tokens.
 
-    `bucket` is what distinguishes the runs of one pair that need times of their own. Waits until the worker is ready.
+    Reads them from the measurement cache, or measures them now. `worker` runs the draft model; waits until the worker is ready.
+    `bucket` is part of the cache key: decoding runs with equal buckets (`Pair._bucket`) share their times.
     """
     worker.ready()
     key = {
@@ -61,7 +66,7 @@ def parallel_costs(
 
 
 def _valid_costs(found: Any) -> ParallelCosts | None:
-    """The cached pass times, None where they are missing or not positive numbers."""
+    """Returns cached pass times (`found`, as read from JSON), or None if they are missing or not positive finite numbers."""
     try:
         costs = ParallelCosts(**found)
         return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
@@ -70,10 +75,10 @@ def _valid_costs(found: Any) -> ParallelCosts | None:
 
 
 def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
-    """The layers with which layer skipping is fastest, as `skip` setting: from the cache, or searched now by their `speed` on
-    some prompts.
+    """Returns the layers to skip for the fastest layer skipping, in the notation of the `skip` setting, such as `3+5a+7m`.
 
-    Raises SpecgenError where the target's layers cannot be run one by one.
+    Reads them from the measurement cache, or searches them now. `speed` measures the tokens per second of decoding with some
+    skipped layers on prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.
     """
     key = {
         "model": weights_fingerprint(target.folder),
@@ -92,7 +97,10 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list
 
 
 def _search_prompts(target: LoadedModel) -> list[list[int]]:
-    """Prompts to measure skipped layers on: the beginning of one example of each category, at most half a context long."""
+    """Returns the prompts (token ids) on which skipped layers are measured: the first tokens of one example per category.
+
+    Takes the first `PROMPTS` categories of the example file, and at most half of the target's context length per prompt.
+    """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
     for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:

@@ -1,7 +1,8 @@
-"""Searches the layers that Self-SD skips: the set z with the highest measured speed (Zhang et al. 2023, section 3.3).
+"""Searches the set of layers that Self-SD skips with the highest measured decoding speed (Zhang et al. 2023, section 3.3).
 
-The authors run 1,000 trials of a Bayesian optimiser. This search has to end within seconds: it starts from good guesses, evenly
-spread or in the middle of the stack, and improves the best one by flipping one or two layers at a time.
+A set says of each layer whether its attention, its MLP or both are skipped. The authors run 1,000 trials of a Bayesian optimiser.
+This search ends within seconds. It first measures good guesses: layers evenly spread, or in the middle of the model. Then it
+changes one or two layers of the best set at a time and keeps what is faster.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from dataclasses import dataclass
 
 from specgen.engine.layer_skipping import SkippedLayers
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32  # for measuring a speed; the authors use 8 prompts of 32 tokens
+# To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
+# 8 prompts of 32 tokens.
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
 
 
 @dataclass(frozen=True, slots=True)
 class FoundSkips:
-    """The fastest set in the notation of the `skip` setting, its speed, and the number of sets measured."""
+    """The result of a search. `skips` is the fastest set of skipped layers in the notation of the `skip` setting (`3+5a+7m`).
+
+    `tokens_per_second` is the measured speed with this set, `tried` the number of sets measured.
+    """
 
     skips: str
     tokens_per_second: float
@@ -26,9 +32,10 @@ class FoundSkips:
 
 
 def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: float, seed: int = 0) -> FoundSkips:
-    """Search sets of a stack of `layers` layers for about `seconds`; at least the first guess is measured.
+    """Searches the fastest set of skipped layers of a model with `layers` layers, for about `seconds`.
 
-    `speed` measures the tokens per second with a set skipped.
+    `speed` measures the decoded tokens per second with a set of layers skipped. At least one set is measured. `seed` is for the
+    random changes.
     """
     deadline = time.perf_counter() + seconds
     rng = random.Random(seed)
@@ -52,7 +59,10 @@ def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: 
 
 
 def _guesses(layers: int) -> Iterator[SkippedLayers]:
-    """Half of the layers, a third, all but the outer two: each as whole layers and as attentions only, outer layers excluded."""
+    """Yields the sets that are measured first: half, a third, two thirds or all of the layers between the first and the last.
+
+    Each choice of layers comes twice: with the whole layers skipped, and with only their attention skipped.
+    """
     inner = range(1, layers - 1) if layers > 2 else range(layers)
     middle = len(inner) // 2
     sets = (
@@ -71,7 +81,8 @@ def _guesses(layers: int) -> Iterator[SkippedLayers]:
 
 
 def _flipped(skips: SkippedLayers, layers: int, rng: random.Random) -> SkippedLayers:
-    """The set with one or two random layers flipped: the attention, the MLP or both."""
+    """Returns `skips` with one or two random layers changed: the attention, the MLP or both are skipped if they were not, and run
+    if they were skipped."""
     attention, mlp = set(skips.attention), set(skips.mlp)
     for _ in range(rng.choice((1, 1, 2))):
         number = rng.randrange(layers)

@@ -1,1 +1,1 @@
-"""Models and their tokenizers: loading, running with a KV cache, early exit and layer skipping."""
+"""Loads models and their tokenizers, and runs models with a KV cache, also with early exit or layer skipping."""

@@ -1,6 +1,7 @@
-"""Attention masks of forward passes over committed tokens and a draft tree after them.
+"""Makes the attention masks of forward passes over committed tokens (prompt and accepted output) and a draft tree after them.
 
-Masks are additive: eager attention adds a mask, a boolean one too, which would be silently wrong.
+Masks are additive: 0 where a token is seen, the dtype's minimum where it is not. Boolean masks would be silently wrong, because
+transformers' eager attention adds any mask to the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MAX_BUFFERED = 64  # tokens per forward pass
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Each tree node's depth, 0 for the children of the context."""
+    """Returns each tree node's depth from `parents`, the nodes' parent indices (-1: the context, whose children have depth 0)."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -28,10 +29,10 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 class ChainMasks:
-    """Causal masks for a few tokens after a long past, made at a cost that does not grow with the past.
+    """Makes causal masks for a few new tokens after many cached ones, at a cost that does not grow with the cached ones.
 
-    All masks are views of one buffer of zeros, in which only the corner of the new tokens is rewritten. A mask is valid until the
-    next call.
+    All masks are views of one buffer of zeros. Only the square between the new tokens, where a token must not see later ones, is
+    rewritten. A mask is valid until the next call.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,10 @@ class ChainMasks:
         self._triangle = lru_cache(maxsize=128)(_triangle)  # one per instance: two models may run on different CUDA streams
 
     def __call__(self, past: int, new: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The mask [1, 1, new, past + new]: each of the `new` tokens sees the past, itself and the new ones before it."""
+        """Returns the mask [1, 1, new, past + new] of `new` tokens after `past` cached ones.
+
+        Each new token sees all cached tokens, itself and the new tokens before it.
+        """
         if new > _MAX_BUFFERED:
             mask = torch.zeros(new, past + new, dtype=dtype, device=device)
             mask[:, past:] = self._triangle(new, dtype, device)
@@ -64,10 +68,11 @@ def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 def tree_mask(
     committed: int, parents: Sequence[int], past: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The mask [1, 1, new, past + new] of the tokens with the cache indices `past`, `past + 1`, ...
+    """Returns the mask [1, 1, new, past + new] of a forward pass over the `new` tokens from KV cache index `past` on.
 
-    The first `committed` indices hold committed tokens, which see those before them. The others hold the tree's nodes, which see
-    the committed tokens and their ancestors.
+    Cache indices below `committed` hold committed tokens; each sees itself and the tokens before it. From index `committed` on
+    come the nodes of a draft tree; each sees all committed tokens, its ancestors and itself. `parents` are the parent indices
+    of all nodes of the tree (-1: the context).
     """
     width = past + new
     visible = torch.zeros(new, width, dtype=torch.bool)
@@ -85,10 +90,10 @@ def tree_mask(
 
 
 class AttentionMasks:
-    """Makes one model's attention masks, in the form that its code takes.
+    """Makes the attention masks of one model, in the form that the model's `forward` takes.
 
-    Transformers' decoders take one mask, or, if their layers' attention types differ, a dictionary of one mask per type. Models
-    with ALiBi add their bias to a mask that they make themselves: they get None, and cannot run trees.
+    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window)
+    take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run trees.
     """
 
     def __init__(self, model: Any) -> None:
@@ -100,9 +105,10 @@ class AttentionMasks:
         self._chain_mask = ChainMasks()
 
     def __call__(self, past: int, positions: torch.Tensor, tree: tuple[int, Sequence[int]] | None, dtype: torch.dtype) -> Mask:
-        """The mask of a forward pass over the tokens from cache index `past` on; `positions` [n] are those of all n tokens.
+        """Returns the mask of a forward pass over the tokens from KV cache index `past` on.
 
-        `tree` is the number of committed tokens and the parents of the nodes after them; None for a chain.
+        `positions` [n] are the positions of all n tokens, the `past` cached ones included. `tree` is the number of committed
+        tokens and the parent indices of the tree nodes after them; None if the tokens are a chain.
         """
         if self._has_alibi:
             return None
@@ -121,9 +127,10 @@ class AttentionMasks:
         return self._for_each_type(within)
 
     def batched(self, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> LayerMasks:
-        """The mask of several sequences at once, from `visible` [batch, queries, keys]: which keys a query sees but for windows.
+        """Returns the mask [batch, 1, queries, keys] of several sequences at once; a dictionary for several attention types.
 
-        `queries` [batch, queries] and `keys` [batch, keys] are their positions.
+        `visible` [batch, queries, keys] is true where a query may see a key; sliding windows are applied here. `queries`
+        [batch, queries] and `keys` [batch, keys] hold the positions of the query and key tokens.
         """
 
         def within(window: int | None) -> torch.Tensor:
@@ -134,13 +141,16 @@ class AttentionMasks:
         return self._for_each_type(within)
 
     def _for_each_type(self, mask_within: Callable[[int | None], torch.Tensor]) -> LayerMasks:
-        """Call `mask_within` with the sliding window (None: no window) of each attention type."""
+        """Returns `mask_within(window)` for each attention type of the model, in a dictionary; for a single type the mask alone.
+
+        `window` is the type's sliding window in tokens; None means no window.
+        """
         masks = {name: mask_within(window) for name, window in self._windows.items()}
         return masks.pop(None) if None in masks else masks
 
 
 def _takes_mapping(model: Any) -> bool:
-    """Whether the decoder takes one mask per attention type. No attribute says so, but its source code does."""
+    """Whether the model takes a dictionary with one mask per attention type. Found in its source code: no attribute says so."""
     module = sys.modules[type(model).__module__]
     try:
         return "causal_mask_mapping" in inspect.getsource(module)

@@ -1,4 +1,4 @@
-"""Which tokens the entries of a KV cache belong to. Every method's rollback happens here, and nowhere else."""
+"""Keeps track of which tokens a KV cache holds. The rollback of rejected drafts happens here for all methods."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from specgen.errors import SpecgenError
 from specgen.types import Context
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the mask's and the activations' memory
-NO_LIMIT = 1 << 30  # tokens
+NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
 
 class TreeNodes(NamedTuple):
-    """The drafted tokens of a tree, and the index of each one's parent (-1: the context). A chain's parents are a range."""
+    """The drafted tokens of a tree, and for each token the index of its parent (-1: the context).
+
+    For a chain, in which each token follows the one before, `parents` is a `range`.
+    """
 
     tokens: list[int]
     parents: Sequence[int]
 
 
 def chain_parents(length: int) -> range:
-    """The parents of a chain; a range costs nothing to make, slice or compare."""
+    """Returns the parent indices of a chain of `length` tokens: -1, 0, 1, ... A range is cheap to make, slice and compare."""
     return range(-1, length - 1)
 
 
@@ -32,9 +35,10 @@ NO_NODES = TreeNodes([], chain_parents(0))
 
 
 class ForwardPass(NamedTuple):
-    """One forward pass over the tokens with the cache indices `first` to `last - 1`, of a context and then a draft.
+    """The inputs of one forward pass over some of the tokens of a context followed by a draft.
 
-    `positions` [n] are the tokens' positions. The pass writes to `cache` from index `first` on; it sees what `mask` allows.
+    `first` and `last` say which: the pass runs tokens `first` to `last - 1` and writes their keys and values to the same indices
+    of `cache`. `positions` [n] are the positions of these tokens, `mask` is their attention mask.
     """
 
     context: Context
@@ -47,7 +51,7 @@ class ForwardPass(NamedTuple):
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """The tokens' ids [1, n] on the model's device."""
+        """The ids [1, n] of the tokens to run, on the model's device."""
         length = len(self.context)
         first, last = max(self.first - length, 0), max(self.last - length, 0)
         ids = self.context.ids[self.first : self.last] + self.draft.tokens[first:last]
@@ -55,10 +59,10 @@ class ForwardPass(NamedTuple):
 
 
 class CachedPrefix:
-    """The tokens in a model's KV cache: the first `committed` tokens of a context, then the nodes of a draft.
+    """Says which tokens a model's KV cache holds: the first `committed` tokens of a context, then the nodes of a draft.
 
-    An interruption may come between any two statements, and every token counted as cached has to be cached then. So the draft's
-    nodes are dropped before `committed`, which their cache indices depend on, changes.
+    An exception such as KeyboardInterrupt may come between any two statements; every token counted as cached must be in the cache
+    then. The cache indices of draft nodes start at `committed`, so `draft` is emptied before `committed` changes.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
@@ -70,7 +74,7 @@ class CachedPrefix:
         self.clear()
 
     def clear(self) -> None:
-        """Count nothing as cached."""
+        """Counts no token as cached."""
         self._context = Context(())
         self.committed = 0
         self.draft: TreeNodes = NO_NODES
@@ -80,7 +84,11 @@ class CachedPrefix:
         return self.committed + len(self.draft.tokens)
 
     def truncate_for(self, context: Context, draft: TreeNodes, start: int) -> None:
-        """Keep the cached tokens that a call for the logits from index `start` on need not run again."""
+        """Drops all cached tokens that a call of `ModelRunner.logits` with these arguments has to run.
+
+        Logits index 0 follows the context, index i + 1 draft node i. Only logits from index `start` on are wanted, so the token
+        before each of these is dropped, and everything that differs from `context` and `draft`.
+        """
         self.switch_to(context)
         if start == 0 or self.committed < len(context):
             self.draft = NO_NODES
@@ -92,7 +100,11 @@ class CachedPrefix:
             self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
     def switch_to(self, context: Context) -> None:
-        """Keep the cached tokens that `context` begins with. Draft nodes that were committed since become committed tokens."""
+        """Keeps only the cached tokens with which `context` begins, and draft nodes that may still follow.
+
+        Cached draft nodes that have been accepted, and so are part of `context` now, are counted as committed; in a tree their
+        keys and values are moved to adjacent indices.
+        """
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)
             if self._uses_long_rope(context) != self._uses_long_rope(self._context):
@@ -114,9 +126,9 @@ class CachedPrefix:
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
 
     def last_logits_index(self, context: Context) -> int | None:
-        """Index of the logits in the last forward pass that predicted the context's last token; None if unknown.
+        """Returns the index of the logits of the last call that predicted the last token of `context`; None if no logits did.
 
-        Index 0 follows the context that was passed then, index i + 1 follows draft node i.
+        Logits index 0 follows the context of that call, index i + 1 its draft node i.
         """
         if context is not self._context or self.committed >= len(context):
             return None
@@ -126,10 +138,11 @@ class CachedPrefix:
         return path[-1] + 1 if path else 0
 
     def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
-        """The forward passes that fill the cache up to index `last`: chunks of a long prompt, then the rest and the draft.
+        """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
 
-        The caller runs each before it takes the next, which counts it as cached. Mask and positions are valid until then. Raises
-        SpecgenError for a tree on a model with ALiBi.
+        A long prompt is run in chunks; the last pass runs the rest of the context and the draft. The caller must run each pass
+        before it takes the next one: asking for the next one counts the tokens as cached and makes the pass's mask and positions
+        invalid. Raises SpecgenError for a tree on a model with ALiBi.
         """
         while self.committed < last and len(context) - self.committed > (size := self._chunk_size(context)):
             yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
@@ -140,18 +153,21 @@ class CachedPrefix:
             self.draft = draft
 
     def set_committed(self, context: Context, committed: int) -> None:
-        """Count exactly the first `committed` tokens of `context` as cached."""
+        """Counts exactly the first `committed` tokens of `context` as cached, because another runner has written them."""
         self.clear()
         self._context = context
         self.committed = committed
 
     def truncate(self, committed: int) -> None:
-        """Count at most the first `committed` tokens as cached."""
+        """Counts at most the first `committed` tokens of the context as cached, and no draft nodes."""
         self.draft = NO_NODES
         self.committed = min(self.committed, committed)
 
     def _matching_path(self, context: Context, end: int) -> list[int]:
-        """The cached draft nodes that hold the context's tokens from index `committed` on, up to `end` at most."""
+        """Returns the path of cached draft nodes, from the root on, whose tokens equal the context's from index `committed` on.
+
+        It ends at the first token without an equal node, or before context index `end`.
+        """
         tokens, parents = self.draft
         path: list[int] = []
         for token in context.ids[self.committed : end]:
@@ -164,23 +180,26 @@ class CachedPrefix:
         return path
 
     def _uses_long_rope(self, context: Context) -> bool:
-        """Whether the run uses the rotary frequencies of long contexts; a run never changes them (`LoadedModel.max_tokens`)."""
+        """Whether the model uses its rotary frequencies for long contexts (LongRoPE) in a run with this context.
+
+        The prompt's length decides: a run ends before a shorter prompt's output needs them (`LoadedModel.max_tokens`).
+        """
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
 
     def _chunk_size(self, context: Context) -> int:
-        """How many tokens of a prompt to run in one forward pass.
+        """Returns how many tokens of a prompt to run in one forward pass.
 
-        The first pass of a prompt beyond the rope boundary has to reach beyond it, as the pass's last position decides which
-        rotary frequencies the model uses.
+        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. So if the prompt is
+        longer than this boundary, already its first pass has to reach beyond it.
         """
         if self._rope_boundary is not None and self._uses_long_rope(context):
             return max(PREFILL_CHUNK, self._rope_boundary + 1 - self.committed)
         return PREFILL_CHUNK
 
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
-        """Set the cache's length to `first`; make positions and mask.
+        """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the KV cache's length to `first`.
 
-        A token's position is its cache index, but a tree node's is the context's length plus its depth.
+        A token's position is its cache index. A tree node's position is the context's length plus the node's depth.
         """
         if last > self._positions.shape[0]:
             self._positions = torch.arange(max(last, self.cache.capacity), device=self._positions.device)
@@ -197,7 +216,7 @@ class CachedPrefix:
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
-    """How many of the first `limit` tokens are the same in both."""
+    """Returns how many numbers at the beginning of `left` and `right` are equal, at most `limit` (None: no limit)."""
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
     if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit
@@ -205,7 +224,11 @@ def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int |
 
 
 def context_limits(config: Any) -> tuple[int, int | None]:
-    """A model's longest context (`NO_LIMIT` if its config does not say) and its rope boundary (None: none), in tokens."""
+    """Returns a model's longest context and its rope boundary, both in tokens, from its config.
+
+    The longest context is `NO_LIMIT` if the config states none. The rope boundary is the length beyond which a LongRoPE model
+    uses other rotary frequencies; None for other models.
+    """
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     rope = getattr(config, "rope_parameters", None) or {}

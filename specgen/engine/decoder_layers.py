@@ -1,7 +1,7 @@
-"""A model's decoder layers run one by one, and what a model needs for that: Llama's structure.
+"""Runs a model's decoder layers one by one, for early exit and layer skipping, and checks that a model allows it.
 
-Early exit and layer skipping call the decoder layers themselves. They require what `LlamaForCausalLM` has: a decoder with
-`embed_tokens`, `layers`, `norm` and `rotary_emb`, an `lm_head`, and nothing else between them.
+A model allows it if it has the structure of `LlamaForCausalLM`: a decoder with `embed_tokens`, `layers`, `norm` and `rotary_emb`,
+an `lm_head`, and no other computation between these modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from specgen.errors import SpecgenError
 
 
 class DecoderLayers(nn.Module):
-    """Some decoder layers of a model, then a norm and an LM head. Layers read and write the KV cache at their `layer_idx`."""
+    """Some decoder layers of a model, followed by a norm and an LM head.
+
+    `layer_types` are the layers' attention types (None: all the same). `config` is the model's text config, which may set a cap
+    on logits; None means no cap. Each layer uses the KV cache's layer with the index `layer.self_attn.layer_idx`.
+    """
 
     def __init__(
         self, layers: Iterable[nn.Module], layer_types: Iterable[str | None], norm: nn.Module, head: nn.Module, config: Any = None
@@ -34,7 +38,7 @@ class DecoderLayers(nn.Module):
 
     @classmethod
     def upper(cls, model: Any, start: int) -> Self:
-        """The model's own layers from index `start` on, with its own norm and LM head."""
+        """Returns the model's layers from index `start` on, with the model's norm and LM head. Nothing is copied."""
         decoder = decoder_of(model)
         layers, types = decoder.layers[start:], layer_types(model)[start:]
         return cls(layers, types, decoder.norm, model.lm_head, model.config.get_text_config())
@@ -48,11 +52,11 @@ class DecoderLayers(nn.Module):
         *,
         logits_to_keep: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layers on hidden states [batch, n, width], the norm and head on the last `logits_to_keep` (None: all).
+        """Runs the layers on hidden states [batch, n, width], then norm and head on the last `logits_to_keep` tokens (None: all).
 
-        Returns logits [batch, n, vocabulary] and the head's input [batch, n, width]: hidden states after the norm.
-        `rotary` are the rotary embeddings (cos, sin) of the n positions. `mask` is additive [1 or batch, 1, n, past + n],
-        or maps each attention type to such a mask.
+        Returns the logits [batch, kept, vocabulary] and the head's input [batch, kept, width], the hidden states after the norm.
+        `rotary` are the rotary embeddings (cos, sin) of the n positions. `mask` is an additive mask [1 or batch, 1, n, past + n]
+        (past: number of cached tokens), or a dictionary of such masks by attention type. `cache` None runs without a KV cache.
         """
         hidden_states = self.run_layers(hidden_states, rotary, mask, cache)
         return self.norm_and_head(hidden_states if logits_to_keep is None else hidden_states[:, -logits_to_keep:])
@@ -60,7 +64,7 @@ class DecoderLayers(nn.Module):
     def run_layers(
         self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], mask: Mask, cache: Any = None
     ) -> torch.Tensor:
-        """The layers alone, without norm and head; arguments as `forward`'s."""
+        """Runs the layers without norm and head, and returns their output [batch, n, width]. Arguments as for `forward`."""
         for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
             hidden_states = layer(
                 hidden_states,
@@ -72,7 +76,10 @@ class DecoderLayers(nn.Module):
         return hidden_states
 
     def norm_and_head(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm, LM head and the model's cap on logits (Gemma 2), on the layers' output [..., width]; returns as `forward`."""
+        """Applies the norm, the LM head and, for models that have one (Gemma 2), the cap on logits.
+
+        `hidden_states` [..., width] is the layers' output. Returns logits and hidden states after the norm, as `forward`.
+        """
         hidden_states = self.norm(hidden_states)
         logits = self.head(hidden_states)
         if self._softcap is not None:
@@ -81,7 +88,10 @@ class DecoderLayers(nn.Module):
 
 
 class LayersForward:
-    """A forward function that runs `layers` on hidden states [1, n, width], which `inputs` computes (None: token embeddings)."""
+    """A forward function for `ModelRunner` that runs only `layers` of a model.
+
+    `inputs` computes the hidden states [1, n, width] that enter the first of these layers; None takes the token embeddings.
+    """
 
     def __init__(self, model: Any, layers: DecoderLayers, inputs: Callable[[ForwardPass], torch.Tensor] | None = None) -> None:
         decoder = decoder_of(model)
@@ -97,17 +107,23 @@ class LayersForward:
 
 
 def decoder_of(model: Any) -> Any:
-    """The decoder inside a causal language model; None if it has none under its family's name."""
+    """Returns the decoder inside a causal language model (`model.model` for Llama).
+
+    Its attribute name is `base_model_prefix`; None if the model has no such attribute.
+    """
     return getattr(model, model.base_model_prefix, None)
 
 
 def layer_types(model: Any) -> list[str | None]:
-    """The attention type of each layer ("full_attention", "sliding_attention", ...), None where all layers have the same."""
+    """Returns each layer's attention type ("full_attention", "sliding_attention", ...).
+
+    Every entry is None if the config lists no types: then all layers use the same attention.
+    """
     return list(getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(decoder_of(model).layers))
 
 
 def missing_part(model: Any) -> str | None:
-    """The first module of Llama's structure that the model lacks; None if it has all."""
+    """Returns the name of a module that `LlamaForCausalLM` has and this model lacks; None if it has all that are needed."""
     decoder = decoder_of(model)
     missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
     return next(iter(missing), None if hasattr(model, "lm_head") else "lm_head")
@@ -115,9 +131,10 @@ def missing_part(model: Any) -> str | None:
 
 @inference
 def check_llama_structure(model: Any, feature: str = "early exit") -> None:
-    """Raise SpecgenError if the model's layers, run one by one by `DecoderLayers`, do not give the model's own logits.
+    """Raises SpecgenError if the model's layers, run one by one by `DecoderLayers`, do not give the model's own logits.
 
-    Compares both on four tokens: modules of the right names do not prove that a family uses them as Llama does.
+    Compares both logits on four tokens, because modules of the right names may still be used differently than in Llama.
+    `feature` is what needs this structure, for the message.
     """
     if missing := missing_part(model):
         raise _refusal(model, feature, f"its decoder has no {missing}")
@@ -136,14 +153,17 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
 
 
 def check_exit_depth(model: Any, depth: int, name: str = "the exit") -> None:
-    """Raise SpecgenError unless the model has layers both before and after an exit at `depth` layers."""
+    """Raises SpecgenError unless an exit after the first `depth` layers has at least one layer before and one after it.
+
+    `name` is what the message calls the exit.
+    """
     count = len(decoder_of(model).layers)
     if not 1 <= depth < count:
         raise SpecgenError(f"{name} is after layer {depth} of {count}", f"It can be after layer 1 to {count - 1}")
 
 
 def default_exit_depth(model: Any) -> int:
-    """N of EESD: 7 % of the layers, as the paper's 5 of 80 and 3 of 40, and at least 1."""
+    """Returns N, the number of layers before EESD's exit: 7 % of all, at least 1. The paper has 5 of 80 and 3 of 40."""
     return max(1, round(0.07 * len(decoder_of(model).layers)))
 
 

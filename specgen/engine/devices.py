@@ -1,4 +1,4 @@
-"""Chooses device, dtype and number of CPU threads: the user's choice, or what suits the machine."""
+"""Chooses the device, the dtype and the number of CPU threads: what the user asks for, or else what suits the machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from specgen.errors import SpecgenError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
-_MIN_THREAD_SPEEDUP = 1.2  # how much faster more threads have to be
+_MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
-_MIN_NARROW_SPEEDUP = 1.3  # how much faster a narrower dtype has to be on a CPU: above the noise of the measurement
+_MIN_NARROW_SPEEDUP = 1.3  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above measurement noise
 
 
 def pick_device(name: str) -> torch.device:
-    """The device named `name` (auto, cpu, cuda, cuda:N, mps). Raises SpecgenError if the machine does not have it."""
+    """Returns the device named `name`: auto, cpu, cuda, cuda:N or mps. `auto` prefers CUDA, then MPS, then the CPU.
+
+    Raises SpecgenError if the machine does not have the device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -47,21 +50,22 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The device, for a GPU with its model: measurements hold for that one only."""
+    """Returns the device as text, for a CUDA device with the GPU's product name, because measurements hold for one GPU only."""
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """A function that waits until the device has finished; None for a CPU."""
+    """Returns a function that waits until the device has finished its queued work; None for a CPU, which queues nothing."""
     if device.type == "cuda":  # this stream only: a draft may run on another
         return lambda: torch.cuda.current_stream(device).synchronize()
     return torch.mps.synchronize if device.type == "mps" else None
 
 
 def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> torch.dtype:
-    """The dtype named `name`; for `auto` the weights' own on an accelerator, and the faster of it and float32 on a CPU.
+    """Returns the dtype named `name`.
 
-    Raises SpecgenError for an unknown name.
+    `auto` takes the dtype that the model's config names. On a CPU it takes float32 instead of a 16-bit dtype, unless the 16-bit
+    dtype is measured to be faster or weights in float32 might not fit into memory. Raises SpecgenError for an unknown name.
     """
     if name != "auto":
         if name not in DTYPES:
@@ -78,7 +82,10 @@ def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> to
 
 
 def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bool:
-    """Whether an MLP's matrix product [hidden, intermediate] is faster in `narrow` than in float32, for 1 token and for 8."""
+    """Whether the 16-bit dtype `narrow` is clearly faster than float32 on this CPU.
+
+    Times the first matrix product of an MLP, from `hidden` to `intermediate` features, on 1 token and on 8.
+    """
 
     def seconds(dtype: torch.dtype) -> float:
         weight = torch.zeros(intermediate or 4 * hidden, hidden, dtype=dtype)
@@ -98,10 +105,11 @@ def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bo
 
 
 def pick_threads(work: Callable[[], object]) -> None:
-    """Set torch's CPU threads to the fewest with which `work` is nearly as fast as with the best number; keep `OMP_NUM_THREADS`.
+    """Sets torch's number of CPU threads to the smallest with which `work` is nearly as fast as with the fastest number.
 
-    A small model gains little from a second thread, and on a busy machine threads wait for each other at every matrix product,
-    which was measured to be twenty times slower. Work above `_MAX_SECONDS` is a large model's and keeps all threads.
+    Tries one thread, half of them and all. A small model gains little from a second thread, and on a busy machine threads wait
+    for each other at every matrix product, which was measured to be twenty times slower. Does nothing if the user has set
+    `OMP_NUM_THREADS`, or if `work` takes more than `_MAX_SECONDS`, as with a large model.
     """
     all_threads = torch.get_num_threads()
     if all_threads == 1 or "OMP_NUM_THREADS" in os.environ:
@@ -127,7 +135,7 @@ def pick_threads(work: Callable[[], object]) -> None:
 
 
 def split_threads() -> tuple[int, int]:
-    """The numbers of threads of target and draft if both run on the CPU at the same time."""
+    """Returns the numbers of CPU threads for the target and for the draft model if both run on the CPU at the same time."""
     draft = max(1, _MAX_THREADS // 4)
     return max(1, _MAX_THREADS - draft), draft
 

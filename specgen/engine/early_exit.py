@@ -1,7 +1,7 @@
 """Early exit (EESD, section 3.1): one model drafts for itself, with its first N layers and a trained exit layer.
 
-Target and draft are two runners on one model. Both take their input from `SharedFirstLayers`, which runs the first N layers once
-per token and keeps the hidden states: verifying a draft runs only the layers after N on it.
+Target and draft are two model runners on the same model. Both start from the hidden states after layer N, which
+`SharedFirstLayers` computes once per token and keeps. So verifying a draft runs only the layers after the first N.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from specgen.types import Context
 
 
 class SharedFirstLayers:
-    """Embedding and the first `depth` layers of a model on one sequence, with a KV cache that holds the hidden states, too."""
+    """Runs the embedding and the first `depth` layers of a model on one sequence, with a KV cache.
+
+    The cache also stores the hidden states after these layers, so they are computed once per token.
+    """
 
     def __init__(self, model: Any, depth: int) -> None:
         layers, types = decoder_of(model).layers[:depth], layer_types(model)[:depth]
@@ -39,12 +42,12 @@ class SharedFirstLayers:
         self.cached = CachedPrefix(model, self.cache)
 
     def hidden_states(self, upper: ForwardPass) -> torch.Tensor:
-        """The hidden states [1, n, width] after layer N of the tokens of `upper`, a pass over the layers after them.
+        """Returns the hidden states [1, n, width] after the first N layers, of the tokens that the forward pass `upper` runs.
 
-        They are valid until the next call.
+        `upper` is a pass of the later layers or of the exit layer. The result is valid until the next call.
         """
         self.cached.switch_to(upper.context)
-        if upper.last > self.cached.committed:  # else a chunk of a prompt: the cached draft need not be dropped
+        if upper.last > self.cached.committed:  # otherwise all tokens of the pass are cached, and a cached draft can stay
             self.cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)
             for lower in self.cached.missing_passes(upper.context, upper.draft, upper.last):
                 hidden_states = self._forward(lower, lower.last - lower.first).logits[None, None]
@@ -54,10 +57,11 @@ class SharedFirstLayers:
 
 
 class EarlyExit:
-    """The two runners of a target with an exit layer after its first `depth` layers: `draft` proposes, `target` verifies.
+    """Two runners on one model, whose exit layer comes after the first `depth` layers: `draft` proposes, `target` verifies.
 
-    `penalties` are those of target and draft. Raises SpecgenError for a model without Llama's structure and for a depth
-    that leaves no layers on one side.
+    `predictor` predicts the acceptance of drafted tokens; None if none was trained. `penalties` are the penalties on the logits
+    of target and draft (None: none). Raises SpecgenError for a model without Llama's structure (`decoder_layers`), and for a
+    depth that leaves no layers before or after the exit.
     """
 
     def __init__(
@@ -85,26 +89,32 @@ class EarlyExit:
             runner.reserve(capacity)
 
     def clear_cache(self) -> None:
-        """Drop everything cached."""
+        """Empties the KV caches of both runners and of the shared layers."""
         self._first_layers.cached.clear()
         for runner in (self.target, self.draft):
             runner.clear_cache()
 
 
 class ExitAcceptancePredictor:
-    """Predicts each drafted token's acceptance (theta_M of EESD, Eq. 5) from the hidden states of the current run."""
+    """Predicts the probability that a drafted token is accepted: theta_M of EESD, Eq. 5.
+
+    The inputs are the target's hidden state before the draft and the exit layer's hidden state at the drafted token.
+    """
 
     def __init__(self, target: ModelRunner, predictor: Predictor) -> None:
         self._target, self._predictor = target, predictor
         self._offsets = torch.zeros(predictor.POSITIONS, device=target.device)
 
     def begin(self, context: Context) -> None:
-        """Start a draft after `context`: compute what the target's hidden state adds at each of its positions."""
+        """Starts a draft after `context`: computes the part of the prediction that depends only on the target's hidden state."""
         hidden = self._target.last_hidden_state(context)
-        if hidden is None:  # not in a run, where the target has just predicted the context's last token
+        if hidden is None:  # only outside of decoding: while decoding, the target has just predicted the context's last token
             hidden = torch.zeros_like(self._predictor.draft_weights)
         self._offsets = self._predictor.offsets(hidden)
 
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """The predicted acceptance, a scalar, of the token at `position` (from 1) predicted by the hidden state [width]."""
+        """Returns the predicted acceptance probability, a scalar tensor, of the token at `position` of the draft (from 1).
+
+        `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted.
+        """
         return self._predictor.score(self._offsets, draft_hidden, position)

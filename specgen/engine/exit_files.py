@@ -1,4 +1,4 @@
-"""Saves and loads exit layers: `exit.safetensors`, and `exit.yaml`, which describes it and names its target."""
+"""Saves and loads trained exit layers of EESD: `exit.safetensors` holds the weights, `exit.yaml` describes them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ _NAME_FILES = f"Name a folder with {WEIGHTS} and {DESCRIPTION}, or one of the tw
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The contents of `exit.yaml`. `fingerprint` is that of the target's weights; the exit is after `after` layers (N).
+    """The contents of `exit.yaml`, which describes a trained exit layer.
 
-    `figures` (training's measurements) and `made_with` (its settings and versions) are for the reader and never used.
+    `target` and `fingerprint` are the name of the target and a hash of its weights. The exit comes after the target's first
+    `after` layers and has `layers` layers itself. `own_head`: it has an LM head of its own instead of the target's. `predictor`:
+    a predictor of acceptance was trained too. `figures` (measured in training) and `made_with` (settings and versions of the
+    training) inform people; the program does not use them.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -53,7 +56,7 @@ class Description:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that identify this training."""
+        """16 hexadecimal digits that identify this description, and so the training that made it."""
         return sha256(repr(asdict(self)).encode()).hexdigest()[:16]
 
 
@@ -62,7 +65,7 @@ _DESCRIPTION = TypeAdapter(Description)
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A trained exit on its target's device. Without a `predictor`, Cali-TS cannot use the model's prediction."""
+    """A trained exit layer on its target's device, with its predictor of acceptance (None if none was trained)."""
 
     layer: ExitLayer
     predictor: Predictor | None
@@ -70,9 +73,9 @@ class Exit:
 
 
 def save_exit(folder: Path, layer: ExitLayer, predictor: Predictor | None, description: Description) -> Path:
-    """Write both files into `folder`, the weights in bfloat16. Returns the path of the weights. Raises OSError.
+    """Writes `exit.safetensors` and `exit.yaml` into `folder`, the weights in bfloat16. Returns the path of the weights.
 
-    Each file is written completely or not at all.
+    Each file is written completely or not at all. Raises OSError.
     """
     tensors = {f"exit.{name}": weight for name, weight in layer.state_dict().items()}
     if not description.own_head:
@@ -90,9 +93,9 @@ def save_exit(folder: Path, layer: ExitLayer, predictor: Predictor | None, descr
 
 
 def load_exit(path: Path, target: LoadedModel) -> Exit:
-    """Load the exit at `path`: its folder, its weights or its description.
+    """Loads a trained exit layer. `path` is its folder, its weights file or its `exit.yaml`.
 
-    Raises SpecgenError for damaged files and for an exit that was trained for another target.
+    Raises SpecgenError for damaged files and for an exit layer that was trained for another target.
     """
     weights, description_path = _files(path)
     description = read_description(description_path)
@@ -118,9 +121,10 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
 
 
 class FoundExit:
-    """The exit that is used if the user names none. Reads its description at once, its weights when a method first needs them.
+    """Finds the exit layer that is used if the user names none, and reads its `exit.yaml`. `load` reads its weights.
 
-    One that cannot be used counts as none; `refusal` then says why, for the methods that need an exit.
+    `description` is None if there is no usable exit layer. `refusal` says why an exit layer that was found cannot be used. It is
+    None if there is no such problem. `is_bundled`: the target is the small model that comes with specgen, with an exit layer.
     """
 
     def __init__(self, target: LoadedModel, *, is_bundled: bool) -> None:
@@ -135,7 +139,7 @@ class FoundExit:
             self.refusal = error
 
     def load(self) -> Exit | None:
-        """The exit; None if there is none or it cannot be used."""
+        """Returns the exit layer, or None if there is none or it cannot be used; then `refusal` says why."""
         if self.description is None or self._folder is None:
             return None
         try:
@@ -152,9 +156,11 @@ class FoundExit:
 
 
 def find_exit(target: str, folder: Path, *, is_bundled: bool) -> Path | None:
-    """The folder of the exit that is used if the user names none: one trained on this machine, else the bundled one, or None.
+    """Returns the folder of the exit layer that is used if the user names none; None if there is none.
 
-    Reads no weights. Raises SpecgenError for an exit of other weights than those in `folder`, and as `read_description`.
+    It is the one trained on this machine for the model named `target` with the weights in `folder`. If there is none and the
+    target comes with specgen (`is_bundled`), it is the exit layer that comes with it. Reads only `exit.yaml`. Raises SpecgenError
+    if the file is damaged or names other weights.
     """
     fingerprint = weights_fingerprint(folder)
     found = kept_exit(target, fingerprint)
@@ -167,7 +173,10 @@ def find_exit(target: str, folder: Path, *, is_bundled: bool) -> Path | None:
 
 
 def _files(path: Path) -> tuple[Path, Path]:
-    """The paths of weights and description, from their folder or from one of them; both have the same name but for the suffix."""
+    """Returns the paths of the weights and of the description. `path` is their folder or one of the two files.
+
+    The two files have the same name with different suffixes.
+    """
     if path.is_dir():
         return path / WEIGHTS, path / DESCRIPTION
     weights, description = (path.with_suffix(Path(name).suffix) for name in (WEIGHTS, DESCRIPTION))
@@ -178,7 +187,7 @@ def _files(path: Path) -> tuple[Path, Path]:
 
 
 def read_description(path: Path) -> Description:
-    """Read an `exit.yaml`. Raises SpecgenError for a file that is missing, unreadable or of another format."""
+    """Reads an `exit.yaml`. Raises SpecgenError if the file is missing, unreadable or in a wrong format."""
     try:
         return _DESCRIPTION.validate_python(load_yaml(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
@@ -204,7 +213,10 @@ def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, t
 
 
 def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Copy the tensors named `prefix` + parameter into the module, which keeps its dtype and device."""
+    """Copies the tensors whose names start with `prefix` into the module's parameters. The module keeps its dtype and device.
+
+    Raises SpecgenError, which names the file `path`, for missing or unknown tensors, wrong shapes, NaN and infinity.
+    """
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:
         module.load_state_dict(found)
@@ -215,5 +227,5 @@ def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor]
 
 
 def _rounded(values: dict[str, Any]) -> Any:
-    """The values with plain containers and four significant digits, for YAML."""
+    """Returns `values` for YAML: tuples become lists, and floats are rounded to four significant digits."""
     return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.4g}"))

@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights that reads a few kilobytes of them."""
+"""Computes a fingerprint of a model's weights, a short hash that identifies them, from a few hundred bytes of each tensor."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 from specgen.errors import SpecgenError
 
-_SAMPLE_BYTES = 256  # taken three times from each tensor: further training changes nearly every number
+_SAMPLE_BYTES = 256  # read at three places of each tensor; this is enough, as further training changes nearly every number
 _MAX_HEADER_BYTES = 1 << 28
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """16 hexadecimal digits of the safetensors weights in `folder`: a hash of each tensor's name, dtype, shape and samples.
+    """Returns 16 hexadecimal digits that identify the safetensors weights in `folder`.
 
-    It is the same on every machine, and however the tensors are spread over files. Raises SpecgenError for an unreadable file.
+    They are a hash of each tensor's name, dtype, shape and some of its bytes. They do not depend on the machine, nor on how the
+    tensors are distributed over files. Raises SpecgenError for an unreadable file.
     """
     digests: list[bytes] = []
     for path in sorted(folder.glob("*.safetensors")):
@@ -30,7 +31,10 @@ def weights_fingerprint(folder: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _tensor_digests(path: Path, size_in_bytes: int, modified_ns: int) -> list[bytes]:
-    """A hash of each tensor in a safetensors file, computed once as long as the file's size and time stay the same."""
+    """Returns a hash of each tensor in a safetensors file.
+
+    The file's size and modification time are arguments only so that the cached result is not used after the file has changed.
+    """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > _MAX_HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Finds a model's files: a local folder, or a repository of the Hugging Face hub, downloaded unless it is cached."""
+"""Finds a model's files in a local folder, or in a Hugging Face repository, which is downloaded unless it is cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safete
 
 
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
-    """The local folder with the files of the model `name`, a folder or a hub id. Raises SpecgenError if there is none."""
+    """Returns the local folder with a model's files; downloads them if necessary. `name` is a folder or a Hugging Face id.
+
+    `revision` is a branch, tag or commit on the hub (None: its main branch). `offline` uses only what was downloaded earlier.
+    `remote_code` also downloads the repository's Python files. `announce` is called with a message before a download. Raises
+    SpecgenError if there is no such model, and RunError if the download fails.
+    """
     if not name.strip():
         raise SpecgenError("a model's name is empty", "Name a model id or a folder")
     try:

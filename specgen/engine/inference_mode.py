@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` in inference mode: no gradients, no autograd bookkeeping.
+    """Decorates `function` to run in torch's inference mode: without gradients and autograd bookkeeping.
 
-    Unlike torch's own decorator it costs nothing where the mode is on already, as in a draft model's forward passes.
+    If inference mode is on already when the function is called, this costs almost nothing, unlike torch's own decorator.
     """
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Pre-allocated KV cache; rolling back sets a length, and appending copies nothing."""
+"""A pre-allocated KV cache for transformers' models. Rolling back only sets a length; appending copies no earlier entries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values, each in a buffer [batch, heads, capacity, head size]; `update` returns views of them.
+    """One layer's keys and values, each in a buffer [batch, heads, capacity, head size] with one entry per token.
 
-    The mask implements sliding windows: entries before the window stay, for rollback.
+    Layers with a sliding window keep all entries too, so that a rollback is possible; the attention mask hides the old ones.
     """
 
     keys: Any
@@ -25,7 +25,10 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [batch, heads, n, head size] at the cache's length; return all entries up to the end of the written ones."""
+        """Writes the keys and values [batch, heads, n, head size] of n tokens after the first `length` entries of the cache.
+
+        Returns views of all keys and of all values up to the end of the written ones.
+        """
         self.keys = _write(self.keys, key_states, self._cache)
         self.values = _write(self.values, value_states, self._cache)
         self.is_initialized = True
@@ -33,7 +36,7 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def gather(self, source: torch.Tensor, start: int) -> None:
-        """Move the entries at the indices `source` to `start`, `start + 1`, ..."""
+        """Moves the entries at the indices `source` [n] to the indices `start`, `start + 1`, ..."""
         for buffer in (self.keys, self.values):
             if buffer is not None:
                 buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
@@ -43,10 +46,12 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """The layers' buffers and their common length, in tokens.
+    """The KV cache of all layers, with one entry per token. Each layer's first `length` entries are valid.
 
-    The model runner sets `length` before a forward pass, and no layer changes it: an interrupted forward pass has written only
-    after the length, where no entry is ever read.
+    A newly allocated buffer has room for at least `capacity` tokens.
+
+    `length` is set before each forward pass, and no layer changes it. So an interrupted forward pass has written only entries
+    after the first `length`, which are never read before they are written again.
     """
 
     def __init__(self, layers: int) -> None:
@@ -55,14 +60,20 @@ class KVCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
 
     def gather(self, indices: Sequence[int], start: int, device: torch.device) -> None:
-        """Move the entries at `indices` (ascending, none below its new index) to `start`, `start + 1`, ... in every layer."""
+        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer, on `device`.
+
+        `indices` must be ascending, and no entry may move to a higher index.
+        """
         source = torch.tensor(indices, device=device)
         for layer in self.layers:
             layer.gather(source, start)
 
 
 def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Write [..., n, size] into a buffer [..., capacity, size] at the cache's length. Returns the buffer, or a larger one."""
+    """Writes `states` [..., n, size] into `buffer` [..., capacity, size] at the index `cache.length`, and returns the buffer.
+
+    If `buffer` is None or too small, a larger one is allocated, filled and returned.
+    """
     start, end = cache.length, cache.length + states.shape[-2]
     if buffer is None or end > buffer.shape[-2]:
         old = buffer
@@ -75,7 +86,7 @@ def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) ->
 
 
 def bytes_per_token(config: Any, bytes_per_number: int) -> int:
-    """Memory of one token's keys and values in all layers of a model with this text config."""
+    """Returns the bytes that one token's keys and values take in all layers of a model with the text config `config`."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_size * bytes_per_number)

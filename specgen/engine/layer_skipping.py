@@ -1,7 +1,7 @@
 """Layer skipping (Self-SD, Zhang et al. 2023): the target drafts for itself with some attention blocks and MLPs left out.
 
-The draft reads the target's KV cache of the committed tokens, and writes its own entries after them. They are reused while a
-draft grows, and dropped as soon as the target runs.
+Drafting uses the target's KV cache: it reads the keys and values of the committed tokens, and writes those of drafted tokens
+after them. The drafted tokens' keys and values are reused while the draft grows, and dropped when the target itself runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ _PART = re.compile(r"(\d+)([am]?)")
 
 @dataclass(frozen=True, slots=True)
 class SkippedLayers:
-    """The indices, from 0, of the layers whose attention and whose MLP are skipped: Self-SD's z."""
+    """The layers (indices from 0) whose attention is skipped, and those whose MLP is skipped. Called z in the Self-SD paper."""
 
     attention: frozenset[int]
     mlp: frozenset[int]
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Self:
-        """`3+5a+7m`: layer 3, the attention of 5, the MLP of 7. Raises SpecgenError for anything else."""
+        """Reads the notation of the `skip` setting: `3+5a+7m` skips layer 3, the attention of layer 5 and the MLP of layer 7.
+
+        `layers` is the model's number of layers. Raises SpecgenError for another notation, and for layers that do not exist.
+        """
         attention: set[int] = set()
         mlp: set[int] = set()
         for part in text.split("+"):
@@ -59,9 +62,9 @@ class SkippedLayers:
 
 
 class LayerSkippingRunner(ModelRunner):
-    """Runs the target with `skips` left out, on the KV cache of the `target` runner; chains only.
+    """Runs the target without the layers in `skips`, to draft chains. Shares the KV cache of the runner `target`.
 
-    Raises SpecgenError for a model without Llama's structure.
+    `model` is the target's model. Raises SpecgenError for a model without Llama's structure (`decoder_layers`).
     """
 
     def __init__(self, target: ModelRunner, model: Any, skips: SkippedLayers, penalties: PenaltyProcessor | None = None) -> None:
@@ -73,13 +76,13 @@ class LayerSkippingRunner(ModelRunner):
         kept = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
         super().__init__(model, penalties, LayersForward(model, kept), target.cache)
         self._target = target
-        self._shared_at = -1  # the target's number of passes when this runner's entries were written
+        self._shared_at = -1  # the target's number of forward passes when this runner last wrote to the shared cache
 
     @inference
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """As `ModelRunner.logits`, for chains. Raises SpecgenError for a tree."""
+        """Returns the logits of the model without the skipped layers, as `ModelRunner.logits`. Raises SpecgenError for a tree."""
         if parents is not None and list(parents) != list(chain_parents(len(draft))):
             raise SpecgenError("layer skipping drafts no trees", "Take width=1")
         committed, shared_at = self._target.share_prefix(context)
@@ -100,7 +103,10 @@ class _NoMLP(nn.Module):
 
 
 def _without(layer: nn.Module, attention: bool, mlp: bool) -> nn.Module:
-    """The layer with its attention or its MLP replaced by zeros, which leave the residual stream as it is."""
+    """Returns `layer` without its attention or without its MLP; shares all weights with `layer`.
+
+    The part left out is replaced by a module that returns zeros, which add nothing to the residual stream.
+    """
     if not attention and not mlp:
         return layer
     part = copy.copy(layer)

@@ -1,4 +1,8 @@
-"""The penalties of a model's generation config, applied to the logits of every drafted position as transformers does to one."""
+"""Applies the penalties of a model's generation config to logits: repetition penalty, suppressed tokens and the like.
+
+They change the logits depending on the tokens before. transformers' processors do this for one position; here they are applied
+to every position of a draft.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class PenaltyProcessor:
-    """The penalties of a generation config. They depend on all tokens before a position: context and path."""
+    """Applies the penalties of the generation config `config` to logits.
+
+    A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `width` is
+    the target's vocabulary size.
+    """
 
     def __init__(self, config: Any, eos_ids: Sequence[int], width: int, device: torch.device) -> None:
         self._config, self._eos, self._width, self._device = config, list(eos_ids), width, device
@@ -36,9 +44,11 @@ class PenaltyProcessor:
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:
-        """Process logits [n, vocabulary] with the indices `start`, `start + 1`, ... as `ModelRunner.logits` numbers them.
+        """Returns `logits` [n, vocabulary] with the penalties applied, as float32 [n, width].
 
-        Returns float32 [n, width]: a draft model's logits are cut to the target's vocabulary of `width`, or padded with -inf.
+        The rows are the logits at indices `start`, `start + 1`, ...: index 0 follows the context, index i + 1 draft token i.
+        `tokens` and `parents` are the draft, as for `ModelRunner.logits`. If the model is a draft model with another vocabulary
+        size than the target's `width`, its logits are cut, or padded with -inf.
         """
         missing = self._width - logits.shape[-1]
         logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
@@ -56,7 +66,7 @@ class PenaltyProcessor:
         return torch.stack(processed)
 
     def _update_ids(self, context: Context) -> None:
-        """Append the context's new ids to their buffer on the device, so that a call transfers only these."""
+        """Copies the context's new token ids to a buffer on the device, so that each call transfers only the new ones."""
         if context is not self._context:
             self._context, self._length = context, 0
             self._ids = torch.empty(max(256, 2 * len(context)), dtype=torch.long, device=self._device)
@@ -69,7 +79,10 @@ class PenaltyProcessor:
 
 
 def has_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
-    """Whether a model's generation config sets penalties. Raises SpecgenError for a setting that is not supported."""
+    """Whether a model's generation config sets penalties, such as a repetition penalty or suppressed tokens.
+
+    `name` is the model's name for the message. Raises SpecgenError for a setting that changes logits and is not supported.
+    """
     for field, off in _UNSUPPORTED.items():
         value = getattr(config, field, None)
         if value not in off:
@@ -81,7 +94,10 @@ def has_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
 
 
 def _processors(config: Any, eos: list[int], prompt_length: int, device: torch.device) -> Any:
-    """Transformers' own processors, in the order of its `GenerationMixin._get_logits_processor`."""
+    """Returns transformers' logits processors for the penalties in `config`.
+
+    They are in the order of transformers' `GenerationMixin._get_logits_processor`.
+    """
     made = rules.LogitsProcessorList()
     if config.sequence_bias is not None:
         made.append(rules.SequenceBiasLogitsProcessor(config.sequence_bias))

@@ -1,4 +1,4 @@
-"""Loads a causal language model from a folder or the Hugging Face hub, and checks that the runner works with it."""
+"""Loads a causal language model from a folder or the Hugging Face hub, and checks that `ModelRunner` works with it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from specgen.engine.tolerances import logits_error
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context
 
-_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers whose state is a KV cache
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a hub id or a folder. `label` replaces it as the model's name in messages."""
+    """Where a model comes from. `location` is a Hugging Face id or a folder; `label` replaces it in messages unless it is None.
+
+    `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids downloads.
+    """
 
     location: str
     label: str | None = None
@@ -44,7 +47,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model's folder, config and tokenizer, read and checked before its weights are loaded."""
+    """A model whose folder, config and tokenizer have been read and checked, but not its weights."""
 
     source: ModelSource
     folder: Path
@@ -58,7 +61,11 @@ class PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to decode with. `context_limit` is in tokens."""
+    """A model with its weights, ready to decode with.
+
+    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
+    generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
+    """
 
     name: str
     model: Any
@@ -72,14 +79,17 @@ class LoadedModel:
         return ModelRunner(self.model, penalties)
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
-        """The processor of this model's penalties, for logits of `vocab_size` on `device`; None if it has no penalties."""
+        """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
         if not self.has_penalties:
             return None
         return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), vocab_size, device)
 
     @inference
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
-        """The float32 logits [vocabulary] after the prompt and `token_ids`, with the model's penalties; uses no cache."""
+        """Returns the float32 logits [vocabulary] after the prompt and `token_ids`, with the model's penalties applied.
+
+        Computed by one forward pass without a KV cache, as a reference for the logits of cached passes.
+        """
         context = Context(prompt_ids)
         context.extend(token_ids)
         options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
@@ -98,19 +108,21 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
     def max_tokens(self, prompt_length: int) -> int:
-        """The most tokens of prompt and answer together.
+        """Returns the maximum of tokens in prompt and output together, for a prompt of `prompt_length` tokens.
 
-        A run whose prompt is below the rope boundary ends there: a KV cache of both rotary frequencies would give wrong logits.
-        The last token is never run, so it may be beyond the boundary.
+        A LongRoPE model uses other rotary frequencies for contexts longer than a boundary. Keys cached with both frequencies
+        would give wrong logits. So a prompt within the boundary gets output only up to the boundary, plus one token: the last
+        token of an output is never run through the model.
         """
         limit, rope_boundary = context_limits(self.model.config)
         return min(rope_boundary + 1, limit) if rope_boundary is not None and prompt_length <= rope_boundary else limit
 
 
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
-    """Find or download a model's files, read its config and tokenizer. `announce` gets one line per step.
+    """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called with one line per step.
 
-    Raises SpecgenError for a model that does not exist, is no decoder or has a state that cannot be rolled back.
+    Raises SpecgenError if the model does not exist, is no decoder-only model, or keeps a recurrent state that cannot be rolled
+    back after a rejected draft.
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
@@ -132,7 +144,10 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
 
 
 def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
-    """Load the weights onto `device`. Raises SpecgenError for damaged weights or other formats, RunError if memory is short."""
+    """Loads a prepared model's weights onto `device`, and checks that cached passes with a rollback give the right logits.
+
+    Raises SpecgenError if the check fails or the weights are damaged or no safetensors, RunError if memory is short.
+    """
     name, config = prepared.name, prepared.config
     announce(f"loading {name}")
     model = load_weights(prepared.folder, prepared.source, dtype, device)
@@ -148,7 +163,10 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
 
 
 def model_without_weights(prepared: PreparedModel) -> Any | None:
-    """The model on the meta device, to inspect its structure without its weights; None if its code cannot build one."""
+    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
+
+    Returns None if building the model fails.
+    """
     try:
         with quiet_transformers(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=prepared.source.trust_remote_code)
@@ -157,9 +175,10 @@ def model_without_weights(prepared: PreparedModel) -> Any | None:
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
-    """Raise SpecgenError unless the vocabularies are the same but for at most 1 % of added tokens.
+    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids.
 
-    The sizes of the models' embeddings are not compared: families pad them differently.
+    One of them may have more tokens, at most 1 %. The sizes of the models' embeddings are not compared, because models of one
+    family pad them differently.
     """
     of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
     smaller, larger = sorted((of_target, of_draft), key=len)
@@ -180,7 +199,10 @@ def _recurrent(name: str, what: str) -> SpecgenError:
 
 
 def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model from its folder. Checks only that no tensor is missing; raises as `load_model`."""
+    """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only that no tensor is missing.
+
+    Raises SpecgenError for damaged or missing weights and for other formats than safetensors, RunError if memory is short.
+    """
     if not any(folder.glob("*.safetensors")):
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
         found = f" (only {others[0]})" if others else ""
@@ -211,7 +233,10 @@ def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: 
 
 @contextmanager
 def _reading(part: str, source: ModelSource) -> Iterator[None]:
-    """Turn whatever transformers raises while it reads a `part` of a model into a SpecgenError of one line."""
+    """Turns any exception that transformers raises in the `with` block into a SpecgenError with a message of one line.
+
+    `part` says what of the model is read there, for the message.
+    """
     try:
         with quiet_transformers():
             yield
@@ -233,7 +258,7 @@ def _reading(part: str, source: ModelSource) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch off transformers' warnings and progress bars while it loads or saves a model."""
+    """Switches off transformers' warnings and progress bars in the `with` block."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
@@ -248,9 +273,9 @@ def quiet_transformers() -> Iterator[None]:
 
 @inference
 def check_rollback(runner: ModelRunner, model: Any, name: str) -> None:
-    """Compare logits after a rolled-back draft with those of a forward pass without a cache.
+    """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
 
-    Raises SpecgenError if they differ: the attention is not causal, or the model ignores the cache or the mask.
+    Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
     """
     ids = [token % runner.num_embeddings for token in (5, 9, 7, 6, 11, 4)]
 
