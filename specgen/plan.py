@@ -24,9 +24,9 @@ RESERVED = 4096  # KV caches are allocated for at most this many new tokens befo
 class Plan:
     """A decoding run that is ready to start: `run.rounds()` decodes.
 
-    `settings` are the method's settings; a number that was measured replaces `auto`. `info` describes the run for the first line
-    of a trace file, with the seed in use. `record`: each round also measures how close the target's and the draft's
-    probabilities are.
+    `settings` are the method's settings; for the settings `window` and `skip`, `auto` is replaced by what was measured. `info`
+    describes the run (prompt, models, sampling, settings, seed) for the first line of a trace file. `record`: each round also
+    measures how close the target's and the draft's probabilities are.
     """
 
     run: Run
@@ -58,8 +58,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The checked arguments of a decoding run. `limit` is the maximum of new tokens: `max_new_tokens`, or fewer if the target's
-    context has no room for them."""
+    """The checked arguments of a decoding run.
+
+    `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's context has no room for them.
+    """
 
     method: Method
     settings: Settings

@@ -86,8 +86,9 @@ class CachedPrefix:
     def truncate_for(self, context: Context, draft: TreeNodes, start: int) -> None:
         """Drops all cached tokens that a call of `ModelRunner.logits` with these arguments has to run.
 
-        Logits index 0 follows the context, index i + 1 draft node i. Only logits from index `start` on are wanted, so the token
-        before each of these is dropped, and everything that differs from `context` and `draft`.
+        Logits index 0 follows the context, index i + 1 follows draft node i. The logits from index `start` on are wanted. Each of
+        them is computed by running the token that it follows, so these tokens must not count as cached. Tokens that differ from
+        `context` and `draft` are dropped too.
         """
         self.switch_to(context)
         if start == 0 or self.committed < len(context):
@@ -100,10 +101,10 @@ class CachedPrefix:
             self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
     def switch_to(self, context: Context) -> None:
-        """Keeps only the cached tokens with which `context` begins, and draft nodes that may still follow.
+        """Counts as cached only the tokens with which `context` begins, and the draft nodes after them.
 
-        Cached draft nodes that have been accepted, and so are part of `context` now, are counted as committed; in a tree their
-        keys and values are moved to adjacent indices.
+        Draft nodes that have been accepted are part of `context` now, and count as committed. In a tree, their keys and values
+        are moved next to those of the other committed tokens, and the rest of the draft is dropped.
         """
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)

@@ -48,10 +48,9 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 class KVCache(Cache):  # type: ignore[misc]
     """The KV cache of all layers, with one entry per token. Each layer's first `length` entries are valid.
 
-    A newly allocated buffer has room for at least `capacity` tokens.
-
-    `length` is set before each forward pass, and no layer changes it. So an interrupted forward pass has written only entries
-    after the first `length`, which are never read before they are written again.
+    A newly allocated buffer has room for at least `capacity` tokens. `length` is set before each forward pass, and no layer
+    changes it. So an interrupted forward pass has written only entries after the first `length`, which are never read before they
+    are written again.
     """
 
     def __init__(self, layers: int) -> None:

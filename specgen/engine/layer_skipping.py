@@ -76,7 +76,7 @@ class LayerSkippingRunner(ModelRunner):
         kept = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
         super().__init__(model, penalties, LayersForward(model, kept), target.cache)
         self._target = target
-        self._shared_at = -1  # the target's number of forward passes when this runner last wrote to the shared cache
+        self._shared_at = -1  # the number returned by the target's `share_prefix` when this runner last used the shared cache
 
     @inference
     def logits(

@@ -1,4 +1,7 @@
-"""Runs one model on one sequence with a KV cache that is addressed by content: callers name a sequence and get its logits."""
+"""Runs one model on one sequence with a KV cache.
+
+Callers pass the whole sequence and get logits; the runner finds out which of the tokens its KV cache already holds.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 
 
 class ModelOutput(NamedTuple):
-    """`logits` [n, vocabulary] in the model's dtype, valid until the runner's next call.
+    """The output of a forward pass for n tokens: `logits` [n, vocabulary], valid until the runner's next call.
 
-    `hidden_states` [n, width] are the LM head's inputs; None from runners that run the whole model.
+    `hidden_states` [n, width] are the LM head's inputs. They are None if the model was run by its own `forward`, which does not
+    return them.
     """
 
     logits: torch.Tensor
@@ -28,11 +32,12 @@ class ModelOutput(NamedTuple):
 
 
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
-"""Runs a model or a part of it; returns the output of the last tokens, as many as its second argument says."""
+"""A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
+output for this number of tokens, the last ones of the pass."""
 
 
 class FullModelForward:
-    """The forward function of a causal language model as transformers loads it."""
+    """Runs a forward pass through the whole model, by the model's own `forward` in transformers."""
 
     def __init__(self, model: Any) -> None:
         accepted = inspect.signature(model.forward).parameters
@@ -52,7 +57,11 @@ class FullModelForward:
 
 
 class DraftRunner(Protocol):
-    """What a drafter needs of a model runner. `num_embeddings` is how many token ids the model has embeddings for."""
+    """The interface of a model runner that drafting uses.
+
+    `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
+    `vocab_size` the number of its logits.
+    """
 
     context_limit: int
     num_embeddings: int
@@ -62,15 +71,16 @@ class DraftRunner(Protocol):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """As `ModelRunner.logits`."""
+        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`."""
         ...
 
 
 class ModelRunner:
-    """Runs a model on any context and draft, reusing what its KV cache holds of them; callers never roll back.
+    """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
 
-    Calls may change the context at any time, and an interrupted call leaves the runner usable. `forward` replaces the model's own
-    forward function, and `cache` is another runner's KV cache to share. `context_limit` is in tokens.
+    Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits
+    (None: no change). `forward` runs the layers instead of the model's own `forward`. `cache` is another runner's KV cache to
+    share; None makes a new one. `context_limit` is the longest context in tokens.
     """
 
     def __init__(
@@ -93,24 +103,25 @@ class ModelRunner:
         self._forward_count = 0
 
     def clear_cache(self) -> None:
-        """Drop everything cached, so that the next call runs its whole context: for measurements."""
+        """Empties the KV cache, so that the next call runs its whole context. For measurements."""
         self._cached.clear()
         self._hidden = None
-        self._forward_count += 1  # ends a shared prefix, too
+        self._forward_count += 1  # tells a runner that shares this cache that its entries are gone, see `share_prefix`
 
     def reserve(self, capacity: int) -> None:
-        """Allocate buffers for at least `capacity` tokens at the next allocation, so that they need not grow."""
+        """Makes the KV cache's next buffers large enough for `capacity` tokens, so that they need not grow during a run."""
         self.cache.capacity = max(self.cache.capacity, capacity)
 
     @inference
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """The logits after the last context token (index 0) and after each draft token (index 1, 2, ...), from index `start` on.
+        """Returns the logits after the last context token (index 0) and after each draft token i (index i + 1).
 
-        `parents` are the indices of a tree's parent nodes, each lower than its child's (-1: the context); None or a range for a
-        chain. Reuses the longest cached prefix of `context`, along the matching path of the last draft, and of the draft the
-        unchanged tokens before index `start`. Runs the model once on the rest.
+        Only the logits from index `start` on are returned: [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of
+        draft token i's parent in the tree, lower than i (-1: the context); `parents` None means a chain. Runs the model on the
+        tokens that its KV cache lacks: in one pass, and a long prompt in chunks before. Draft tokens of the last call that are
+        part of `context` now (they were accepted) need not be run again.
         """
         tokens = list(draft)
         chain = chain_parents(len(tokens))
@@ -128,9 +139,10 @@ class ModelRunner:
         return output
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
-        """Cache all of `context` but its last token; another runner may then write to the cache after that.
+        """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.
 
-        Returns how many tokens are cached, and a number that changes as soon as this runner uses its cache again.
+        The other runner shares the cache and may write after these tokens. Returns how many tokens are cached, and a number that
+        changes when this runner writes to the cache again, which invalidates what the other runner has written.
         """
         cached = self._cached
         cached.switch_to(context)
@@ -141,7 +153,10 @@ class ModelRunner:
         return cached.committed, self._forward_count
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """The hidden state [width] of the last call that predicted the context's last token; None if that call did not."""
+        """Returns the hidden state [width], after the norm, from which the last call predicted the last token of `context`.
+
+        Returns None if the last call did not compute it.
+        """
         index = self._cached.last_logits_index(context)
         if index is None or self._hidden is None or index < self._hidden[0]:
             return None
@@ -150,9 +165,9 @@ class ModelRunner:
 
     @inference
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """The log-likelihood (nats) of `token_ids` after the prompt at temperature 1, in one pass over what is not cached.
+        """Returns the log-likelihood (nats) of `token_ids` after the prompt at temperature 1, computed in float32.
 
-        It is computed in float32. For the model's own distribution the runner must have no penalties.
+        The runner's penalties apply; for the model's own distribution use a runner without penalties.
         """
         context = Context(prompt_ids)
         total = torch.zeros((), device=self.device)

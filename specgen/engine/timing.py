@@ -11,14 +11,14 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.types import Context
 
 _WARM_UP, _MAX_SAMPLES, _MIN_SAMPLES = 2, 15, 3
-_MAX_SECONDS = 6.0  # for all passes together, once each width has `_MIN_SAMPLES`
+_MAX_SECONDS = 6.0  # measuring ends after this time, but not before each width has `_MIN_SAMPLES` samples
 
 
 def time_passes(runner: ModelRunner, widths: Sequence[int], context_length: int) -> dict[int, float]:
-    """Median seconds of a forward pass over each width, in tokens, after a cached context of `context_length` tokens.
+    """Returns the median seconds of a forward pass over w tokens, for each w in `widths`.
 
-    The context's last token is one of a pass's tokens, so a draft model's forward pass has width 1. The widths take turns, so
-    that a machine that slows down affects all alike.
+    The w tokens are the last token of a context of `context_length` tokens, whose other tokens are cached, and w - 1 drafted
+    tokens. The widths are measured in turns, so that a machine that becomes slower affects all of them alike.
     """
     synchronize = synchronizer(runner.device) or (lambda: None)
     context = Context([1] * context_length)

@@ -1,4 +1,4 @@
-"""Text to ids and back: chat templates, incremental detokenizing, and comparing two tokenizers."""
+"""Turns text into token ids and back, also with chat templates and token by token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from specgen.errors import SpecgenError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
-_PREFIX = 6  # how many of the prompt's last tokens the first new one is decoded with, for its leading space
+_PREFIX = 6  # the first new token is decoded together with this many last tokens of the prompt, which keeps its leading space
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer."""
+    """A Hugging Face tokenizer, wrapped for what specgen needs of it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,14 +32,15 @@ class Tokenizer:
         return vocabulary
 
     def encode(self, text: str) -> list[int]:
-        """The text's ids, with the special tokens that the tokenizer adds."""
+        """Returns the text's token ids, with the special tokens that the tokenizer adds (such as a beginning-of-text token)."""
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]  # no warning about long texts
         return ids
 
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """The ids of a conversation in the model's chat template, up to the start of the answer.
+        """Returns the token ids of a conversation in the model's chat template, up to where the model's next answer starts.
 
-        `before` are earlier turns, each with its answer. Raises SpecgenError if there is no template or it refuses the turns.
+        `prompt` is the user's last message, `system` the system message (None: none). `before` holds the earlier messages of the
+        user, each with the model's answer. Raises SpecgenError if there is no template or it refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
@@ -55,7 +56,10 @@ class Tokenizer:
         return ids
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The tokens' text for display, with leading spaces and special tokens' names. Joined texts need not be the answer."""
+        """Returns the text of some tokens for display, with leading spaces and the names of special tokens.
+
+        Texts of single tokens, joined, can differ from the text of all tokens: a character may consist of several tokens.
+        """
         if len(ids) == 1 and ids[0] in self._texts:
             return self._texts[ids[0]]
         text = self._decode([*self._anchor, *ids], skip_special_tokens=False)[len(self._anchor_text) :]
@@ -76,10 +80,11 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns ids into text one by one: complete characters only, spaces between words kept.
+    """Turns token ids into text, one id at a time. Returns only complete characters, and keeps the spaces between words.
 
-    New ids are decoded together with the ids before them, as tokenizers may strip the first space of a text. An incomplete
-    character decodes to a replacement character, which is held back until `_MAX_CHARACTER_TOKENS` tokens show that it is invalid.
+    Each new id is decoded together with ids before it, because tokenizers may strip the first space of a text. An incomplete
+    character decodes to a replacement character (U+FFFD). This is held back until the character is complete, or until
+    `_MAX_CHARACTER_TOKENS` tokens have not completed it, which shows that it is invalid.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
@@ -90,7 +95,7 @@ class Detokenizer:
         self._waited = 0  # tokens since text was returned
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Adds a token and returns the text that is complete now and was not returned before; may be empty."""
         self._new.append(token)
         text = self._text()
         complete = text.rstrip(_REPLACEMENT)
@@ -101,7 +106,7 @@ class Detokenizer:
         return self._take(complete, is_all=complete == text)
 
     def flush(self) -> str:
-        """The text held back, with replacement characters for incomplete characters."""
+        """Returns the text still held back after the last id, with replacement characters for incomplete characters."""
         return self._take(self._text(), is_all=True)
 
     def _text(self) -> str:
@@ -110,6 +115,6 @@ class Detokenizer:
     def _take(self, text: str, is_all: bool) -> str:
         piece = text[self._returned :]
         self._returned = max(self._returned, len(text))
-        if is_all and text:  # a special token has no text: the next id is decoded with these too
+        if is_all and text:  # without text (special tokens have none) the next id is decoded together with these ids
             self._before, self._new, self._returned = self._new, [], 0
         return piece

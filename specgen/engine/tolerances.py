@@ -1,7 +1,7 @@
-"""Compares logits: which differences rounding explains, by dtype.
+"""Says which differences between logits can be due to rounding, depending on the dtype.
 
-A forward pass over another number of tokens rounds differently: in float32 by less than 1e-3, in narrower dtypes by a share of
-the largest logit.
+Two forward passes that compute the same logits over different numbers of tokens round differently. The difference is below 1e-3
+in float32. In 16-bit dtypes it is proportional to the largest logit.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ import torch
 from specgen.errors import is_out_of_memory
 
 FLOAT32_TIE = 1e-3  # logits
-_NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # shares of the largest logit
-_FLOAT32_ERROR, _NARROW_ERROR = 1e-3, 0.1  # shares of the largest logit; an error in the computation is larger
+_NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # as fractions of the largest logit
+_FLOAT32_ERROR, _NARROW_ERROR = 1e-3, 0.1  # as fractions of the largest logit; a larger difference is a wrong computation
 
 
 def tie_threshold(dtype: str, largest: float) -> float:
-    """The gap between two logits below which they tie, where the largest logit of the distribution is `largest`."""
+    """Returns the difference below which two logits of one token position count as equal, because rounding may have swapped them.
+
+    `largest` is the largest logit of the position.
+    """
     return _NARROW_TIES[dtype] * abs(largest) if dtype in _NARROW_TIES else FLOAT32_TIE
 
 
 def logits_error(compute: Callable[[], torch.Tensor], model: Any, ids: Sequence[int]) -> str | None:
-    """Why `compute()` is not the logits [n, vocabulary] that the model itself gives after the last n of `ids`; None if it is.
+    """Compares logits with those of the model's own forward pass over the tokens `ids`. Returns None if they agree.
 
-    Rounding is allowed for. NaN in the model's own logits is no error here: decoding reports damaged weights.
+    `compute()` returns the logits [n, vocabulary] to check, which follow the last n tokens. If they differ by more than rounding
+    explains, or if computing them fails, returns the end of a message, such as "do not give its own logits". NaN in the model's
+    own logits is ignored here, because decoding reports damaged weights.
     """
     try:
         logits = compute().float()
