@@ -26,7 +26,7 @@ class Plan:
 
     `settings` are the method's settings; for the settings `window` and `skip`, `auto` is replaced by what was measured. `info`
     describes the run (prompt, models, sampling, settings, seed) for the first line of a trace file. `record`: each round also
-    measures how close the target's and the draft's probabilities are.
+    measures how close the target's and the draft's probabilities are at each drafted token.
     """
 
     run: Run

@@ -83,7 +83,7 @@ class EarlyExit:
         self.acceptance_predictor = None if predictor is None else ExitAcceptancePredictor(self.target, predictor)
 
     def reserve(self, capacity: int) -> None:
-        """As `ModelRunner.reserve`."""
+        """Makes all KV caches' next buffers large enough for `capacity` tokens."""
         self._first_layers.cache.capacity = max(self._first_layers.cache.capacity, capacity)
         for runner in (self.target, self.draft):
             runner.reserve(capacity)

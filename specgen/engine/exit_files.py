@@ -158,9 +158,9 @@ class FoundExit:
 def find_exit(target: str, folder: Path, *, is_bundled: bool) -> Path | None:
     """Returns the folder of the exit layer that is used if the user names none; None if there is none.
 
-    It is the one trained on this machine for the model named `target` with the weights in `folder`. If there is none and the
-    target comes with specgen (`is_bundled`), it is the exit layer that comes with it. Reads only `exit.yaml`. Raises SpecgenError
-    if the file is damaged or names other weights.
+    It is the one trained on this machine for the weights in `folder`, preferably under the model name `target`. If there is none
+    and the target comes with specgen (`is_bundled`), it is the exit layer that comes with it. Reads only `exit.yaml`. Raises
+    SpecgenError if this file is damaged or names other weights.
     """
     fingerprint = weights_fingerprint(folder)
     found = kept_exit(target, fingerprint)

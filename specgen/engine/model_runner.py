@@ -60,7 +60,7 @@ class DraftRunner(Protocol):
     """The interface of a model runner that drafting uses.
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
-    `vocab_size` the number of its logits.
+    `vocab_size` the number of logits per position.
     """
 
     context_limit: int
