@@ -11,8 +11,8 @@ LONGEST_WINDOW = 64
 class Window:
     """PEARL's window: the number of tokens that the draft model drafts during one target pass.
 
-    `size` is the number during a target pass over `size` tokens (PEARL's gamma). `first` is the number during a target pass over
-    one token (PEARL's pre-verify). A one-token pass can be shorter, as on a CPU; `first` is then smaller than `size`.
+    `size` (PEARL's gamma) is this number while the target verifies a whole window, so `size` tokens. `first` is this number while
+    the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on a CPU.
     """
 
     size: int

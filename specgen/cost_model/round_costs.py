@@ -33,7 +33,8 @@ class Curve:
 class CostTable:
     """Seconds as a function of the number of tokens and of the context length.
 
-    `curves` has a curve for each measured context length (one or two). Costs at other context lengths are on a line through both.
+    `curves` has a curve for each measured context length (one or two). For other context lengths, the cost is linear in the
+    context length; with one curve it does not depend on it.
     """
 
     curves: Mapping[int, Curve]

@@ -13,8 +13,9 @@ ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # per-token acceptance probab
 class SpeedupModel:
     """Computes the expected speedup over plain decoding of drafting k tokens per round, from the times of forward passes.
 
-    `target_seconds` maps a number of tokens to the seconds of a target pass over them; it contains 1. `draft_seconds` is the time
-    of one draft pass (0: there is no draft model). `context_length` is the number of tokens in the caches during these passes.
+    `target_seconds` maps a number of tokens to the seconds of a target pass over them; 1 is among the keys. `draft_seconds` is
+    the time of one draft pass (0: there is no draft model). `context_length` is the number of tokens in the caches during these
+    passes.
     """
 
     target_seconds: Mapping[int, float]

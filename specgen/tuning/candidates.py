@@ -54,8 +54,7 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
 def trees() -> list[GivenSettings]:
     """Returns the settings of the draft trees that are tried, the largest tree first.
 
-    The model outputs computed for a large tree are kept (`MemoisedRunner`). A smaller tree, which is contained in it, reuses
-    them.
+    The model outputs for a large tree are kept (`MemoisedRunner`) and used again for the smaller trees that it contains.
     """
     return [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
 

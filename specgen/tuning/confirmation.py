@@ -25,8 +25,8 @@ def confirm(
 ) -> tuple[Sequence[Candidate], Mapping[str, str]]:
     """Measures plain decoding and as many of the `selected` candidates as the time allows, by decoding with them.
 
-    Returns (1) all `candidates`, with measured speeds where they ran, and (2) why something did not run, by the candidate's text
-    (`sd:k=4`), or by `confirmation` if there was no time at all.
+    Returns (1) all `candidates`, with measured speeds where they ran, and (2) the reasons why something did not run. The keys of
+    (2) are candidates in text form, such as `sd:k=4`, and `confirmation` if nothing could be measured in the time.
     """
     if not selected:
         return candidates, {}

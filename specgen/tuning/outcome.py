@@ -101,7 +101,8 @@ class TuningOutcome:
     def verdict(self) -> Verdict:
         """Whether the best speculative method is faster than plain decoding.
 
-        `unclear`: the 95 % interval of its speedup contains 1. `unconfirmed`: it was not run on the real models.
+        `pays`: it is. `does not pay`: it is not. `unclear`: its measured speedup is at least 1, but the 95 % interval contains 1.
+        `unconfirmed`: it was not run on the real models.
         """
         best = self.best
         if best.name == PLAIN:

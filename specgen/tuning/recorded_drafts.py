@@ -63,7 +63,7 @@ class RecordedDrafts:
     `rollouts[t]` is the draft that follows the first t new tokens, at most `LONGEST` tokens; it is empty for t = 0.
     `acceptance_probabilities[t - 1]` is the probability that the target accepts the first token of `rollouts[t]`. It is 0 or 1 in
     greedy decoding, and the sum of min(p, q) over the vocabulary when sampling; p and q are the target's and the draft's
-    probabilities after temperature, top-k and top-p. `prefill_seconds` is the time of the draft model's pass over the prompt.
+    probabilities after temperature, top-k and top-p. `prefill_seconds` is the time of the drafter's pass over the prompt.
     """
 
     reference: ReferenceOutput
@@ -105,8 +105,8 @@ def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: Re
 class Recorder:
     """Records what a drafter drafts at each position of reference outputs (the target's own outputs).
 
-    `target` runs the verifying model, `draft` the drafting model. When sampling, `seed` makes the random decisions which drafted
-    tokens are accepted repeatable. `predictor` is the exit layer's predictor of acceptance, None if there is none.
+    `target` runs the verifying model, `draft` the drafting model. When sampling, it is drawn at random whether a drafted token is
+    accepted; `seed` makes this repeatable. `predictor` is the exit layer's predictor of acceptance, None if there is none.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Recorder:
         """Returns, for each position in `rejected`, what the draft model drafts after the rejected token there.
 
         These are at most `CONTINUATION` tokens; an end-of-sequence token ends them earlier. `first` has the drafted token of each
-        position, thus the rejected ones. `scores` collects the predictor's scores, None without a predictor.
+        position. `scores` collects the predictor's scores, None without a predictor.
         """
         continued: dict[int, list[Drafted]] = {position: [] for position in rejected}
         context, tokens = Context(reference.prompt_ids), reference.token_ids[:-1]
@@ -239,9 +239,9 @@ def _rollout(
 class _Scores:
     """The predicted probabilities that drafted tokens are accepted, from the exit layer's predictor.
 
-    A score is the sigmoid of two parts. One depends on the target's hidden state where the draft began and on the token's place
-    in the draft, the other on the drafting model's hidden state at the token. They are kept separately, because the same token
-    occurs in drafts that began at different positions. Hidden states are [tokens, width].
+    A score is the sigmoid of the sum of two parts. One depends on the target's hidden state where the draft began and on the
+    token's place in the draft, the other on the drafting model's hidden state at the token. They are kept separately, because the
+    same token occurs in drafts that began at different positions. Hidden states are [tokens, width].
     """
 
     def __init__(self, predictor: Predictor, target: torch.Tensor | None, draft: torch.Tensor | None) -> None:

@@ -35,7 +35,7 @@ class Deadline:
         return self.at - self.clock()
 
     def share(self, fraction: float) -> Deadline:
-        """Returns an earlier deadline: it leaves `fraction` of the time that is left now."""
+        """Returns an earlier deadline: the moment when `fraction` of the time that is left now has passed."""
         now = self.clock()
         return Deadline(now + fraction * (self.at - now), self.clock)
 

@@ -30,7 +30,8 @@ Announce = Callable[[str], None]
 class SearchResult:
     """The result of a search: each method with its best settings, the fastest expected one first.
 
-    `tried` is the number of settings tried for all methods together. `left_out` says why a method or settings were not tried.
+    `tried` is the number of settings tried for all methods together. `left_out` has the reason for each method without a result,
+    and, under `some settings`, for settings that were not tried.
     """
 
     candidates: Sequence[Candidate]
