@@ -28,7 +28,7 @@ _training = partial(typer.Option, rich_help_panel="Training")
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """What to tune. `methods`, `prompts` and `out` hold for training too."""
+    """Options for tuning. With `--train`, only `methods`, `prompts` and `out` are used."""
 
     methods: Annotated[str | None, typer.Option("--methods", "-m", metavar="LIST", help=_METHODS)] = None
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time for everything, loading included.")] = 60.0
@@ -42,7 +42,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class TuneSampling(options.SamplingOptions):
-    """How tokens are chosen when a pair is tuned. Training uses the seed only."""
+    """Options for choosing tokens during tuning. With `--train`, only the seed is used."""
 
     max_new_tokens: options.MaxNewTokens = 64
     seed: options.Seed = 0
@@ -50,7 +50,7 @@ class TuneSampling(options.SamplingOptions):
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """How to train."""
+    """Options for training an exit layer or a draft model, used with `--train`."""
 
     minutes: Annotated[float | None, _training(metavar="M", help=f"Total training time ({DEFAULT_MINUTES:g}).")] = None
     steps: Annotated[int | None, _training(metavar="S", help="Optimizer steps instead of minutes: reproducible weights.")] = None

@@ -1,4 +1,7 @@
-"""Runs `specgen tune`: loads the pair, tunes it, writes the profile and the report, and exports the settings."""
+"""Runs `specgen tune`: loads the models, tunes them, writes the profile (the result, `profile.yaml`) and prints a report.
+
+With `--export` it prints the tuned settings as options of another engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,11 @@ _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
 
 @dataclass(frozen=True, slots=True)
 class TuneRequest:
-    """The options of `tune`. `begin` is on the clock `time.perf_counter`. Raises SpecgenError where an option is wrong."""
+    """The options of `specgen tune`. Raises SpecgenError if one is wrong.
+
+    `begin` is when the command started, by `time.perf_counter`. `budget` is the seconds for everything. `limit` is the number of
+    prompts. `export` is the engine whose options are printed, None for no export. `out` is the profile's folder.
+    """
 
     begin: float
     budget: float
@@ -56,7 +63,7 @@ class TuneRequest:
 
     @property
     def names(self) -> list[str] | None:
-        """The methods to tune, None for all; `eesd` stands for both of its policies."""
+        """The methods to tune, None for all. `eesd` stands for both of its length policies, `eesd-cali` and `eesd-beta`."""
         if self.methods is None:
             return None
         names = [name.strip() for name in self.methods.split(",")]
@@ -64,13 +71,16 @@ class TuneRequest:
 
     @property
     def may_reuse_profile(self) -> bool:
-        """Whether an export can use an existing profile: no option asks for another one."""
+        """Whether `--export` may use the profile of an earlier tuning, so that nothing has to be tuned now.
+
+        It may if `--methods`, `--prompts` and `--category` are not given, and `--out`, if given, is a folder with a profile.
+        """
         default = (self.methods, self.prompts, self.category) == (None, None, None)
         return default and (self.out is None or (self.out / "profile.yaml").is_file())
 
 
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> None:
-    """Tune the pair, write its profile and a report, and print the choice or the export."""
+    """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine."""
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit)
     names, sampling = request.names, request.sampling
     parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
@@ -109,7 +119,7 @@ def _headline(pair: Pair, sampling: SamplingParams) -> str:
 
 
 def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
-    """The output of `--json`."""
+    """Returns what `tune --json` prints: the result of the tuning and the path of the profile."""
     tuned = outcome.methods
     return {
         "type": "tune",

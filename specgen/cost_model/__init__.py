@@ -1,4 +1,5 @@
-"""The cost model: what passes and rounds cost, PEARL's window, and the speedup to expect. Pure arithmetic, imports no torch.
+"""The cost model: the times of forward passes and of rounds, PEARL's window, and the expected speedup. Imports no torch.
 
-Times are seconds. c is the time of a target pass over that of a draft pass, everywhere.
+A round is one draft with the target pass that verifies it. Times are in seconds. Everywhere, c is the time of one target pass
+divided by the time of one draft pass.
 """

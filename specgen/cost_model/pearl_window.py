@@ -1,4 +1,4 @@
-"""PEARL's window, from c: the time of a target pass over that of a draft pass (PEARL, section 4.1)."""
+"""PEARL's window, computed from c = time of a target pass / time of a draft pass (PEARL, section 4.1)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ LONGEST_WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """PEARL's window: the number of tokens drafted during one target pass.
+    """PEARL's window: the number of tokens that the draft model drafts during one target pass.
 
-    `size` is PEARL's gamma, for a pass over `size` tokens. `first` is the number for the one-token pass of pre-verify, which is
-    smaller where the time of a pass grows with its number of tokens, as on a CPU.
+    `size` (PEARL's gamma) is this number while the target verifies a whole window, so `size` tokens. `first` is this number while
+    the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on a CPU.
     """
 
     size: int
     first: int
 
     def beside(self, width: int) -> int:
-        """Tokens to draft during a target pass over `width` tokens, so that both models finish at the same time."""
+        """Returns how many tokens to draft during a target pass over `width` tokens, so that both models finish together."""
         if width >= self.size:
             return self.size
         return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
@@ -27,8 +27,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ParallelCosts:
-    """Pass times of a pair while both models run at the same time: of one draft pass, and of target passes over `width` tokens
-    and over one token, after a context of `context_length` tokens."""
+    """Seconds of forward passes while target and draft model run at the same time, with `context_length` tokens in the caches.
+
+    `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` a target pass over one token.
+    """
 
     draft_pass: float
     target_pass: float
@@ -38,17 +40,17 @@ class ParallelCosts:
 
     @property
     def ratio(self) -> float:
-        """c, for a target pass over `width` tokens."""
+        """c = time of a target pass over `width` tokens / time of a draft pass."""
         return self.target_pass / self.draft_pass
 
     @property
     def window(self) -> Window:
-        """The window with which neither model waits for the other: c, rounded, at least 1 (PEARL, Theorem 1)."""
+        """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1)."""
         size = _rounded(self.ratio)
         return Window(size, min(size, _rounded(self.single_pass / self.draft_pass)))
 
     def as_dict(self) -> dict[str, float]:
-        """The `costs` of a trace's start line: the measured times, c and the window."""
+        """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""
         return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
 
 

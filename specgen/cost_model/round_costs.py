@@ -1,4 +1,4 @@
-"""What a round of a method costs, by drafted tokens, verified tokens and context length."""
+"""The time of a round (one draft and its verification), by numbers of drafted and verified tokens and by context length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by number of tokens: piecewise linear between the measured points and beyond the last two."""
+    """Seconds as a function of the number of tokens, from measured `points` (number of tokens: seconds).
+
+    It is linear between neighbouring points. Outside the measured range, the line through the nearest two points is continued.
+    """
 
     points: Mapping[int, float]
 
@@ -28,7 +31,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Seconds by number of tokens and by context length: one curve for each of one or two context lengths, linear in between."""
+    """Seconds as a function of the number of tokens and of the context length.
+
+    `curves` has a curve for each measured context length (one or two). For other context lengths, the cost is linear in the
+    context length; with one curve it does not depend on it.
+    """
 
     curves: Mapping[int, Curve]
 
@@ -51,11 +58,12 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Costs of one round of a method.
+    """The seconds that one round of a method takes.
 
-    `draft_cost` is by drafted tokens (in a tree: by levels); `verification_cost` covers the target pass, sampling and the rest,
-    by the tokens of that pass; `signal_cost` is added for each drafted token where the length policy needs signals. Where both
-    models run at the same time (PEARL), a round takes the longer of both costs plus `synchronisation_overhead`.
+    `draft_cost` depends on the number of drafted tokens (for a tree, on its number of levels). `verification_cost` depends on the
+    number of tokens of the target pass, and includes sampling and other work. `signal_cost` is added per drafted token if the
+    length policy reads signals (numbers about a drafted token, such as entropy). In PEARL both models run at the same time: a
+    round takes the larger of draft cost and verification cost, plus `synchronisation_overhead`.
     """
 
     draft_cost: CostTable
@@ -64,12 +72,12 @@ class RoundCosts:
     synchronisation_overhead: float = 0.0
 
     def times(self, factor: float) -> RoundCosts:
-        """The costs on a machine that is slower by `factor`."""
+        """Returns these costs multiplied by `factor`."""
         tables = self.draft_cost.times(factor), self.verification_cost.times(factor)
         return RoundCosts(*tables, self.signal_cost * factor, self.synchronisation_overhead * factor)
 
     def as_dict(self) -> dict[str, Any]:
-        """The costs under the keys of profiles and of `tune --json`."""
+        """Returns the costs under the keys that `profile.yaml` and `tune --json` use."""
         return {
             "drafting": self.draft_cost.as_dict(),
             "judging": self.verification_cost.as_dict(),

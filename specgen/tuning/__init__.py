@@ -1,1 +1,1 @@
-"""What this machine makes of a pair: how long its passes take, and what follows from that."""
+"""Tuning: measures a pair of target and draft model on this machine, and finds its fastest method and settings."""

@@ -1,4 +1,4 @@
-"""The settings that are tried of each method. Imports no torch."""
+"""Lists the settings that tuning tries for each method. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specgen.decoding.policies import POLICIES
 from specgen.methods import METHODS, known_settings
 from specgen.setting_parsing import Value
 
-GivenSettings = Mapping[str, Value]  # those that are not left at their defaults
+GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 
 _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "ar": {},
@@ -29,8 +29,11 @@ SIMULATED = tuple(name for name, method in METHODS.items() if method.drafter.rec
 
 
 def grid(name: str) -> list[GivenSettings]:
-    """All settings of a method that are tried: the defaults first, then the others shuffled, so that a search that runs out of
-    time has tried some from the whole range. A method without a grid here takes the values of its policy (`Setting.tuned`)."""
+    """Returns all combinations of settings that are tried for the method `name`, the defaults first.
+
+    The other combinations are shuffled: a search that runs out of time has then tried some from the whole range. The values are
+    those in `_GRIDS`; for a method that is not in `_GRIDS`, those that its length policy's settings list (`Setting.tuned`).
+    """
     policy = METHODS[name].policy
     if name in _GRIDS or policy is None:
         values = _GRIDS[name]
@@ -42,19 +45,25 @@ def grid(name: str) -> list[GivenSettings]:
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """The number of settings that differ from the method's defaults."""
+    """Returns how many of the settings differ from the method's defaults."""
     method = METHODS[name]
     known = known_settings(method, method.policy)
     return sum(known[key].default != value for key, value in settings.items())
 
 
 def trees() -> list[GivenSettings]:
-    """Shapes of draft trees, the largest first, so that the smaller ones reuse its memoised passes."""
+    """Returns the settings of the draft trees that are tried, the largest tree first.
+
+    The model outputs for a large tree are kept (`MemoisedRunner`) and used again for the smaller trees that it contains.
+    """
     return [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
 
 
 def round_robin(grids: Mapping[str, Sequence[GivenSettings]]) -> Iterator[tuple[str, GivenSettings]]:
-    """One setting of each method in turn, so that a search that runs out of time has tried some of every method."""
+    """Yields (method, settings): the first settings of every method, then the second of every method, and so on.
+
+    A search that runs out of time has then tried some settings of every method.
+    """
     for position in range(max(map(len, grids.values()), default=0)):
         for name, settings in grids.items():
             if position < len(settings):

@@ -1,4 +1,4 @@
-"""Really runs the best candidates, in turn with plain decoding, for as long as there is time. Imports no torch."""
+"""Runs the best candidates (methods with settings) on the real models, in turn with plain decoding. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.tuning.request import TuningObserver, TuningRequest
 
-FEWEST_PROMPTS = 2  # that a method is run on
-MOST_REPEATS = 50  # of each prompt
+FEWEST_PROMPTS = 2  # a method is run on at least this many prompts
+MOST_REPEATS = 50  # a method is run at most this many times on each prompt
 OUT_OF_TIME = "time was short: the figures are expected ones (a larger --budget helps)"
 
 
 def confirm(
     pair: Pair, request: TuningRequest, candidates: Sequence[Candidate], selected: Sequence[Candidate], observer: TuningObserver
 ) -> tuple[Sequence[Candidate], Mapping[str, str]]:
-    """Run plain decoding and as many of the selected as there is time for.
+    """Measures plain decoding and as many of the `selected` candidates as the time allows, by decoding with them.
 
-    Returns the candidates, with the measured speeds of those that ran, and the reasons where something did not run.
+    Returns (1) all `candidates`, with measured speeds where they ran, and (2) the reasons why something did not run. The keys of
+    (2) are candidates in text form, such as `sd:k=4`, and `confirmation` if nothing could be measured in the time.
     """
     if not selected:
         return candidates, {}
@@ -62,9 +63,11 @@ def confirm(
 def _affordable(
     request: TuningRequest, candidates: Sequence[Candidate], selected: Sequence[Candidate]
 ) -> tuple[Sequence[Candidate], int]:
-    """The first of `selected` that can run on `FEWEST_PROMPTS` at least, warm-up included, and the new tokens of each run.
+    """Returns the candidates that the remaining time is enough for, and the number of new tokens to generate on each prompt.
 
-    Runs are shortened by up to a half so that they cover all prompts: a speed on few prompts may not hold on others.
+    Candidates are dropped from the end of `selected` until each can run on `FEWEST_PROMPTS` prompts, after one warm-up. If the
+    time is too short for all prompts, fewer tokens are generated, down to half the requested number: more prompts give a surer
+    speed.
     """
     seconds, most = request.deadline.left, request.sampling.max_new_tokens
     shortest = max(1, most // 2)
@@ -79,5 +82,5 @@ def _affordable(
 
 
 def _token_seconds(candidates: Sequence[Candidate], listed: Sequence[Candidate]) -> float:
-    """Expected seconds per token of the slowest method that runs, with a margin of a fifth."""
+    """Returns the expected seconds per token of the slowest of plain decoding and `listed`, plus a margin of 20 %."""
     return 1.2 / min(candidate.predicted for candidate in (plain_of(candidates), *listed))

@@ -1,4 +1,4 @@
-"""Tuned settings in the options of other engines. Imports no torch."""
+"""Writes tuned settings as options of other inference engines, such as vLLM. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The engine's options, and notes on what they cannot express."""
+    """The options to give to an engine (`text`), and notes on what these options cannot express (`lost`)."""
 
     text: str
     lost: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
-    """The method to export with its tuned settings, and the names of the models."""
+    """The method to export, its tuned settings, and the models' names (`draft` is None without a draft model)."""
 
     name: str
     settings: Mapping[str, Value]
@@ -34,12 +34,12 @@ class ExportedMethod:
 
     @property
     def length(self) -> int:
-        """The draft length, or its maximum."""
+        """The number of drafted tokens per round; for the method `confidence`, its maximum."""
         return int(self.settings["max_draft" if self.name == "confidence" else "k"])
 
     @property
     def quoted(self) -> tuple[str, str]:
-        """The target's and the draft model's name for a shell."""
+        """The target's and the draft model's name, quoted for a shell command."""
         return shlex.quote(self.target), shlex.quote(str(self.draft))
 
 
@@ -51,8 +51,11 @@ def check(engine: str) -> None:
 
 
 def export(engine: str, tuned: Mapping[str, Tuned], chosen: str, target: str, draft: str | None) -> Export:
-    """Export the fastest of the `tuned` methods that the engine has; `chosen` is the fastest of all, `target` and `draft` are the
-    models' names. Raises SpecgenError where the engine has none of the methods."""
+    """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine supports.
+
+    `chosen` is the fastest method of all; a note is added if the engine does not support it. `target` and `draft` are the models'
+    names (None: no draft model). Raises SpecgenError if the engine supports none of the methods.
+    """
     check(engine)
     write, known = ENGINES[engine]
     speeds = {name: entry.measured or entry.predicted for name, entry in tuned.items() if name in known}
@@ -121,7 +124,7 @@ def _mlx(method: ExportedMethod) -> Export:
     return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {method.length}")
 
 
-# how settings are written, and which methods the engine has
+# for each engine: the function that writes its options, and the methods that it supports
 ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], Export], tuple[str, ...]]] = {
     "transformers": (_transformers, ("sd", "heuristic", "confidence", "lookup")),
     "vllm": (_vllm, ("sd", "lookup")),

@@ -1,4 +1,4 @@
-"""Inspects a pair for `specgen inspect`: facts from its files before anything is run, and pass times of the loaded models."""
+"""Inspects target and draft model for `specgen inspect`: facts from their files, and times of the loaded models' passes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ _PROBES: Sequence[str] = (
     "  two spaces,\ttabs\r\nand “quotes” – naïve café",
     "数学は楽しい 🙂 1234567890",
 )
-_SHOWN_DIFFERENCES = 5  # of two vocabularies
+_SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts from a model's files. `weight_bytes` and `cache_bytes` (keys and values of one token) are in the dtype that it would
-    run in; `context_limit` is None where the config has none."""
+    """Facts about a model, read from its files.
+
+    `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
+    with which the model would run. `context_limit` is the largest number of tokens in a context, None if the config names no
+    limit. `table_rows` is the number of rows of the embedding table.
+    """
 
     name: str
     family: str
@@ -56,7 +60,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A token id for which two tokenizers have different texts; None where one has no such id."""
+    """A token id to which the two tokenizers give different tokens; None for a tokenizer that does not have the id."""
 
     token_id: int
     target: str | None
@@ -65,8 +69,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """A comparison of two tokenizers. `refusal` says why the pair cannot be used, None where it can. `probe` is a text that they
-    split differently although their vocabularies match, with the ids of both; None where all probes agree."""
+    """A comparison of the target's and the draft model's tokenizer.
+
+    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `refusal` says why these tokenizers
+    cannot be used together, None if they can. `probe` is a text that they encode differently although their vocabularies match,
+    with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts alike.
+    """
 
     target_size: int
     draft_size: int
@@ -78,7 +86,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a method can run on this pair; if not, why and what to do."""
+    """Whether a method can run with these models. If it cannot, `why` is the reason and `hint` says what to do."""
 
     ready: bool
     why: str = ""
@@ -87,10 +95,12 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """All of it. `free_bytes` is free memory on the target's device, None where the system does not report it.
+    """Everything that `specgen inspect` reports about a target and its draft model.
 
-    The last two are None until they are measured: pass times of each model alone, and of both at the same time, as PEARL runs
-    them (None without a usable draft model too).
+    `draft` and `tokenizers` (their comparison) are None without a draft model. `free_bytes` is the free memory on the target's
+    device, None if the system does not report it. `methods` says for each method whether it can run. `speedup_model` has the pass
+    times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
+    as in PEARL; None if not measured or without a usable draft model.
     """
 
     target: ModelFacts
@@ -107,12 +117,15 @@ class PairReport:
 
     @property
     def context_limit(self) -> int | None:
-        """The longest run in tokens: the target's limit. Beyond a shorter limit of the draft nothing is drafted."""
+        """The largest number of tokens in prompt and output together: the target's limit. None: the target has no limit.
+
+        If the draft model's limit is smaller, decoding continues beyond it without drafts.
+        """
         return self.target.context_limit
 
     @property
     def cache_bytes(self) -> int | None:
-        """Bytes for keys and values of both models at full context; None where the target has no limit."""
+        """Bytes of the cached keys and values of both models for the longest context; None if the target has no context limit."""
         longest = self.context_limit
         if longest is None:
             return None
@@ -120,7 +133,7 @@ class PairReport:
         return sum(model.cache_bytes * min(model.context_limit or longest, longest) for model in models)
 
     def as_dict(self) -> dict[str, Any]:
-        """The line of `inspect --json`, without its type."""
+        """Returns what `inspect --json` prints, without the key `type`."""
         return {
             "target": asdict(self.target),
             "draft": None if self.draft is None else asdict(self.draft),
@@ -159,8 +172,11 @@ def inspect_files(
     *,
     exit_layer: Path | None = None,
 ) -> PairReport:
-    """Report on the pair from its configs, tokenizers and the headers of its weights. A draft model with another tokenizer is
-    reported rather than refused. Raises SpecgenError where a model cannot be used at all."""
+    """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
+
+    `devices` are the target's and the draft's. `exit_layer` is the exit layer's folder, None to look for it. A draft model with
+    another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be used at all.
+    """
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
@@ -175,7 +191,7 @@ def inspect_files(
 
 
 def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | None:
-    """The reason and the hint where there is no exit layer, without reading weights; None where one is named or found."""
+    """Returns why there is no exit layer, and a hint; None if a folder is `named` or an exit layer is found. Reads no weights."""
     if named is not None:
         return None
     try:
@@ -191,7 +207,11 @@ def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | Non
 def _readiness(
     method: methods.Method, tokenizers: TokenizerFacts | None, no_exit: tuple[str, str] | None, unlike_llama: str | None
 ) -> Readiness:
-    """Whether a method can run, as far as the models' files show. `tokenizers` is None without a draft model."""
+    """Returns whether a method can run, as far as the models' files show.
+
+    `tokenizers` is None without a draft model. `no_exit` is why there is no exit layer, and a hint; None if there is one.
+    `unlike_llama` is the target's family if its layers cannot be run one by one, otherwise None.
+    """
     if method.splits_target and unlike_llama is not None:
         why = f"needs a model built as Llama is, and {unlike_llama} is not"
         return Readiness(False, why, "take a draft model, or lookup")
@@ -207,7 +227,7 @@ def _readiness(
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
-    """Time passes of each model alone, with new caches."""
+    """Measures the pass times of each model while the other is idle, and returns them with the speedups that they allow."""
     limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
     length = max(1, min(CONTEXT_LENGTH, min(limits) - max(WIDTHS)))
     widths = [width for width in WIDTHS if length + width <= min(limits)] or [1]
@@ -218,7 +238,7 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
-    """The pass times from which a run with PEARL takes its window; None without a draft model."""
+    """Measures pass times while both models run at the same time, which decide PEARL's window; None without a draft model."""
     if pair.draft is None:
         return None
     announce("timing passes with both models running")
@@ -226,11 +246,15 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
 
 
 def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
-    """The findings, with the errors that planning a run on the loaded pair raises."""
+    """Returns for each method whether it can run on the loaded pair.
+
+    It corrects `found`, which was read from the files: a method that cannot be prepared for decoding is not ready, with the
+    error.
+    """
     checked = {}
     for name, method in methods.METHODS.items():
         try:
-            # What is `auto` by default would have to be measured.
+            # settings that are `auto` by default would have to be measured: they are given
             given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
             checked[name] = found[name]
@@ -263,13 +287,13 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
 
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:
-    """The family of a model whose layers cannot be run one by one, by its config; None for all others."""
+    """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
     model = model_without_weights(prepared)
     return None if model is None or missing_part(model) is None else str(prepared.config.model_type)
 
 
 def _parameters(folder: Path) -> int:
-    """Number of parameters, from the headers of the weights; tied weights are stored and counted once."""
+    """Returns the number of parameters, from the headers of the weight files. Tied weights are stored and counted once."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -294,7 +318,7 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
 
 
 def _differing_probe(target: Tokenizer, draft: Tokenizer) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """A text that the tokenizers split differently although their vocabularies match, with the ids of both."""
+    """Returns a test text that the tokenizers encode differently, with the ids from each; None if they encode all alike."""
     for text in _PROBES:
         ours, theirs = tuple(target.encode(text)), tuple(draft.encode(text))
         if ours != theirs:

@@ -1,4 +1,7 @@
-"""The result of a tuning on disk: `profile.yaml`, one for each pair, machine, device and way of sampling."""
+"""The profile: the result of a tuning, stored in `profile.yaml`.
+
+There is one for each combination of models, machine, device and sampling settings.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ GivenSettings = dict[str, bool | int | float | str]
 
 
 class _StrictModel(BaseModel):
-    """Unknown keys and values of other types are errors."""
+    """Base of the parts of a profile: an unknown key or a value of a wrong type is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Model(_StrictModel):
-    """A model: its name, a fingerprint of its weights and config, and how it ran."""
+    """A model: its name, a hash of its weights and config (`fingerprint`), and the device and dtype it ran with."""
 
     name: Word
     fingerprint: Word
@@ -52,7 +55,10 @@ class Model(_StrictModel):
 
 
 class ProfileKey(_StrictModel):
-    """What a profile is valid for. A profile whose key differs in any field is stale."""
+    """The conditions under which a profile was made. If any of them has changed, the profile is no longer valid.
+
+    `draft` and `exit_layer` (a hash of its files) are None if the pair has none. `versions` are those of the installed packages.
+    """
 
     target: Model
     draft: Model | None
@@ -68,14 +74,14 @@ class Sampling(_StrictModel):
 
 
 class Choice(_StrictModel):
-    """A method with its settings."""
+    """The method that the profile recommends, with its settings."""
 
     method: Word
     settings: GivenSettings
 
 
 class Tuned(_StrictModel):
-    """The best settings of one method, as in `Candidate`: speeds are tokens per second."""
+    """The best settings of one method with their speeds in tokens per second. The fields are explained in `Candidate`."""
 
     model_config = ConfigDict(from_attributes=True, populate_by_name=True)
 
@@ -90,7 +96,10 @@ class Tuned(_StrictModel):
 
 
 class DrafterCosts(_StrictModel):
-    """`RoundCosts` in seconds, by context length and then by tokens."""
+    """The seconds of a round, as in `RoundCosts`; tables are by context length and then by number of tokens.
+
+    `drafting` is the draft cost, `judging` the verification cost, `looking` the signal cost, `together` PEARL's synchronisation.
+    """
 
     drafting: dict[int, dict[int, Seconds]]
     judging: dict[int, dict[int, Seconds]]
@@ -99,7 +108,12 @@ class DrafterCosts(_StrictModel):
 
 
 class Measured(_StrictModel):
-    """What tuning measured: `acceptance` is the mean probability that the target accepts a draft's token."""
+    """What a tuning measured, and on how many prompts and new tokens per prompt.
+
+    `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
+    a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
+    (PEARL).
+    """
 
     prompts: Count
     new_tokens: Count
@@ -108,7 +122,11 @@ class Measured(_StrictModel):
 
 
 class Profile(_StrictModel):
-    """The whole file."""
+    """The content of `profile.yaml`.
+
+    `fits` are the conditions under which it is valid, `methods` the best settings of each tuned method, `chosen` the recommended
+    method, `speedup` that of the chosen method over plain decoding, `verdict` whether speculation is faster than plain decoding.
+    """
 
     version: Literal[1]
     written: datetime
@@ -131,14 +149,17 @@ class Profile(_StrictModel):
         return self
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
-        """The tuned settings of a method; None where it was not tuned. `eesd` is one of two methods."""
+        """Returns the tuned settings of a method, None if it was not tuned.
+
+        `eesd` stands for `eesd-cali`, and for `eesd-beta` if `eesd-cali` was not tuned.
+        """
         if name == self.chosen.method:
             return self.chosen.settings
         names = ("eesd-cali", "eesd-beta") if name == "eesd" else (name,)
         return next((self.methods[each].settings for each in names if each in self.methods), None)
 
     def mismatch(self, now: ProfileKey) -> str | None:
-        """The first difference from the key `now`; None where the profile is valid."""
+        """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
         before, current = self.fits.model_dump(), now.model_dump()
         field = next((name for name in before if before[name] != current[name]), None)
         if field is None:
@@ -153,7 +174,7 @@ class Profile(_StrictModel):
 
 
 def profile_key_of(pair: Pair) -> ProfileKey:
-    """The key of a profile of this pair on this machine."""
+    """Returns the present conditions, which a profile of this pair has to match."""
     from specgen.engine.devices import device_name
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.environment import machine, versions
@@ -172,7 +193,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
 
 
 def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
-    """The profile's folder in the data folder, named after the pair, machine, device and way of sampling."""
+    """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
     own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
     parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
     if not sampling.greedy:
@@ -183,7 +204,7 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
 
 
 def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
-    """The profile of a tuning that holds for `key`."""
+    """Returns the profile of a tuning that was done under the conditions `key`."""
     sampling = outcome.sampling
     return Profile(
         version=1,
@@ -204,7 +225,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
 
 
 def save(profile: Profile, folder: Path) -> Path:
-    """Write the profile atomically. Raises RunError where that fails."""
+    """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
     path = folder / FILE
     text = yaml.safe_dump(profile.model_dump(by_alias=True), sort_keys=False, allow_unicode=True, width=110)
     try:
@@ -217,7 +238,7 @@ def save(profile: Profile, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Profile:
-    """Read the profile in a folder. Raises SpecgenError, in one line, where it is missing or not valid."""
+    """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
     path = folder / FILE
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -235,7 +256,7 @@ def load(folder: Path) -> Profile:
 
 
 def _first_error(error: ValidationError) -> str:
-    """The first of pydantic's errors in one line: the key, the problem and the value."""
+    """Returns the first of pydantic's errors in one line: the key, the problem and the value."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
     what = str(first["msg"]).removeprefix("Value error, ")

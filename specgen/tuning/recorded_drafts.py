@@ -1,8 +1,9 @@
-"""Records what a drafter drafts from every position of the target's own output: all that a length policy depends on.
+"""Records what a drafter drafts at every position of the target's own output, so that length policies can be simulated on it.
 
-One teacher-forced pass of the draft model over the target's output gives its token at each position. Each token that the target
-would reject is continued, all of them as branches of one tree, one pass per level. So every draft that any policy stops anywhere
-is a prefix of a recorded one.
+A length policy decides after each drafted token whether to draft another. One teacher-forced pass of the draft model over the
+target's output gives the drafted token at each position. After each token that the target would reject, drafting continues: all
+these continuations are branches of one tree, and each level of the tree takes one pass. Whatever policy is simulated later, its
+drafts are prefixes of the recorded ones.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
 
 CONTINUATION = 16  # tokens recorded after a draft's first rejected token
-LONGEST = 40  # tokens of a rollout: the largest `max_draft` that is tried
+LONGEST = 40  # largest number of tokens of a recorded draft: the largest `max_draft` that is tried
 
 
 class Drafted(NamedTuple):
-    """A drafted token, and the signals that a length policy may read."""
+    """A drafted token with its signals: numbers about it that a length policy may read, such as its entropy."""
 
     token: int
     signals: Mapping[str, float]
@@ -41,9 +42,10 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """The target's own output after a prompt. `limit` is the largest number of new tokens, `eos_ids` end the output earlier.
+    """The target's output after a prompt, by plain decoding, with its times.
 
-    `prefill_seconds` is the time of the prompt's pass, which gives the first token; `seconds` is the time of the whole run.
+    `limit` is the largest number of new tokens; a token in `eos_ids` ends the output earlier. `prefill_seconds` is the time of
+    the pass over the prompt, which gives the first new token. `seconds` is the time of the whole output, prefill included.
     """
 
     prompt_ids: list[int]
@@ -56,11 +58,12 @@ class ReferenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class RecordedDrafts:
-    """A drafter's drafts along one reference output.
+    """What a drafter drafts at each position of one reference output (the target's own output after a prompt).
 
-    `rollouts[t]` is the draft after the first t new tokens (empty for t = 0), at most `LONGEST` tokens.
-    `acceptance_probabilities` are those of its first token, for t = 1, 2, ...: 0 or 1 in greedy decoding, else the sum of
-    min(p, q) of the warped distributions. `prefill_seconds` is the time of the draft model's pass over the prompt.
+    `rollouts[t]` is the draft that follows the first t new tokens, at most `LONGEST` tokens; it is empty for t = 0.
+    `acceptance_probabilities[t - 1]` is the probability that the target accepts the first token of `rollouts[t]`. It is 0 or 1 in
+    greedy decoding, and the sum of min(p, q) over the vocabulary when sampling; p and q are the target's and the draft's
+    probabilities after temperature, top-k and top-p. `prefill_seconds` is the time of the drafter's pass over the prompt.
     """
 
     reference: ReferenceOutput
@@ -71,7 +74,10 @@ class RecordedDrafts:
 
 @inference
 def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams) -> ReferenceOutput:
-    """Decode plainly with an empty cache."""
+    """Generates the target's output after a prompt by plain decoding, and returns it with its times.
+
+    The key-value caches are emptied first, so that the time of the pass over the whole prompt is measured.
+    """
     run = pair.plan(prompt_ids, "ar", sampling).run
     pair.forget()
     rounds = list(run.rounds())
@@ -82,7 +88,7 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 
 @inference
 def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
-    """Seconds of the draft model's pass over the prompt, less those of a pass over one token."""
+    """Returns the seconds of the draft model's pass over the prompt, minus the seconds of its pass over one token."""
     target.logits(Context(reference.prompt_ids))  # an exit layer reads the first layers' hidden states from the target's pass
     wait = synchronizer(draft.device) or (lambda: None)
     context = Context(reference.prompt_ids)
@@ -97,10 +103,10 @@ def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: Re
 
 
 class Recorder:
-    """Records a drafter along reference outputs.
+    """Records what a drafter drafts at each position of reference outputs (the target's own outputs).
 
-    `target` and `draft` run the verifying and the drafting model. When sampling, which tokens are accepted is drawn with `seed`.
-    `predictor` is the exit layer's, if it has one.
+    `target` runs the verifying model, `draft` the drafting model. When sampling, it is drawn at random whether a drafted token is
+    accepted; `seed` makes this repeatable. `predictor` is the exit layer's predictor of acceptance, None if there is none.
     """
 
     def __init__(
@@ -111,7 +117,11 @@ class Recorder:
 
     @inference
     def record(self, reference: ReferenceOutput) -> RecordedDrafts:
-        """Raises SpecgenError where the draft model has too short a context, or does not know one of the tokens."""
+        """Returns the drafts at each position of a reference output.
+
+        Raises SpecgenError if the output does not fit into the draft model's context, or contains a token that the draft model
+        does not have.
+        """
         if len(reference.token_ids) < 2:
             return RecordedDrafts(reference, [()] * len(reference.token_ids), [])
         room = self._draft.context_limit - len(reference.prompt_ids) - len(reference.token_ids) - CONTINUATION
@@ -133,8 +143,12 @@ class Recorder:
     def _first_tokens(
         self, token_ids: Sequence[int], draft_logits: torch.Tensor, target_logits: torch.Tensor
     ) -> tuple[list[Drafted], list[float]]:
-        """The draft's token for each position of the output, which is the output's own where it is accepted; and the acceptance
-        probabilities. Logits are [tokens, vocabulary]."""
+        """Returns the drafted token at each position of the output `token_ids`, and the probability that it is accepted there.
+
+        In greedy decoding it is the draft's most probable token. When sampling, acceptance is drawn first: an accepted token is
+        the output's token, a rejected token is drawn from the normalised positive part of q - p, where p and q are the target's
+        and the draft's probabilities. Logits are [tokens, vocabulary].
+        """
         if self._sampling.greedy:
             found = self._chosen(draft_logits)
             return found, [float(drafted.token == token) for drafted, token in zip(found, token_ids, strict=True)]
@@ -148,14 +162,18 @@ class Recorder:
         ids = [token if kept else other for kept, token, other in zip(accepted, token_ids, rejected, strict=True)]
         found = _with_signals(draft_logits, torch.tensor(ids, device=draft_logits.device), draft_probs)
         for position, (kept, token) in enumerate(zip(accepted, token_ids, strict=True)):
-            if not kept and ids[position] == token:  # rejected all the same: the recorded token must differ from the output's
+            if not kept and ids[position] == token:  # the token is rejected, so it must differ from the output's token
                 found[position] = found[position]._replace(token=-1)
         return found, overlap.tolist()
 
     def _continuations(
         self, reference: ReferenceOutput, rejected: Sequence[int], first: Sequence[Drafted], scores: _Scores | None
     ) -> dict[int, list[Drafted]]:
-        """What the draft model drafts after the rejected tokens at these positions, up to an end-of-sequence."""
+        """Returns, for each position in `rejected`, what the draft model drafts after the rejected token there.
+
+        These are at most `CONTINUATION` tokens; an end-of-sequence token ends them earlier. `first` has the drafted token of each
+        position. `scores` collects the predictor's scores, None without a predictor.
+        """
         continued: dict[int, list[Drafted]] = {position: [] for position in rejected}
         context, tokens = Context(reference.prompt_ids), reference.token_ids[:-1]
         parents = list(range(-1, len(tokens) - 1))
@@ -178,7 +196,7 @@ class Recorder:
         return continued
 
     def _chosen(self, logits: torch.Tensor) -> list[Drafted]:
-        """The draft model's own token for each row of logits [rows, vocabulary]."""
+        """Returns the token that the draft model chooses from each row of its logits [rows, vocabulary], with signals."""
         if self._sampling.greedy:
             return _with_signals(logits, logits.argmax(dim=-1))
         draft_probs = logits_ops.warp(logits, self._sampling)
@@ -186,7 +204,10 @@ class Recorder:
 
 
 def _with_signals(logits: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> list[Drafted]:
-    """The tokens [n] chosen from the logits [n, vocabulary], and drawn from `probs` if given, with all their signals."""
+    """Returns the `tokens` [n] with their signals, computed from the logits [n, vocabulary] that they were chosen from.
+
+    `probs` [n, vocabulary] are the probabilities that the tokens were drawn from, None in greedy decoding.
+    """
     computed = {name: value.tolist() for name, value in signals.compute(SIGNALS, logits, tokens, probs).items()}
     return [
         Drafted(token, dict(zip(computed, values, strict=True)))
@@ -197,7 +218,10 @@ def _with_signals(logits: torch.Tensor, tokens: torch.Tensor, probs: torch.Tenso
 def _rollout(
     begin: int, first: Sequence[Drafted], continued: Mapping[int, list[Drafted]], scores: _Scores | None, eos_ids: frozenset[int]
 ) -> list[Drafted]:
-    """The draft that begins at this position: along the output up to the first rejected token, then that token's continuation."""
+    """Returns the draft that begins at position `begin` of the reference output.
+
+    It has the drafted tokens from there to the first rejected one, and then the continuation of the rejected token.
+    """
     end = next((position for position in range(begin, len(first)) if position in continued), len(first) - 1)
     path = [(position, 0, first[position]) for position in range(begin, end + 1)]
     path += [(end, level, drafted) for level, drafted in enumerate(continued.get(end, ()), start=1)]
@@ -213,16 +237,18 @@ def _rollout(
 
 
 class _Scores:
-    """A predictor's scores along an output, from hidden states of the target and of the draft, each [tokens, width].
+    """The predicted probabilities that drafted tokens are accepted, from the exit layer's predictor.
 
-    A score depends on the position where the draft began, so the target's part and the draft's part are kept separately.
+    A score is the sigmoid of the sum of two parts. One depends on the target's hidden state where the draft began and on the
+    token's place in the draft, the other on the drafting model's hidden state at the token. They are kept separately, because the
+    same token occurs in drafts that began at different positions. Hidden states are [tokens, width].
     """
 
     def __init__(self, predictor: Predictor, target: torch.Tensor | None, draft: torch.Tensor | None) -> None:
         assert target is not None
         assert draft is not None
         self._predictor = predictor
-        # row i of the target produced the output's token i: a draft after i + 1 tokens begins with it
+        # row i of the target's states produced token i of the output; a draft after i + 1 tokens starts from this row
         self._offsets = predictor.offsets(target).tolist()
         self._first: list[float] = self._draft_part(draft)
         self._continued: dict[int, list[float]] = {}
@@ -233,7 +259,10 @@ class _Scores:
             self._continued.setdefault(position, []).append(part)
 
     def of(self, begin: int, position: int, level: int, drafted: int) -> float:
-        """The score of the draft's token number `drafted` (from 1), where the draft began at `begin`."""
+        """Returns the score of token number `drafted` (from 1) of the draft that began at position `begin` of the output.
+
+        At level 0 it is the drafted token at `position`; at level n, token n of the continuation after the rejected token there.
+        """
         part = self._first[position] if level == 0 else self._continued[position][level - 1]
         offset = self._offsets[begin - 1][min(drafted, self._predictor.POSITIONS) - 1]
         return 1 / (1 + math.exp(-(part + offset)))
@@ -244,6 +273,9 @@ class _Scores:
 
 
 def mean_acceptance(drafts: Mapping[str, Sequence[RecordedDrafts]]) -> dict[str, float]:
-    """The mean acceptance probability of each drafter's tokens after accepted ones; none where nothing was recorded."""
+    """Returns for each drafter the mean probability that the target accepts a drafted token after accepted ones.
+
+    A drafter without recorded tokens is missing from the result.
+    """
     probabilities = {name: [p for each in recorded for p in each.acceptance_probabilities] for name, recorded in drafts.items()}
     return {name: sum(values) / len(values) for name, values in probabilities.items() if values}

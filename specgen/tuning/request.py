@@ -1,4 +1,4 @@
-"""What to tune, until when, and how progress is reported. Imports no torch."""
+"""The request for a tuning, its deadline, and the interface for reporting its progress. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ClockFunction = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The moment `at` on `clock`, which returns seconds. Tests inject a clock that counts its readings."""
+    """A time limit: the moment when `clock`, which returns seconds, reads `at`.
+
+    Tests pass a clock that counts how often it is read.
+    """
 
     at: float
     clock: ClockFunction = time.perf_counter
@@ -32,14 +35,17 @@ class Deadline:
         return self.at - self.clock()
 
     def share(self, fraction: float) -> Deadline:
-        """The deadline after this fraction of the time that is left."""
+        """Returns an earlier deadline: the moment when `fraction` of the time that is left now has passed."""
         now = self.clock()
         return Deadline(now + fraction * (self.at - now), self.clock)
 
 
 @dataclass(frozen=True, slots=True)
 class TuningRequest:
-    """What to tune: on which prompts, how to sample (without a seed: 0), until when, and which methods (None: all)."""
+    """What to tune, on which prompts and until when.
+
+    `names` are the methods, None for all. `chat` puts each prompt into the model's chat template.
+    """
 
     prompts: Sequence[Prompt]
     sampling: SamplingParams
@@ -49,11 +55,12 @@ class TuningRequest:
 
     @property
     def seeded_sampling(self) -> SamplingParams:
+        """`sampling` with seed 0 if it has no seed."""
         return replace(self.sampling, seed=self.sampling.seed or 0)
 
 
 class TuningObserver(Protocol):
-    """Is notified of each step when it begins (`doing`) and when it is finished (`done`), never while something is timed."""
+    """Receives a text when a step begins (`doing`) and when it ends (`done`). It is not called while something is timed."""
 
     def doing(self, what: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Tries the settings of each method in simulated runs until a deadline, and sets of layers to skip in real ones."""
+"""Tries the settings of each method until a deadline, in simulated runs; sets of layers to skip are tried in real runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Each method's best candidate, the fastest first; the number of settings tried; and why methods or settings are missing."""
+    """The result of a search: each method with its best settings, the fastest expected one first.
+
+    `tried` is the number of settings tried for all methods together. `left_out` has the reason for each method without a result,
+    and, under `some settings`, for settings that were not tried.
+    """
 
     candidates: Sequence[Candidate]
     tried: int
@@ -38,7 +42,10 @@ class SearchResult:
 def simulate_grids(
     measurements: PairMeasurements, names: Sequence[str], deadline: Deadline, announce: Announce = lambda what: None
 ) -> SearchResult:
-    """Simulate the methods' settings in turn on the recorded drafts; at least one of each method, whatever the deadline."""
+    """Simulates the methods `names` on the recorded drafts, with all settings of their grids in turn, until the deadline.
+
+    At least one setting of each method is simulated, even after the deadline.
+    """
     found: dict[str, list[Candidate]] = {}
     tried, left_out = 0, {}
     for name, settings in round_robin({name: grid(name) for name in names}):
@@ -53,16 +60,17 @@ def simulate_grids(
 
 
 def expected(measurements: PairMeasurements, name: str, settings: GivenSettings) -> Candidate:
-    """The method with its expected speed on all prompts."""
+    """Simulates the method on all prompts and returns it with its expected speed."""
     return Candidate(name, settings, simulate(measurements, name, settings).tokens_per_second or 0.0)
 
 
 def search(
     runs: SimulatedRuns, grids: Mapping[str, Sequence[GivenSettings]], deadline: Deadline, announce: Announce
 ) -> SearchResult:
-    """Run the methods' settings in turn until the deadline. Lossy methods come last: they are never chosen automatically.
+    """Simulates the settings in `grids` (method: settings to try) in turn until the deadline.
 
-    Of a lossy method only settings count whose output is at least as likely under the target as plain decoding's.
+    Lossy methods (whose output can differ from the target's) come last, because they are never chosen automatically. Settings of
+    a lossy method are accepted only if the perplexity of its output under the target is not above that of plain decoding.
     """
     tried: dict[str, list[Candidate]] = {name: [] for name in grids}
     left_out: dict[str, str] = {}
@@ -96,9 +104,10 @@ def search(
 
 
 def tuned_skips(pair: Pair, outputs: Sequence[ReferenceOutput], seconds: float) -> Candidate:
-    """Layer skipping with the fastest set that a search of about `seconds` finds on the beginnings of the outputs' prompts.
+    """Searches for about `seconds` for the layers to skip when the target itself drafts, and returns the fastest set found.
 
-    Raises SpecgenError where the target's layers cannot be run one by one, or where the time is too short for the first guess.
+    Each set is run on the beginnings of the prompts of `outputs`. Raises SpecgenError if the target's layers cannot be run one by
+    one, or if the time is too short to try one set.
     """
     check_llama_structure(pair.target.model, "layer skipping")
     prompts = [output.prompt_ids[:PROMPT_TOKENS] for output in outputs[:PROMPTS]]

@@ -1,7 +1,7 @@
-"""Simulated runs of methods whose drafts cannot be recorded once for all settings: trees, several drafts, beams, lossy verifiers.
+"""Simulated runs of methods whose drafts depend on their settings: trees, several drafts, beams and lossy verification.
 
-Their own drafters, and verifiers where the reference output does not decide, run on memoised model outputs. Only the seconds are
-simulated: they come from real rounds of the same shape.
+Their drafts cannot be recorded once for all settings. So the real drafters run here, and the real verifiers if needed. The
+models' outputs are kept and used again. Only the seconds are simulated: they were measured in real rounds of the same shape.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
     from specgen.types import Draft, SamplingParams
 
 _SHAPE_SETTINGS = ("width", "beams", "drafts")
-_LENGTHS = (2, 3, 5)  # of the drafts that are timed
+_LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
     "bild": {"fallback": 0.0},
     "eesd-tree": {"depth": 64},
-}  # drafts reach any length
-MOST_BYTES = 128 << 20  # of memoised logits
+}  # settings with which drafts do not stop before the length to be timed
+MOST_BYTES = 128 << 20  # kept logits take at most this much memory
 
 
 class MemoisedRunner:
-    """A `DraftRunner` for runs of one prompt. `calls` counts the calls of `logits`, `passes` those that needed a forward pass.
+    """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second forward pass.
 
-    Outputs are kept by the generated tokens and the path of drafted tokens after them, whatever the shape of the draft.
+    An output is kept under the generated tokens and the drafted tokens that precede it, so draft trees of different shapes share
+    outputs. `calls` counts the calls of `logits`, `passes` the calls that needed a forward pass.
     """
 
     def __init__(self, runner: DraftRunner) -> None:
@@ -66,7 +67,7 @@ class MemoisedRunner:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """As `ModelRunner.logits`."""
+        """Returns logits as `ModelRunner.logits` does, from kept outputs if all of them are known."""
         self.calls += 1
         tokens = list(draft)
         parents = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
@@ -90,7 +91,10 @@ class MemoisedRunner:
 
 
 class PricedDrafter:
-    """The method's drafter; each pass of its draft runner costs what was measured."""
+    """Runs a method's drafter and adds the measured costs of its passes to the simulated clock.
+
+    `prefill_seconds` is the time of the draft model's pass over the prompt; it is added to the first draft.
+    """
 
     def __init__(
         self, drafter: Drafter, runner: MemoisedRunner, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float
@@ -109,7 +113,7 @@ class PricedDrafter:
 
 
 class PricedTarget(SimulatedTarget):
-    """The target's runner; each pass costs what was measured."""
+    """Runs the target and adds the measured costs of its passes to the simulated clock."""
 
     def __init__(self, runner: ModelRunner, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float) -> None:
         super().__init__(costs, clock, prefill_seconds)
@@ -121,7 +125,10 @@ class PricedTarget(SimulatedTarget):
 
 
 class RecordedPredictor:
-    """An `AcceptancePredictor` along a reference output, given the target's hidden states [tokens, width] there."""
+    """Predicts whether drafted tokens are accepted, at positions of one reference output (the target's own output).
+
+    `hidden` are the target's hidden states [tokens, width] at the output's tokens.
+    """
 
     def __init__(self, predictor: Predictor, hidden: torch.Tensor) -> None:
         self._predictor, self._all_offsets = predictor, predictor.offsets(hidden)
@@ -135,10 +142,11 @@ class RecordedPredictor:
 
 
 class SimulatedRuns:
-    """Simulated runs on the prompts of `references`.
+    """Simulates runs on the prompts of `references` (the target's outputs), with costs measured in real rounds.
 
-    A shape (a method with its width, beams or drafts) is timed at one moment. `plain`, the costs of the target's passes measured
-    together with those of all other methods, corrects for the speed of the machine at that moment. `probe` times rounds.
+    Rounds are timed once for each shape (a method with its width, beams or drafts), by a `probe`. The machine may then be slower
+    than when the other methods were timed. So target passes are timed again and compared with `plain`, their costs at the earlier
+    time; the measured costs are corrected by the ratio.
     """
 
     def __init__(
@@ -158,10 +166,10 @@ class SimulatedRuns:
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> Summary:
-        """One run on each prompt, several where the policy draws random numbers, as one summary. `given` are the settings.
+        """Simulates the method `name` with the settings `given` on each prompt, and returns one summary of all runs.
 
-        The summary of a lossy method has the output's perplexity under the target at temperature 1. Raises SpecgenError where the
-        method cannot run with this pair.
+        A length policy that draws random numbers is run `RANDOM_RUNS` times. For a lossy method, the summary has the perplexity
+        of the output under the target at temperature 1. Raises SpecgenError if the method cannot run with this pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self._pair.has_predictor)
@@ -179,7 +187,7 @@ class SimulatedRuns:
 
     @property
     def plain_perplexity(self) -> float:
-        """Perplexity of the reference outputs, which every lossless method has."""
+        """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
         summary = Summary(PLAIN)
         for reference in self._references:
             summary.token_ids += reference.token_ids
@@ -187,7 +195,7 @@ class SimulatedRuns:
         return summary.perplexity or 0.0
 
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
-        """The costs of rounds of that method and shape, measured on the first call."""
+        """Returns the costs of the method's rounds with this width, beams or drafts; the first call measures them."""
         shape = {key: settings.values[key] for key in _SHAPE_SETTINGS if key in settings.values}
         key = (method.name, *shape.values())
         if key not in self._costs:
@@ -208,7 +216,7 @@ class SimulatedRuns:
         components = replace(components, seed=seed)
         target: Any
         verifier: Any
-        # When sampling, the reference output is one draw: it decides on fixed candidates, not on drawn ones.
+        # When sampling, the reference output is one random draw: it can decide about fixed drafted tokens, not about drawn ones.
         if method.lossless and (self._sampling.greedy or settings.drafts_tree):
             target, verifier = SimulatedTarget(costs, clock, reference.prefill_seconds), SimulatedVerifier(reference)
         else:
@@ -219,7 +227,10 @@ class SimulatedRuns:
         return make_run(reference, target, drafter, factory.make_policy(settings, seed), verifier, clock, sequential)
 
     def _components_of(self, method: Method, number: int) -> tuple[Components, float]:
-        """A prompt's components, with memoised runners, and the seconds of the draft's prefill."""
+        """Returns the parts of a run on prompt number `number`, and the seconds of the draft model's pass over the prompt.
+
+        The models' outputs are kept and used again (`MemoisedRunner`).
+        """
         key = method.needs_exit_layer, number
         if key not in self._components:
             reference = self._references[number]

@@ -1,6 +1,7 @@
-"""Simulates runs: a method's real schedule, policy and verification rule on recorded drafts, with measured costs as the clock.
+"""Simulates runs of a method on recorded drafts: no model is run, and a clock adds up the measured costs of passes.
 
-The rounds of a simulated run have the tokens that a real run would have, and the seconds that it is expected to take.
+The method's real schedule, length policy and verification rule are used. The rounds of a simulated run have the tokens that a
+real run would have, and the seconds that it is expected to take.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from specgen.setting_parsing import Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 
-RANDOM_RUNS = 3  # of a policy that draws random numbers
-_NO_TOKEN = 1 << 40  # the target's token after the end of its output: unlike any drafted one
+RANDOM_RUNS = 3  # runs on each prompt with a length policy that draws random numbers
+_NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
 
 
 class SimulatedClock:
-    """A `decoding.run.Clock` whose seconds are added by what is simulated instead of measured."""
+    """Replaces `decoding.run.Clock`: no time is measured, the simulated drafter and target add their expected seconds."""
 
     def __init__(self) -> None:
         self.start()
@@ -56,18 +57,24 @@ class SimulatedClock:
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedOutput:
-    """In place of the target's logits: the number of tokens generated before the pass, and the parents of the drafted nodes."""
+    """Replaces the target's logits in a simulation.
+
+    `generated` is the number of tokens generated before the pass; `parents` has the index of each drafted node's parent.
+    """
 
     generated: int
     parents: Sequence[int]
 
 
 class SimulatedTarget:
-    """A target whose passes cost what was measured, and whose output `SimulatedVerifier` reads."""
+    """Replaces the target: runs no model, and adds the measured cost of each pass to the simulated clock.
+
+    `prefill_seconds` is the cost of the pass over the prompt. `SimulatedVerifier` reads the output.
+    """
 
     def __init__(self, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float) -> None:
         self._costs, self._clock, self._prefill_seconds = costs, clock, prefill_seconds
-        self.pass_seconds = 0.0  # of the last pass
+        self.pass_seconds = 0.0  # seconds of the last pass
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
         generated = len(context) - context.prompt_length
@@ -80,8 +87,11 @@ class SimulatedTarget:
 
 
 class SimulatedVerifier:
-    """Accepts the drafted tokens that the reference output contains: the rule of greedy decoding. For sampling, the recorded
-    drafts already decide which of their tokens are accepted."""
+    """Accepts drafted tokens as long as they equal the tokens of the reference output (the target's own output).
+
+    In greedy decoding this is the real rule. For sampling, acceptance was already drawn when the drafts were recorded: a rejected
+    token was recorded as one that differs from the output.
+    """
 
     lossless = True
 
@@ -99,7 +109,7 @@ class SimulatedVerifier:
 
 
 class SimulatedDrafter:
-    """Drafts what was recorded, for as long as the policy continues."""
+    """Drafts the tokens that were recorded at a position, until the length policy stops, and adds their measured cost."""
 
     def __init__(self, recorded: RecordedDrafts, costs: RoundCosts, clock: SimulatedClock) -> None:
         self._recorded, self._costs, self._clock = recorded, costs, clock
@@ -112,7 +122,10 @@ class SimulatedDrafter:
         return draft
 
     def draft(self, context: Context, policy: LengthPolicy, limit: int, unverified: int = 0) -> Draft:
-        """`unverified` is the number of unverified tokens between the context and the draft."""
+        """Returns the recorded draft after the context, as long as the policy makes it and at most `limit` tokens.
+
+        `unverified` is the number of drafted, not yet verified tokens after the context; the draft continues after them (PEARL).
+        """
         rollout = self._recorded.rollouts[len(context) - context.prompt_length]
         tokens: list[int] = []
 
@@ -131,7 +144,10 @@ class SimulatedDrafter:
 
 
 class SimulatedParallelDrafter(SimulatedDrafter):
-    """A `ParallelDrafter` on recorded drafts: a round takes as long as the slower of the draft and the target's pass."""
+    """Replaces PEARL's drafter, using recorded drafts: drafting and the target's pass happen at the same time.
+
+    A round takes as long as the longer of the two, plus the measured overhead. `seconds` is the cost of the last draft.
+    """
 
     def __init__(
         self, recorded: RecordedDrafts, costs: RoundCosts, clock: SimulatedClock, policy: LengthPolicy, target: SimulatedTarget
@@ -140,7 +156,7 @@ class SimulatedParallelDrafter(SimulatedDrafter):
         self.policy, self._target, self.seconds = policy, target, 0.0
 
     def prefill(self, context: Context) -> None:
-        """Costs nothing here: the time of both prefills is that of `SimulatedTarget`."""
+        """Does nothing: the time that `SimulatedTarget` adds for the prompt includes the draft model's pass over it."""
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._draft = self.draft(context, self.policy, limit, len(unverified))
@@ -158,25 +174,26 @@ class SimulatedParallelDrafter(SimulatedDrafter):
 
 @dataclass(frozen=True, slots=True)
 class PairMeasurements:
-    """What a simulation needs to know about a pair.
+    """The measurements of a pair that simulations use.
 
-    `references` has the target's output for each prompt, `drafts` what each drafter (`model`, `exit`) drafts along each of them.
-    `costs` are the round costs by kind: `echo` without a draft model, `model`, `exit`, and `parallel` for PEARL, which makes the
-    prompt's pass longer by the factor `slowdown`, because the draft model processes the prompt at the same time.
+    `references` has the target's own output for each prompt. `drafts` has, for each drafter (`model` or `exit`), what it drafts
+    at each position of these outputs. `costs` has the costs of a round by kind: `echo` (the target alone), `model` (the draft
+    model), `exit` (the exit layer), `parallel` (PEARL). In PEARL the pass over the prompt takes `slowdown` times as long, because
+    the draft model processes the prompt at the same time.
     """
 
     references: Sequence[ReferenceOutput]
     drafts: Mapping[str, Sequence[RecordedDrafts]]
     costs: Mapping[str, RoundCosts]
     slowdown: float = 1.0
-    has_predictor: bool = False  # of the exit layer
+    has_predictor: bool = False  # whether the exit layer has a predictor of acceptance
 
 
 @inference
 def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, object]) -> Summary:
-    """The method's simulated runs on all prompts as one summary, with expected seconds. `given` are its settings.
+    """Simulates the method `name` with the settings `given` on all prompts, and returns one summary with expected seconds.
 
-    A policy that draws random numbers is run `RANDOM_RUNS` times.
+    A length policy that draws random numbers is run `RANDOM_RUNS` times on each prompt.
     """
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
@@ -210,7 +227,10 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
 def make_run(
     reference: ReferenceOutput, target: Any, drafter: Any, policy: LengthPolicy, verifier: Any, clock: Any, schedule: Schedule
 ) -> Run:
-    """A run after the reference's prompt, with the same limit and end-of-sequence tokens."""
+    """Returns a run of the given (simulated) parts on the prompt of a reference output.
+
+    It has the same limit of new tokens and the same end-of-sequence tokens as the reference output.
+    """
     return Run(
         context=Context(reference.prompt_ids),
         target=target,

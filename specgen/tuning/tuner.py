@@ -1,6 +1,7 @@
-"""Tuning a pair: record, measure round costs, simulate the grids, search the rest, shortlist, confirm by real runs, choose.
+"""Tunes a pair of target and draft model: finds the fastest method and settings on this machine.
 
-Each step is a function from explicit inputs to a frozen result, and takes a share of the time that is left when it begins.
+The steps: record the target's output and the drafts, measure the costs of rounds, simulate all settings, search draft trees and
+beams, run the most promising methods on the real models, choose. Each step takes a share of the time that is left.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from specgen.types import SamplingParams
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-# shares of the time that is left when a step begins
+# the share that each step takes of the time that is left when it begins
 RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.2, 0.6, 0.4
-SEARCH_PROMPTS = 4  # that the search runs on
+SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
 _DRAFTER_LABELS = {kind.name: f"{kind.title}'s" for kind in (MODEL, EXIT)}
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The methods to tune: by simulating recorded drafts, by searching with their own drafters, and whether by layers to skip.
-    `left_out` gives the reason for each method that cannot be tuned."""
+    """The methods to tune, grouped by how they are tuned.
+
+    `simulated` methods are simulated on recorded drafts. `searched` methods (trees, several drafts, beams) run their real
+    drafters. `skips`: whether to search for layers to skip (`selfsd`). `left_out` gives the reason for each method that cannot be
+    tuned.
+    """
 
     simulated: Sequence[str]
     searched: Sequence[str]
@@ -44,7 +49,10 @@ class Selection:
     left_out: Mapping[str, str]
 
     def without(self, failures: Mapping[str, str]) -> Selection:
-        """The selection without the simulated methods of these cost kinds or drafters; the values are the reasons."""
+        """Returns the selection without the simulated methods that failed.
+
+        `failures` has the reason for each drafter (`model`, `exit`) or kind of rounds (such as `parallel`, PEARL) that failed.
+        """
         reasons = {
             name: failures[kind]
             for name in self.simulated
@@ -57,12 +65,13 @@ class Selection:
 
 
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> TuningOutcome:
-    """Find the pair's fastest method and settings. Raises SpecgenError where plain decoding fails on a prompt."""
+    """Finds the pair's fastest method and settings. Raises SpecgenError if plain decoding fails on a prompt."""
     selection, measurements = measure_pair(pair, request, observer)
     return choose_method(pair, request, selection, measurements, observer)
 
 
 def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
+    """Returns which of the methods `names` (None: all) can be tuned for this pair. Plain decoding is always included."""
     asked = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
     reasons = {name: reason for name in asked if (reason := _obstacle(pair, name, asked=names is not None)) is not None}
     usable = [name for name in asked if name not in reasons]
@@ -72,7 +81,7 @@ def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
 
 
 def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
-    """Why this method cannot be tuned, None where it can."""
+    """Returns why this method cannot be tuned, None if it can. `asked`: whether the user named the methods to tune."""
     method = methods.METHODS[name]
     if method.needs_draft_model and pair.draft is None:
         return "there is no draft model"
@@ -86,7 +95,10 @@ def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
 
 
 def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -> tuple[Selection, PairMeasurements]:
-    """Record the target's output and the drafts, and measure round costs. The selection lacks what could not be measured."""
+    """Records the target's output and the drafts, and measures the costs of rounds.
+
+    Returns the methods to tune, without those that could not be measured, and the measurements.
+    """
     selection, sampling = select_methods(pair, request.names), request.seeded_sampling
     if "pearl" in selection.simulated:  # a draft process that starts during a measurement would slow it
         observer.doing("waiting for the draft's process")
@@ -111,7 +123,10 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
 
 
 def record_references(pair: Pair, request: TuningRequest, observer: TuningObserver) -> list[ReferenceOutput]:
-    """The target's output for as many prompts as there is time for. Raises SpecgenError with the prompt's name."""
+    """Returns the target's output, by plain decoding, for as many prompts as there is time for.
+
+    Raises SpecgenError, with the prompt's name, if decoding fails.
+    """
     references: list[ReferenceOutput] = []
     tokenizer, sampling, deadline = pair.tokenizer, request.seeded_sampling, request.deadline.share(RECORDING)
     for prompt in request.prompts:
@@ -131,7 +146,10 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
 def record_drafts(
     pair: Pair, selection: Selection, references: Sequence[ReferenceOutput], sampling: SamplingParams
 ) -> tuple[dict[str, list[RecordedDrafts]], dict[str, str]]:
-    """By drafter (`model`, `exit`) what it drafts along each reference output; and the reasons of those that cannot draft."""
+    """Records what each drafter (`model`: the draft model, `exit`: the exit layer) drafts along each reference output.
+
+    Returns the recorded drafts by drafter, and for each drafter that failed the reason.
+    """
     drafters = {methods.METHODS[name].drafter for name in selection.simulated}
     recorders, drafts, failures = {}, {}, {}
     target, draft = pair.runners
@@ -151,7 +169,7 @@ def record_drafts(
 def choose_method(
     pair: Pair, request: TuningRequest, selection: Selection, measurements: PairMeasurements, observer: TuningObserver
 ) -> TuningOutcome:
-    """Simulate, search, shortlist and confirm."""
+    """Simulates and searches settings, runs the most promising methods on the real models, and returns the outcome."""
     deadline = request.deadline
     grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), observer.doing)
     candidates, left_out = grids.candidates, {**selection.left_out, **grids.left_out}
@@ -180,8 +198,10 @@ def _search_shapes(
     candidates: Sequence[Candidate],
     observer: TuningObserver,
 ) -> tuple[Sequence[Candidate], Mapping[str, str]]:
-    """Add draft trees, several drafts and beams, searched on a few of the prompts. Returns the candidates, and the reasons of the
-    methods without settings."""
+    """Searches settings of draft trees, several drafts and beams on a few of the prompts.
+
+    Returns all candidates (methods with settings), those found here included, and why methods have none.
+    """
     grids = {name: grid(name) for name in (*(["sd"] if "sd" in selection.simulated else []), *selection.searched)}
     if "sd" in grids:
         grids["sd"] = trees()
@@ -210,7 +230,7 @@ def _search_shapes(
 def outcome_of(
     measurements: PairMeasurements, candidates: Sequence[Candidate], sampling: SamplingParams, left_out: Mapping[str, str]
 ) -> TuningOutcome:
-    """The candidates, with the figures that explain the choice."""
+    """Returns the outcome: the candidates, the measured costs and the acceptance, which explain the choice."""
     model = None
     draft = measurements.costs.get(MODEL.cost_kind, measurements.costs.get(EXIT.cost_kind))
     if draft is not None:
