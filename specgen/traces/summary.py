@@ -131,7 +131,10 @@ class Summary:
 
     @property
     def perplexity(self) -> float | None:
-        """The exponential of the mean negative log-likelihood of the generated tokens. None if it was not measured or overflows."""
+        """The exponential of the mean negative log-likelihood of the generated tokens; None if it was not measured or overflows.
+
+        The log-likelihood is the target's, at temperature 1.
+        """
         if self.log_likelihood is None or not self.new_tokens:
             return None
         mean = -self.log_likelihood / self.new_tokens
