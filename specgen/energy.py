@@ -18,8 +18,8 @@ from typing import Any
 
 RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
-_TICK = 0.25  # seconds to wait for a counter to change
-_WATCH = 20.0  # seconds between readings of a counter that wraps around, the smallest after minutes
+_TICK = 0.25  # longest wait for a counter to change, in seconds
+_WATCH = 20.0  # seconds between readings of RAPL counters, the smallest of which restart after minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class EnergyMeter:
     ) -> None:
         self.counters, self.reason = counters, reason
         self._idle_seconds = idle_seconds
-        self._idle: list[float] | None = None  # watts of each counter
+        self._idle: list[float] | None = None  # idle power in watts, for each counter
         self._start_readings: list[tuple[float, float]] = []
         self._stopped = Event()
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from specgen.errors import SpecgenError
 
-_DEEPEST = 20  # levels of nesting in YAML; our own files need six
+_DEEPEST = 20  # levels of nesting allowed in YAML; specgen's own files need six
 
 
 @contextmanager

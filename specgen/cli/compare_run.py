@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specgen.cli.options import OutputOptions
     from specgen.pair import Pair
 
-OUTPUT_DIFFERS = 3  # the exit code where a lossless method did not give the target's own output
+OUTPUT_DIFFERS = 3  # exit code if a lossless method's output differs from plain decoding's
 
 
 class Comparison:
@@ -96,7 +96,7 @@ class Comparison:
                 made = with_predictions(made, self.results, costs)
             shown = self._report(made, " ".join([*self._interruption(interrupted), *self._energy_notes()]))
             with interrupts.held():
-                self._write_files(shown)  # before stdout, whose reader may close the pipe
+                self._write_files(shown)  # before printing, which fails if the reader closes the pipe
                 self._print(shown, costs)
         if failure is not None:
             raise failure

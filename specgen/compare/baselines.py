@@ -66,7 +66,7 @@ def run_baseline(
         start = time.perf_counter()
         try:
             output = pair.target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # the transfer waits for the device
+            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # this copy waits until the device has finished
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -86,12 +86,12 @@ def run_baseline(
 
 
 def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
-    """The GenerationConfig with this limit and these sampling parameters. Every field is set that transformers would otherwise
-    take from the model's own generation config."""
+    """Makes the GenerationConfig for at most `limit` new tokens with the parameters of `sampling`. It sets every field that
+    transformers would otherwise take from the model's own generation config."""
     from transformers import GenerationConfig
 
     ends = [-1] if sampling.ignore_eos else sorted(pair.target.eos_ids) or [-1]
-    drawn: dict[str, Any] = {"do_sample": False}  # with sampling fields transformers would warn
+    drawn: dict[str, Any] = {"do_sample": False}  # transformers warns about sampling fields in greedy decoding
     if not sampling.greedy:
         drawn = {
             "do_sample": True,

@@ -72,7 +72,7 @@ class Column:
     form: str | Callable[[Any], str] = "{}"
     priority: int = 0
     label: str = ""
-    is_optional: bool = field(default=False, kw_only=True)  # shown only where an entry has a value
+    is_optional: bool = field(default=False, kw_only=True)  # shown only if at least one row has a value
     is_speed: bool = field(default=False, kw_only=True)  # at the right end of the terminal's table, bold for the best method
     is_interval: bool = field(default=False, kw_only=True)  # dim and left-aligned
     in_json: bool = field(default=True, kw_only=True)

@@ -110,7 +110,7 @@ def _read(path: Path, largest: int) -> str:
             raise SpecgenError(f"cannot read the prompts {path}: it is a folder", "Name a file in it")
         with path.open("rb") as file:
             data = file.read(largest + 1)
-    except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+    except (OSError, ValueError) as error:  # open raises ValueError for a name that contains NUL
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SpecgenError(f"cannot read the prompts {path}: {reason}", "Name a YAML or JSONL file") from error
     if len(data) > largest:
@@ -133,7 +133,7 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             continue
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets nested too deeply
+        except (ValueError, RecursionError) as error:  # raised also for very long numbers and for deep nesting
             problem = "cannot be read as JSON"
             if isinstance(error, json.JSONDecodeError):
                 problem = f"is not JSON: {error.msg} at column {error.colno}"
@@ -151,7 +151,7 @@ def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecgenError(f"{path}{where} is not YAML: {problem}", "examples.yaml shows the form") from error
-    except (ValueError, RecursionError) as error:  # a date that does not exist, for one
+    except (ValueError, RecursionError) as error:  # for instance for a date that does not exist
         raise SpecgenError(f"{path} cannot be read as YAML: {error}", "examples.yaml shows the form") from error
     entries = document.get("prompts") if isinstance(document, dict) else document
     if not isinstance(entries, list):

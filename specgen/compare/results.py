@@ -94,8 +94,8 @@ class Results:
     runs: dict[Key, Run] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     failures: dict[str, SpecgenError] = field(default_factory=dict)
-    examples: dict[str, TracedRun] = field(default_factory=dict)  # by method, the first run of the first prompt
-    skipped: set[int] = field(default_factory=set)  # indices of later turns that the context had no room for
+    examples: dict[str, TracedRun] = field(default_factory=dict)  # for each method its first run of the first prompt, to display
+    skipped: set[int] = field(default_factory=set)  # indices of later turns (as prompts) that were too long
 
     def complete_repeats(self) -> set[tuple[int, int]]:
         """Returns the (prompt index, repeat) pairs that all methods have run, apart from methods that failed. Only these are
@@ -110,11 +110,11 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A method's numbers over a set of prompts (all, or one category).
+    """A method's numbers over a set of prompts (all prompts, or one category). `prompts` is their count.
 
-    `speedup` is the ratio of its tokens per second to plain decoding's; `low` and `high` are the ends of its 95 % confidence
-    interval. `differences` are those outputs that differ from plain decoding's. It is None if outputs are not compared: when
-    sampling, and for lossy methods.
+    `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high` are the ends of its 95 %
+    confidence interval. All three are None if they cannot be computed. `differences` are the first differences between the
+    method's outputs and plain decoding's. It is None if outputs are not compared: when sampling, and for lossy methods.
     """
 
     summary: Summary
@@ -216,9 +216,9 @@ def _figures(
 ) -> Figures:
     """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the method's runs.
 
-    `reference` maps prompt indices to plain decoding's runs. `differences` are the method's outputs that differ from plain
-    decoding's. Both may also cover prompts that are not in `own`; these are ignored. `resamples` is the number of bootstrap
-    samples for the confidence interval of the speedup.
+    `reference` maps prompt indices to plain decoding's runs. `differences` are the differences between the method's outputs and
+    plain decoding's, None if outputs are not compared. Both may also cover prompts that are not in `own`; these are ignored.
+    `resamples` is the number of bootstrap samples for the confidence interval of the speedup.
     """
     summary = Summary(spec.name)
     for run in own.values():

@@ -30,7 +30,7 @@ class RecordedRun:
     start: Mapping[str, Any]
     run: Run
     line: int
-    traced: TracedRun | None  # with all rounds, only for the first run of the first prompt
+    traced: TracedRun | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RecordedComparison:
         config, now = runner.config, _settings(runner)
         specs = {spec.written: spec for spec in config.specs}
         prompts = {prompt.index: prompt for prompt in config.prompts}
-        # plain decoding's runs come first, since the others are compared with them
+        # plain decoding's runs are added first, because other methods' outputs are compared with its outputs
         for recorded in sorted(self.runs, key=lambda run: run.start["spec"] != REFERENCE):
             start = recorded.start
             self._check_settings({**start, **start["sampling"]}, now)

@@ -74,7 +74,7 @@ class Runner:
         self.results = Results(config)
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
-        self._seconds: dict[str, list[float]] = defaultdict(list)  # wall-clock, warm-up included, to estimate the time left
+        self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
         self._ids: dict[int, list[int]] = {}
         self._meter = energy_meter_for(pair.all_devices) if config.energy else None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-OUTCOMES = ("identical", "tied", "diverged")  # keys of the counts of prompts in JSON and CSV, from best to worst
+OUTCOMES = ("identical", "tied", "diverged")  # from best to worst; JSON and CSV count prompts under these keys
 
 
 @dataclass(frozen=True, slots=True)

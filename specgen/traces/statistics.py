@@ -20,8 +20,8 @@ from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
-EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the bins, in nats, the same for all traces
-AUTHORS_C = 0.15  # SVIP's constant c, for runs without a setting of that name
+EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the entropy bins, in nats
+AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _Z95 = 1.959964
 _Z90 = 1.644854
 
@@ -135,13 +135,13 @@ class TraceStatistics:
 
     def __init__(self, method: str) -> None:
         self.summary = Summary(method)
-        self.tokens: list[DraftedToken] = []  # of the drafts that have entropies
-        self.has_distributions = False  # the runs recorded both distributions, if not for every token
+        self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
+        self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
         self.runs = 0
-        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round after the prefill, run after run
+        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
         self.branches = False  # drafts are trees, or several chains at once
         self.speeds: list[float] = []  # tokens per second of each run
-        self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, else the authors' value
+        self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, or if it has none AUTHORS_C
 
     def add(self, run: TracedRun) -> None:
         self.runs += 1
@@ -151,7 +151,7 @@ class TraceStatistics:
         for traced in run.rounds:
             self.summary.add(traced.round)
             self._add_draft(traced)
-        if not run.rounds and run.summary is not None:  # another program's run: only its summary is known
+        if not run.rounds and run.summary is not None:  # decoded by another program, which writes no rounds
             known = {
                 name: known_number(run.summary, name) for name in ("drafts", "drafted", "accepted", "target_passes", "seconds")
             }
@@ -205,7 +205,7 @@ class TraceStatistics:
         if not tokens:
             return None
         below = sum(token.overlap < estimate(token.entropy, self.c) for token in tokens)
-        ratios = [1 + token.kl / token.entropy for token in tokens if token.entropy > 0.01]  # numerical noise close to 0
+        ratios = [1 + token.kl / token.entropy for token in tokens if token.entropy > 0.01]  # the ratio is noise below
         ratio = median(ratios) if ratios else None
         return Bounds(
             len(tokens),

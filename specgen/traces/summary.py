@@ -33,8 +33,8 @@ class Summary:
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
-        self.joules: float | None = None  # above idle, NaN if those of a run are unknown
-        self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
+        self.joules: float | None = None  # beyond idle power; NaN if the energy of one run is unknown
+        self.unsplit_seconds = 0.0  # of runs without times by phase, such as transformers' own methods
         for round_ in rounds:
             self.add(round_)
 
@@ -112,7 +112,7 @@ class Summary:
 
     @property
     def harmonic_mean(self) -> float | None:
-        """Harmonic mean of acceptance rate and draft share."""
+        """Harmonic mean of the acceptance rate and the draft share (accepted tokens divided by generated tokens)."""
         rate, share = self.acceptance_rate, self.draft_share
         if rate is None or share is None:
             return None

@@ -81,7 +81,7 @@ class TracedRun:
 
 
 _TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one per drafted token; infinities are refused
+_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one value per drafted token, None if unknown
 
 
 _FIGURES = ("entropies", "top_probs", "overlap", "kl")
@@ -248,7 +248,7 @@ def _traced_round(line: _RoundLine) -> TracedRound:
     draft = Draft(line.draft_ids, parents, None, figures["entropies"], figures["top_probs"], line.stop_reason)
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
-        seconds[phase if phase in seconds else "other"] += value  # so that the sum is right
+        seconds[phase if phase in seconds else "other"] += value  # so that the seconds still add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
     round_ = Round(line.index, line.mode, draft, Verdict(_path(line), line.token_id, line.source), seconds, policy)
     return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
@@ -257,7 +257,7 @@ def _traced_round(line: _RoundLine) -> TracedRound:
 def _path(line: _RoundLine) -> tuple[int, ...]:
     """Finds the accepted nodes of the draft tree, from the root, by the accepted token ids. All matching paths are tried, because
     several children of a node may have the same token."""
-    depths = {-1: 0}  # of the nodes on matching paths
+    depths = {-1: 0}  # by node, for nodes on matching paths; -1 is the root
     for node, (token, parent) in enumerate(zip(line.draft_ids, line.parents, strict=True)):
         if not -1 <= parent < node:
             raise ValueError(f"parents has {parent} for node {node}, which has to come after its parent")

@@ -17,8 +17,9 @@ from specgen.types import Round, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What the start line of a trace says about a run (one generation). `sampling` contains the seed that is really used. `costs`
-    are the pass times that determined PEARL's window, None for other methods."""
+    """What the start line of a trace says about a run (one generation). `draft` is None if no draft model was used. `sampling`
+    contains the seed that was really used. `costs` are the measured pass times that determined PEARL's window, None if no window
+    was computed from them."""
 
     method: str
     settings: Mapping[str, Any]
@@ -66,7 +67,7 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
     }
     if record:
         figures: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
-        for name, values in figures.items():  # tokens that PEARL drafted ahead are not verified yet
+        for name, values in figures.items():  # PEARL drafts ahead: its last tokens have no values yet
             line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
     return line
 
