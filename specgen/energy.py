@@ -1,7 +1,8 @@
-"""Energy of runs in joules, from NVML's total-energy counters for NVIDIA GPUs and from RAPL's for CPUs under Linux.
+"""Measures the energy of generations in joules: of NVIDIA GPUs by NVML's total-energy counters, of CPUs under Linux by RAPL's
+counters.
 
-Idle power is measured first, on the same counters, and subtracted. Counters cover everything that runs on a device, other
-programs included. torch is imported on use.
+Idle power is measured first with the same counters, and subtracted. A counter covers everything that runs on its device, other
+programs included. torch is imported only when a GPU counter is made.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any
 
 RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
-_TICK = 0.25  # seconds to wait for a counter to change
-_WATCH = 20.0  # seconds between readings of a counter that wraps around, the smallest after minutes
+_TICK = 0.25  # longest wait for a counter to change, in seconds
+_WATCH = 20.0  # seconds between readings of RAPL counters, the smallest of which restart after minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Energy above idle over `seconds`. Without a counter `joules` and the rest are None, and `reason` says why."""
+    """The energy used in `seconds` seconds, in joules beyond what the idle devices use. `source` names the counters.
+
+    If there is no counter, `joules`, `idle_watts` and `seconds` are None and `reason` says why.
+    """
 
     source: str
     joules: float | None = None
@@ -32,7 +36,7 @@ class Energy:
     reason: str | None = None
 
     def __add__(self, other: Energy) -> Energy:
-        """The energy of two runs on the same devices; unknown where that of either is."""
+        """The total energy of two runs on the same devices. It is unknown if the energy of either run is unknown."""
         if self.joules is None or other.joules is None:
             return self if self.joules is None else other
         assert self.seconds is not None and other.seconds is not None  # noqa: PT018
@@ -43,14 +47,16 @@ class Energy:
 
 
 class UnavailableError(Exception):
-    """There is no counter to read; the message says why in a few words."""
+    """No energy counter can be read. The message says why in a few words."""
 
 
 class GpuCounter:
-    """NVML's total energy of one GPU since its driver was loaded. The GPU finishes its queued work before each reading."""
+    """NVML's counter of the total energy that one GPU has used since its driver was loaded. Before each reading the GPU finishes
+    its queued work."""
 
     def __init__(self, nvml: Any, index: int) -> None:
-        """`index` is torch's, which NVML does not know: its own numbering ignores CUDA_VISIBLE_DEVICES."""
+        """`nvml` is the module `pynvml`. `index` is the GPU's index in torch. The GPU is looked up by its UUID, because NVML's
+        own indices ignore CUDA_VISIBLE_DEVICES."""
         import torch
 
         uuid = str(torch.cuda.get_device_properties(index).uuid)
@@ -64,7 +70,8 @@ class GpuCounter:
 
 
 class RaplZone:
-    """One RAPL zone in sysfs: a package, or its memory. The counter restarts at 0 at the end of its range."""
+    """The energy counter of one RAPL zone in Linux's sysfs: a processor package, or its memory. At the end of its range the
+    counter restarts at 0."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
@@ -75,7 +82,8 @@ class RaplZone:
         self._microjoules = 0
 
     def joules(self) -> float:
-        """Energy since this object was created. Has to be called at least once between two wraps of the counter."""
+        """Returns the energy in joules since this object was created. It has to be called at least once between two restarts of
+        the counter."""
         with self._lock:
             now = int(self._file.read_text())
             self._microjoules += now - self._last + (self._range if now < self._last else 0)
@@ -84,10 +92,11 @@ class RaplZone:
 
 
 class EnergyMeter:
-    """Measures the energy of one run after another. The first `start` measures idle power, which takes some seconds.
+    """Measures the energy of one run after another, each from `start` to `stop`. The first `start` also measures idle power,
+    which takes some seconds.
 
-    A reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) is exact too.
-    Without counters nothing is measured, and `reason` says why.
+    Each reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) gives exact
+    results. Without counters nothing is measured, and `reason` says why.
     """
 
     def __init__(
@@ -95,7 +104,7 @@ class EnergyMeter:
     ) -> None:
         self.counters, self.reason = counters, reason
         self._idle_seconds = idle_seconds
-        self._idle: list[float] | None = None  # watts of each counter
+        self._idle: list[float] | None = None  # idle power in watts, for each counter
         self._start_readings: list[tuple[float, float]] = []
         self._stopped = Event()
 
@@ -111,7 +120,7 @@ class EnergyMeter:
             Thread(target=_watch, args=(zones, self._stopped), daemon=True).start()
 
     def stop(self) -> Energy:
-        """The energy since `start`."""
+        """Returns the energy used since `start`, beyond what the idle devices use."""
         assert self._idle is not None
         spans = self._since(self._start_readings)
         self._stopped.set()
@@ -122,16 +131,16 @@ class EnergyMeter:
         return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans))
 
     def _read(self) -> list[tuple[float, float]]:
-        """Time and value of each counter."""
+        """Reads each counter: the time in seconds, and the counter's value in joules."""
         return [_read_at_change(counter) for counter in self.counters]
 
     def _since(self, before: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Seconds and joules of each counter since these readings."""
+        """The seconds and joules of each counter since the readings `before`."""
         return [(end[0] - begin[0], end[1] - begin[1]) for begin, end in zip(before, self._read(), strict=True)]
 
 
 def _watch(zones: Sequence[RaplZone], stopped: Event) -> None:
-    """Read the counters from time to time, so that no wrap is missed during a long run."""
+    """Reads the counters from time to time until `stopped` is set, so that no restart of a counter is missed in a long run."""
     while not stopped.wait(_WATCH):
         for zone in zones:
             with suppress(OSError):
@@ -147,7 +156,8 @@ def _read_at_change(counter: GpuCounter | RaplZone) -> tuple[float, float]:
 
 
 def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter:
-    """A meter for these torch devices."""
+    """Makes a meter for these torch devices. If their energy cannot be measured, the meter has no counters and its `reason` says
+    why."""
     kinds = {device.type for device in devices}
     try:
         if other := kinds - {"cuda", "cpu"}:
@@ -176,7 +186,8 @@ def _gpus(indices: Sequence[int]) -> list[GpuCounter]:
 
 
 def _zones(root: Path) -> list[RaplZone]:
-    """Counters of packages and of their memory. Other zones are part of a package (cores) or contain all of them (platform)."""
+    """Returns the RAPL counters of processor packages and of their memory. The other zones are not used: they are parts of a
+    package (cores) or contain all packages (platform), so energy would be counted twice."""
     found: list[RaplZone] = []
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's zones have this name too
         try:

@@ -1,4 +1,4 @@
-"""The installation and the machine that a run's figures hold for: versions, processor, memory. Imports no torch."""
+"""The installation and the machine on which measurements are made: versions, processor, memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Versions of specgen, Python, torch and transformers."""
+    """Returns the versions of specgen, Python, torch and transformers."""
     from importlib.metadata import version  # slow to import, and not needed for --help
 
     libraries = {name: version(name) for name in ("torch", "transformers")}
@@ -19,17 +19,18 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Identifies this machine in measurement caches and profiles, which several machines may share."""
+    """Returns what identifies this machine (name, processor, number of cores) in cached measurements and in tuning profiles,
+    because several machines may share their folders."""
     return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
 
 
 def machine_in_words() -> str:
-    """Processor, number of cores, memory and operating system."""
+    """Describes processor, number of cores, memory and operating system in one line."""
     return f"{_processor()}, {os.cpu_count()} cores, {_memory()}{platform.system()} {platform.release()}"
 
 
 def _processor() -> str:
-    """The processor's name as Linux reports it, else as Python does."""
+    """The processor's name from Linux's /proc/cpuinfo. Where that is missing, the name that Python reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,5 @@
-"""Errors that users can cause, with their exit codes. A message says in one line what is wrong, the hint what to do about it."""
+"""Errors that users can cause, with their exit codes. The message of an error says in one line what is wrong, and its hint says
+what to do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecgenError(Exception):
-    """A mistake that the user can correct: a missing model, a setting out of range, an empty prompt."""
+    """A mistake that the user can correct, such as a missing model, a setting out of range or an empty prompt."""
 
     exit_code = 2
 
@@ -24,7 +25,7 @@ class SpecgenError(Exception):
 
 
 class RunError(SpecgenError):
-    """A failure while running that is not the command line's fault: NaN logits, a full disk."""
+    """A failure while generating that the user's arguments did not cause, such as NaN logits or a full disk."""
 
     exit_code = 1
 
@@ -36,7 +37,8 @@ def nan_logits(whose: str) -> RunError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine ran out of memory; torch raises several kinds of errors for it."""
+    """Whether `error` means that a device or the machine ran out of memory. torch raises several types of errors in this case, so
+    the message is checked."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(
         phrase in text for phrase in ("out of memory", "can't allocate memory", "not enough memory")
@@ -44,7 +46,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean svip?"` where `name` looks like a misspelling of one of `known`, else an empty string."""
+    """Returns text such as `"; did you mean svip?"` if `name` looks like a misspelling of one of the `known` names, otherwise an
+    empty string."""
     from difflib import get_close_matches  # slow to import, and only needed for an error
 
     matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
@@ -52,7 +55,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's errors in one line: the key, the problem and the value."""
+    """The first problem in a pydantic validation error as one line of text: the key, the problem and the invalid value."""
     first = error.errors(include_url=False)[0]
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] not in ("missing", "value_error"):

@@ -1,4 +1,5 @@
-"""Reading and writing files: atomic replacement, checks before long work, YAML from untrusted sources. Imports no torch."""
+"""Reads and writes files: atomic replacement, checks that a file can be written before long work starts, and YAML from untrusted
+sources. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ from typing import IO, Any
 
 from specgen.errors import SpecgenError
 
-_DEEPEST = 20  # levels of nesting in YAML; our own files need six
+_DEEPEST = 20  # levels of nesting allowed in YAML; specgen's own files need six
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which replaces `path` atomically at the end. After a kill, a full disk or two writers at once, `path`
-    is complete: the old file or a new one. Raises OSError."""
+    """Yields a temporary file to write to, which atomically replaces `path` at the end of the block.
+
+    So `path` is always complete, the old file or the new one, even after a kill, with a full disk or with two writers at once.
+    Raises OSError.
+    """
     part = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
@@ -36,16 +40,19 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:
-    """Write `text` in UTF-8 with `whole_file`, and make the folder where it is missing. Raises OSError."""
+    """Writes `text` to `path` in UTF-8 and atomically (see `whole_file`). Creates the folder if it is missing. `errors` is the
+    error handler of `str.encode`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(text.encode("utf-8", errors))
 
 
 def check_writable(path: Path, what: str, *, replaces: bool = False) -> None:
-    """Raise SpecgenError where a file cannot be written, before any work is done for it. The file is left as it is.
+    """Raises SpecgenError if the file `path` cannot be written, so that this is known before long work starts. The file is not
+    changed.
 
-    `what` names the file in messages. `replaces`: it will be written with `whole_file`, which needs a writable folder.
+    `what` names the file in messages. `replaces` says that the file will be replaced by `whole_file`, which needs a writable
+    folder instead of a writable file.
     """
     folder = path.parent
     try:
@@ -61,7 +68,7 @@ def check_writable(path: Path, what: str, *, replaces: bool = False) -> None:
 
 
 def make_writable_folder(folder: Path) -> None:
-    """Create a folder where it is missing. Raises SpecgenError where it cannot be created or written to."""
+    """Creates a folder if it is missing. Raises SpecgenError if it cannot be created or is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         usable = os.access(folder, os.W_OK)
@@ -72,10 +79,10 @@ def make_writable_folder(folder: Path) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """The content of a YAML document from an untrusted source, by a safe loader.
+    """Parses a YAML document from an untrusted source with a safe loader and returns its content.
 
-    Aliases, which can expand without bound, and deep nesting are refused. Raises yaml.YAMLError, with the position where it is
-    known, and ValueError for a scalar that does not fit its tag or a date that does not exist.
+    Aliases (which can expand without limit) and deep nesting are refused. Raises yaml.YAMLError, with the position if it is
+    known, and ValueError for a value that does not fit its tag or a date that does not exist.
     """
     import yaml
 

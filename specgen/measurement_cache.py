@@ -1,4 +1,8 @@
-"""Cache of measurements on this machine: one file for each kind and key, in the user's cache folder."""
+"""Keeps measurements made on this machine, such as pass times, as JSON files in the user's cache folder.
+
+`kind` names the type of measurement. `key` describes what was measured, for instance the models and the machine. Each pair of a
+kind and a key has one file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from specgen.paths import cache_folder
 
 
 def find(kind: str, key: Mapping[str, Any]) -> Any:
-    """What was kept under a key that equals `key`; None where there is nothing or where the file cannot be read."""
+    """Returns the value that `keep` stored with the same kind and key, None if there is none or if its file cannot be read."""
     try:
         found = json.loads(_path(kind, key).read_text(encoding="utf-8"))
         return found[kind] if found["key"] == key else None
@@ -23,7 +27,7 @@ def find(kind: str, key: Mapping[str, Any]) -> Any:
 
 
 def keep(kind: str, key: Mapping[str, Any], value: Any) -> None:
-    """Keep a JSON value; a cache that cannot be written is ignored."""
+    """Stores a JSON value with its kind and key. If the file cannot be written, nothing happens."""
     with suppress(OSError):
         write_whole(_path(kind, key), json.dumps({"key": key, kind: value}, indent=1))
 

@@ -1,4 +1,5 @@
-"""Folders for data (profiles, trained parts) and for caches (measurements), and the files that the package carries."""
+"""The user's folders for data (tuning profiles, trained parts of models) and for cached measurements, and the files that are
+installed with the package."""
 
 from __future__ import annotations
 
@@ -11,19 +12,22 @@ EXIT_WEIGHTS = "exit.safetensors"
 
 
 def examples_file() -> Path:
-    """The prompts for the bundled pair: inside the wheel, or at the top of a checkout."""
+    """The path of `examples.yaml`, the prompts for the bundled pair of demo models: in the installed package, or at the top of a
+    source checkout."""
     package = Path(__file__).parent
     inside = package / "examples.yaml"
     return inside if inside.is_file() else package.parent / "examples.yaml"
 
 
 def data_folder() -> Path:
-    """Where profiles and trained parts are kept: `SPECGEN_DATA`, else a folder in the user's data folder."""
+    """The folder for tuning profiles and trained parts of models: the environment variable `SPECGEN_DATA`, or if it is not set a
+    folder in the user's data folder."""
     return _user_folder("SPECGEN_DATA", "Application Support/specgen", "specgen/Data", "XDG_DATA_HOME", ".local/share")
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept, which can be repeated: `SPECGEN_CACHE`, else a folder in the user's cache folder."""
+    """The folder for cached measurements, which can be deleted and measured again: the environment variable `SPECGEN_CACHE`, or
+    if it is not set a folder in the user's cache folder."""
     return _user_folder("SPECGEN_CACHE", "Caches/specgen", "specgen/Cache", "XDG_CACHE_HOME", ".cache")
 
 
@@ -39,18 +43,20 @@ def _user_folder(override: str, on_macos: str, on_windows: str, xdg_variable: st
 
 
 def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path:
-    """The profile folder of a pair, by the models' names and the fingerprint of the target's weights."""
+    """The folder for what belongs to a pair of models, such as tuning profiles. Its name contains the models' names and the
+    fingerprint of the target's weights. `draft` is None if there is no draft model."""
     names = "+".join(readable(name) for name in (target, draft) if name is not None)
     return data_folder() / "pairs" / f"{names}-{target_fingerprint}"
 
 
 def exit_folder(target: str, target_fingerprint: str) -> Path:
-    """Where a target's exit layer is kept. It belongs to the target alone, whatever draft model it is used with."""
+    """The folder for a target's exit layer: a trained layer after the target's first layers, so that they can draft. It does not
+    depend on the draft model."""
     return pair_folder(target, target_fingerprint, None)
 
 
 def kept_exit(target: str, target_fingerprint: str) -> Path | None:
-    """The folder with the exit layer that was trained here for a target with these weights; None where there is none."""
+    """The folder with the exit layer that was trained on this machine for a target with these weights. None if there is none."""
     own = exit_folder(target, target_fingerprint)
     if (own / EXIT_WEIGHTS).is_file():
         return own
@@ -60,5 +66,6 @@ def kept_exit(target: str, target_fingerprint: str) -> Path | None:
 
 
 def readable(name: str) -> str:
-    """A model's name as part of a file name: its last two parts, with only letters, digits, dots, underscores and dashes."""
+    """A model's name as part of a file name: the last two parts of its path, with only letters, digits, dots, underscores and
+    dashes."""
     return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).parts[-2:])).strip("-.")[:60]

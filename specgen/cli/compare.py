@@ -1,4 +1,4 @@
-"""`specgen compare`: measures methods against plain decoding on a pair of models and a set of prompts."""
+"""The command `specgen compare`, which measures methods against plain decoding on a pair of models and a set of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `specgen compare` that say what to measure, show and write."""
+"""The options of `specgen compare` that say what to measure, to display and to write to files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ Svg = Annotated[Path | None, _output(metavar="FILE", help="Write the table as an
 
 @dataclass(frozen=True, slots=True)
 class CompareOutput:
-    """What to measure, show and write. `resume` is a trace that is read first and then appended to. Raises SpecgenError for a
-    path that cannot be written, before anything is loaded."""
+    """The values of these options. `resume` is the trace of an interrupted comparison, which is read first and then appended to.
+    Paths that are None are not written.
+
+    Raises SpecgenError for a path that cannot be written, before any model is loaded.
+    """
 
     by_category: ByCategory = False
     phases: Phases = False

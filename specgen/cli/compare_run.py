@@ -1,4 +1,5 @@
-"""Runs a comparison: resumes a trace, measures, and writes the results as table, JSON, CSV, SVG and HTML."""
+"""Runs a comparison of methods: continues an earlier trace if one is given, measures, and writes the results as table, JSON, CSV,
+SVG and HTML."""
 
 from __future__ import annotations
 
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
     from specgen.cli.options import OutputOptions
     from specgen.pair import Pair
 
-OUTPUT_DIFFERS = 3  # the exit code where a lossless method did not give the target's own output
+OUTPUT_DIFFERS = 3  # exit code if a lossless method's output differs from plain decoding's
 
 
 class Comparison:
-    """One comparison on a loaded pair; `recorded` holds the runs of a trace that is resumed. Raises SpecgenError for prompts that
-    do not fit and for a trace with other settings."""
+    """One comparison on a loaded pair of models. `recorded` contains the finished runs of the trace that is resumed, None for a
+    new comparison.
+
+    Raises SpecgenError if a prompt does not fit into the context or if the resumed trace was made with other settings.
+    """
 
     def __init__(
         self,
@@ -68,7 +72,8 @@ class Comparison:
         self._where = f"{models}, {target.device} {target.dtype_name}"
 
     def run(self) -> int:
-        """Measure, then write all outputs. Returns the exit code; an error that ended the runs is raised after the output."""
+        """Measures all methods, then writes all outputs. Returns the exit code. If an error ends the measurements, the results so
+        far are written before the error is raised."""
         interrupted, costs = False, None
         failure: SpecgenError | None = None
         with self._interrupts as interrupts:
@@ -91,7 +96,7 @@ class Comparison:
                 made = with_predictions(made, self.results, costs)
             shown = self._report(made, " ".join([*self._interruption(interrupted), *self._energy_notes()]))
             with interrupts.held():
-                self._write_files(shown)  # before stdout, whose reader may close the pipe
+                self._write_files(shown)  # before printing, which fails if the reader closes the pipe
                 self._print(shown, costs)
         if failure is not None:
             raise failure
@@ -118,7 +123,7 @@ class Comparison:
         return [f"Interrupted after {len(self.results.runs)} runs; {hint}."] * interrupted
 
     def _energy_notes(self) -> list[str]:
-        """How joules were counted, or why they are unavailable."""
+        """A sentence that says how joules were counted or why they are unavailable. Empty if energy was not requested."""
         energy = next((run.line["energy"] for run in self.results.runs.values() if run.line.get("energy")), None)
         if energy is None or not self._config.energy:
             return []
@@ -158,7 +163,8 @@ class Comparison:
             write_page(output.html, compare_page.page(shown, describe(self._pair), installed, command))
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:
-        """The exit code, with an error line for each method whose output differs or that failed while running."""
+        """Returns the exit code. Prints an error for each method whose output differs from plain decoding's, or if there are none
+        for each method that failed while running."""
         no_color = self._display.no_color
         broken = [(result, result.broken) for result in made if result.broken]
         for result, difference in broken:

@@ -1,1 +1,1 @@
-"""Figures out of rounds: traces, summaries, prompts."""
+"""The comparison of decoding methods: reads prompts, runs each method on them, and computes speedups and output differences."""

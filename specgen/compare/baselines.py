@@ -1,7 +1,9 @@
-"""Transformers' own `generate`, plain and assisted, as baselines for `compare`, on the same loaded models.
+"""Runs transformers' own `generate`, plain and assisted (with a draft model), as baselines for `specgen compare`, on the models
+that are already loaded.
 
-Both get the same prompts, limits, end-of-sequence ids, sampling and penalties as our runs, and report no rounds. A hook counts
-forward passes: a draft pass drafts one token, and a target pass gives one token of its own, so the other tokens were accepted.
+The baselines get the same prompts, token limits, end-of-sequence ids and sampling parameters as specgen's methods. `generate`
+does not report its acceptance, so hooks count the forward passes of both models. Each draft pass drafts one token. Each target
+pass yields one token that was not drafted, so accepted tokens = generated tokens - target passes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ BASELINES: Mapping[str, Mapping[str, Setting]] = {
 
 
 def baseline_settings(name: str, given: Mapping[str, object]) -> dict[str, Value]:
-    """The settings given, checked, and defaults for the others. Raises SpecgenError naming the setting and its value."""
+    """Returns all settings of the baseline `name`: the values in `given`, parsed and checked, and the defaults of the settings
+    that are not given. Raises SpecgenError naming an unknown setting or an invalid value."""
     known = BASELINES[name]
     for setting in given:
         if setting not in known:
@@ -43,7 +46,12 @@ def baseline_settings(name: str, given: Mapping[str, object]) -> dict[str, Value
 def run_baseline(
     pair: Pair, name: str, settings: Mapping[str, Value], prompt_ids: list[int], limit: int, sampling: SamplingParams, seed: int
 ) -> dict[str, Any]:
-    """Generate once. Returns a summary line without its text; `seconds` are wall-clock seconds, prefill included."""
+    """Generates at most `limit` tokens once with the baseline `name`.
+
+    Returns what the summary line of a trace contains (except the text), computed from counted forward passes. `seconds` is the
+    wall-clock time, prefill included. `phase_seconds` is None, because `generate` does not report how long drafting and
+    verification took.
+    """
     import torch
 
     draft = pair.draft if name == "transformers-assisted" else None
@@ -58,7 +66,7 @@ def run_baseline(
         start = time.perf_counter()
         try:
             output = pair.target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # the transfer waits for the device
+            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # this copy waits until the device has finished
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -78,11 +86,12 @@ def run_baseline(
 
 
 def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
-    """Our sampling and limits, with every field set that transformers would otherwise take from the model's own config."""
+    """Makes the GenerationConfig for at most `limit` new tokens with the parameters of `sampling`. It sets every field that
+    transformers would otherwise take from the model's own generation config."""
     from transformers import GenerationConfig
 
     ends = [-1] if sampling.ignore_eos else sorted(pair.target.eos_ids) or [-1]
-    drawn: dict[str, Any] = {"do_sample": False}  # with sampling fields transformers would warn
+    drawn: dict[str, Any] = {"do_sample": False}  # transformers warns about sampling fields in greedy decoding
     if not sampling.greedy:
         drawn = {
             "do_sample": True,
@@ -99,8 +108,12 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
 
 @contextmanager
 def _assistant(draft: LoadedModel | None, settings: Mapping[str, Value]) -> Iterator[list[int]]:
-    """Yields the draft model's counted passes, with our settings in its generation config, the only place where transformers
-    reads them; the config is restored afterwards."""
+    """Applies the baseline's settings to the draft model inside the block, and yields a list that grows by one item per forward
+    pass of the draft model (always empty if `draft` is None).
+
+    The settings are set in the draft model's generation config, because transformers reads them only there. The original config
+    is restored at the end.
+    """
     if draft is None:
         yield []
         return
@@ -123,7 +136,7 @@ def _assistant(draft: LoadedModel | None, settings: Mapping[str, Value]) -> Iter
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings about the generation config."""
+    """Silences transformers' warnings about the generation config inside the block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -136,7 +149,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _counted(model: Any) -> Iterator[list[int]]:
-    """Yields a list to which each forward pass of the model appends a 1."""
+    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block."""
     passes: list[int] = []
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:

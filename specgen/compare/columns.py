@@ -1,4 +1,5 @@
-"""The columns of a comparison, each defined once: the terminal's table, the HTML page, the CSV and the JSON read this list."""
+"""The columns of a comparison's results (acceptance rate, speedup and so on), each defined once. The terminal's table, the HTML
+page, the CSV file and the JSON output are all made from this list."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from specgen.types import PHASES
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a table: a method's figures over all prompts, or over those of one category."""
+    """One row of a results table: a method with its measured numbers (`figures`), over all prompts or over the prompts of one
+    category. `category` is empty in the row over all prompts."""
 
     result: MethodResult
     figures: Figures
@@ -30,19 +32,22 @@ class Entry:
 
     @property
     def prediction(self) -> Prediction:
-        """Of the whole method: a category has none."""
+        """The method's predicted speedups. They exist only over all prompts: empty in the row of a category, and where no
+        prediction was requested."""
         return Prediction() if self.category or self.result.prediction is None else self.result.prediction
 
 
 def entries(result: MethodResult, *, by_category: bool = False) -> list[Entry]:
-    """The overall line (of empty figures where the method did not run), then a line for each category."""
+    """Returns a method's rows: the row over all prompts (its numbers are empty if the method did not run), then with
+    `by_category` one row for each category."""
     overall = Entry(result, result.overall or Figures(Summary(result.spec.name), 0))
     categories = result.by_category.items() if by_category else ()
     return [overall, *(Entry(result, figures, category) for category, figures in categories)]
 
 
 def ranked_entries(results: Sequence[MethodResult], *, by_category: bool = False) -> list[Entry]:
-    """The lines of the methods that ran, in the order of `ranked`; with `by_category` of several categories too."""
+    """Returns the rows of the methods that ran, in the order of `ranked`. With `by_category`, a method whose prompts have several
+    categories also has a row for each category."""
     return [
         entry
         for result in ranked(results)
@@ -53,11 +58,12 @@ def ranked_entries(results: Sequence[MethodResult], *, by_category: bool = False
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a comparison under its JSON and CSV `key`; `value` reads it from an entry.
+    """One column of a comparison's results. `key` is its name in JSON and CSV; `value` reads its value from an `Entry` (a row).
 
-    Tables show the columns with a `title` of two lines. `form` is a format string for the value, or a function from the entry to
-    its text. Narrow terminals drop the columns with the highest `priority` first. The HTML page shows the columns with a `label`,
-    which follows the figure where there is no room for titles; the speedup and its interval have cells of their own there.
+    Tables show only the columns with a `title`, which is two lines long. `form` makes a cell's text: it is a format string for
+    the value, or a function from the row to the text. A narrow terminal drops the columns with the highest `priority` first. The
+    HTML page shows only columns with a `label`, which is written after the value where there is no room for titles; the speedup
+    and its confidence interval have cells of their own on that page.
     """
 
     key: str
@@ -66,20 +72,21 @@ class Column:
     form: str | Callable[[Any], str] = "{}"
     priority: int = 0
     label: str = ""
-    is_optional: bool = field(default=False, kw_only=True)  # shown only where an entry has a value
+    is_optional: bool = field(default=False, kw_only=True)  # shown only if at least one row has a value
     is_speed: bool = field(default=False, kw_only=True)  # at the right end of the terminal's table, bold for the best method
     is_interval: bool = field(default=False, kw_only=True)  # dim and left-aligned
     in_json: bool = field(default=True, kw_only=True)
     in_csv: bool = field(default=True, kw_only=True)
 
     def text(self, entry: Any) -> str:
-        """The cell of a table, empty where there is no value."""
+        """The text of this column's cell in the row `entry`; empty if the value is None."""
         value = self.value(entry)
         return "" if value is None else self.form.format(value) if isinstance(self.form, str) else self.form(entry)
 
 
 def draft_length(mean: float | None, *, branches: bool) -> str:
-    """Mean tokens in a draft. In trees and several chains these are nodes, which is more than the longest path."""
+    """The mean number of drafted tokens per draft as text; empty if `mean` is None. With `branches` (drafts are trees or several
+    chains) these tokens are called nodes, because there are more of them than tokens on the longest path."""
     return "" if mean is None else f"{mean:.0f} nodes" if branches else f"{mean:.1f}"
 
 
@@ -100,7 +107,8 @@ def _phase(phase: str) -> Callable[[Entry], float | None]:
 
 
 def _phases(entry: Entry) -> dict[str, float] | None:
-    """Seconds by phase; transformers' methods report none."""
+    """The method's seconds by phase (prefill, draft, verify, sample, other). None for transformers' own methods, which do not
+    report phases."""
     return None if entry.figures.summary.unsplit_seconds else dict(entry.figures.summary.phase_seconds)
 
 
@@ -149,13 +157,14 @@ COLUMNS = (
 
 
 def shown_columns(lines: Iterable[Entry]) -> list[Column]:
-    """The columns of a table with these lines, in the order of `COLUMNS`."""
+    """Returns the columns to show in a table with the rows `lines`, in the order of `COLUMNS`. Optional columns are left out if
+    no row has a value for them."""
     lines = list(lines)
     return [column for column in COLUMNS if column.title and (not column.is_optional or any(map(column.text, lines)))]
 
 
 def output_text(entry: Entry) -> str:
-    """The cell that says how a method's output compares with plain decoding's."""
+    """The text of the cell that says how a method's output compares with the output of plain decoding."""
     if entry.result.is_reference:
         return "reference"
     if not entry.result.spec.lossless:
@@ -164,7 +173,8 @@ def output_text(entry: Entry) -> str:
 
 
 def as_json(result: MethodResult) -> dict[str, Any]:
-    """A method's JSON line; `by_category` holds the same figures for each category."""
+    """Returns a method's results as an object for the JSON output. `by_category` in it maps each category to the same numbers
+    over the prompts of this category."""
     overall, *categories = entries(result, by_category=True)
     return {
         "type": "method",
@@ -182,7 +192,8 @@ def _json_figures(entry: Entry) -> dict[str, Any]:
 
 
 def csv_text(results: Sequence[MethodResult], *, by_category: bool = False) -> str:
-    """A line for each method, and with `by_category` one for each of its categories; an empty category means all prompts."""
+    """Returns the results as CSV: one row for each method, over all prompts (its category cell is empty), and with `by_category`
+    one more row for each category."""
     columns = [column for column in COLUMNS if column.in_csv]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

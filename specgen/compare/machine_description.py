@@ -1,4 +1,4 @@
-"""Describes the machine and the models of a comparison in words."""
+"""Describes in words the machine and the models that a comparison ran on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def describe(pair: Pair) -> list[tuple[str, str]]:
-    """Pairs of a heading and its text: machine, GPU, device and threads, target, draft."""
+    """Returns (heading, text) pairs that describe the machine, the GPU (if there is one), the device and its threads, the target
+    and the draft model (if there is one)."""
     import torch
 
     described = [("Machine", machine_in_words())]

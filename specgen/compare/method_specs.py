@@ -1,4 +1,5 @@
-"""Methods as `compare` takes them on the command line: `svip`, `sd:policy=svip:threshold=0.3`, `selfsd:skip=3+5+7`."""
+"""Parses the methods that `specgen compare` gets on the command line, such as `svip`, `sd:policy=svip:threshold=0.3` or
+`selfsd:skip=3+5+7`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ EVERY = "all"
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """A method as written on the command line. `settings` are the user's alone, without defaults."""
+    """A method and its settings as given on the command line. `written` is the original text, which identifies the method in
+    results. `settings` contains only what the user wrote, without defaults."""
 
     written: str
     name: str
@@ -24,17 +26,19 @@ class MethodSpec:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is one of transformers' own methods."""
+        """Whether the method is one of transformers' own (`transformers`, `transformers-assisted`)."""
         return self.name in BASELINES
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the draft model runs at the same time as the target, in a process that takes a while to start."""
+        """Whether the draft model runs at the same time as the target. It then runs in a process of its own, which takes a while
+        to start."""
         return not self.is_baseline and methods.find(self.name).is_parallel
 
 
 def parse_spec(written: str) -> MethodSpec:
-    """Read one method. Raises SpecgenError for an unknown name (with the nearest one) and for settings that the method lacks."""
+    """Parses one method with its settings. Raises SpecgenError for an unknown name (the message suggests the most similar one)
+    and for settings that the method does not have."""
     name, *pairs = (part.strip() for part in written.strip().split(":"))
     settings = _settings(written, pairs)
     if name in BASELINES:
@@ -52,7 +56,8 @@ def parse_spec(written: str) -> MethodSpec:
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Read comma-separated lists, where `all` means every method of the table. Plain decoding comes first, nothing twice."""
+    """Parses comma-separated lists of methods. `all` stands for every specgen method. Plain decoding always comes first; a method
+    that is given twice is kept once."""
     written = [part.strip() for text in texts for part in text.split(",")]
     if not all(written):
         raise SpecgenError(f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup")

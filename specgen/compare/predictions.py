@@ -1,4 +1,4 @@
-"""Predicts the speedups of a comparison's methods, to show them next to the measured ones. Imports no torch."""
+"""Predicts the speedup of each method in a comparison, to be shown next to the measured speedup. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # tokens in a timed pass; the w
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Seconds of a draft model's pass over one token (None without a draft model), and of target passes by number of tokens."""
+    """Measured times of forward passes, in seconds: `draft` for one draft pass over one token (None without a draft model), and
+    `target` for target passes, by the number of tokens in the pass."""
 
     draft: float | None
     target: Mapping[int, float]
 
     def target_pass(self, tokens: int) -> float:
-        """Seconds for this number of tokens, linear between the measured widths."""
+        """Seconds of a target pass over `tokens` tokens, linearly interpolated between the measured numbers of tokens. Above the
+        largest measured number, the time of the largest."""
         return Curve(self.target).at(min(tokens, max(self.target)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -36,7 +38,8 @@ class PassCosts:
 
 
 def with_predictions(made: Sequence[MethodResult], results: Results, costs: PassCosts) -> list[MethodResult]:
-    """The results with a prediction for each method, from the same runs as its figures."""
+    """Returns copies of the method results `made` with `prediction` filled in. The predictions use the same runs (one generation
+    per prompt) as the measured speedups."""
     repeats = results.complete_repeats()
     reference = median_runs(results, REFERENCE, repeats)
     prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in reference.items()}
@@ -66,7 +69,11 @@ def _prediction(result: MethodResult, runs: Mapping[int, Run], costs: PassCosts,
 
 
 def measure_costs(pair: Pair, results: Results) -> PassCosts:
-    """Time single passes, after a context as long as that of the runs, for all widths that the runs needed."""
+    """Measures the times of single forward passes of both models.
+
+    Passes follow a context of typical length: the median, over the prompts, of the prompt's tokens plus half of its answer's. The
+    target is timed with different numbers of tokens per pass, up to what the longest draft in the comparison needed.
+    """
     from specgen.engine.timing import time_passes
 
     widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1

@@ -1,6 +1,7 @@
-"""Reads the prompts of a comparison from a file; any mistake in it is a SpecgenError of one line.
+"""Reads the prompts of a comparison from a file. Any mistake in the file raises a SpecgenError with a one-line message.
 
-Three forms: YAML as in `examples.yaml`, JSON lines with `prompt`, and Spec-Bench's `question.jsonl` with `turns`.
+A file has one of three forms: YAML as in `examples.yaml`, JSON lines with the key `prompt`, or Spec-Bench's `question.jsonl` with
+the key `turns`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ UNCATEGORISED = "other"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, or one turn of a question. `index` counts the file's turns; `previous_turns` are the user's before this one."""
+    """A prompt, or one turn of a question with several turns. `index` is the turn's number in the whole file, from 0.
+    `previous_turns` are the user's texts in the earlier turns of the same question."""
 
     index: int
     text: str
@@ -34,16 +36,18 @@ class Prompt:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """What messages call the prompt: its index and, if it has one, its name."""
         return f"prompt {self.index}" + (f" ({self.name})" if self.name else "")
 
 
 def load_prompts(
     path: Path | None, *, category: str | None = None, limit: int | None = None, all_turns: bool = False
 ) -> list[Prompt]:
-    """The prompts of a file (None: `examples.yaml`), or those of one category; `limit` takes prompts from each category in turn.
+    """Returns the prompts in the file `path` (None: `examples.yaml`), only those of `category` if it is not None. `limit` keeps
+    at most so many questions, picked from the categories in turn.
 
-    With `all_turns` each turn of a question is a prompt, otherwise the first one only. Raises SpecgenError naming file and line.
+    With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn. Raises SpecgenError, for a mistake
+    in the file with the file's name and the position.
     """
     if limit is not None and limit < 1:
         raise SpecgenError(f"--limit is {limit}", "It has to be a whole number of at least 1")
@@ -63,7 +67,8 @@ def load_prompts(
 
 
 def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence[Prompt]]:
-    """`limit` questions in the file's order: the first of each category, then the second of each category, and so on."""
+    """Picks `limit` questions, each a list of turns: the first question of each category, then the second of each category, and
+    so on. Returns them in the file's order."""
     by_category: dict[str, list[Sequence[Prompt]]] = defaultdict(list)
     for turns in questions:
         by_category[turns[0].category].append(turns)
@@ -72,7 +77,7 @@ def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence
 
 
 def _questions(path: Path) -> Iterator[list[Prompt]]:
-    """The turns of each question."""
+    """Yields each question in the file as the list of its turns."""
     first = 0
     for position, entry in _entries(path):
         where = f"{path}, {position}"
@@ -84,7 +89,8 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each entry and its position in the file, in words."""
+    """Yields each prompt of the file unchecked, as a mapping, after its position in words (`line 3` or `prompt 3`) for error
+    messages."""
     suffix = path.suffix.lower()
     text = _read(path, LARGEST_YAML if suffix in (".yaml", ".yml") else LARGEST_JSONL)
     is_lines = suffix in (".jsonl", ".json", ".ndjson") or (suffix not in (".yaml", ".yml") and text.lstrip()[:1] == "{")
@@ -104,7 +110,7 @@ def _read(path: Path, largest: int) -> str:
             raise SpecgenError(f"cannot read the prompts {path}: it is a folder", "Name a file in it")
         with path.open("rb") as file:
             data = file.read(largest + 1)
-    except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+    except (OSError, ValueError) as error:  # open raises ValueError for a name that contains NUL
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SpecgenError(f"cannot read the prompts {path}: {reason}", "Name a YAML or JSONL file") from error
     if len(data) > largest:
@@ -127,7 +133,7 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             continue
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets nested too deeply
+        except (ValueError, RecursionError) as error:  # raised also for very long numbers and for deep nesting
             problem = "cannot be read as JSON"
             if isinstance(error, json.JSONDecodeError):
                 problem = f"is not JSON: {error.msg} at column {error.colno}"
@@ -145,7 +151,7 @@ def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecgenError(f"{path}{where} is not YAML: {problem}", "examples.yaml shows the form") from error
-    except (ValueError, RecursionError) as error:  # a date that does not exist, for one
+    except (ValueError, RecursionError) as error:  # for instance for a date that does not exist
         raise SpecgenError(f"{path} cannot be read as YAML: {error}", "examples.yaml shows the form") from error
     entries = document.get("prompts") if isinstance(document, dict) else document
     if not isinstance(entries, list):
@@ -181,7 +187,7 @@ def _word(entry: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A short form of any value for a message."""
+    """A short text for any value, to be quoted in an error message."""
     if isinstance(value, dict | list):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""The order of methods in a comparison, the best one, and the methods that did not run."""
+"""Sorts the methods of a comparison, picks the best one, and lists the methods that did not run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ NOT_RUN = "not run"
 
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """Plain decoding, lossless methods by speed, broken ones, lossy ones by speed, and those that did not run."""
+    """Returns the results sorted into this order: plain decoding, lossless methods (fastest first), methods with a wrong output
+    although they should be lossless, lossy methods (fastest first), methods that did not run."""
 
     def position(result: MethodResult) -> tuple[int, float]:
         if result.is_reference:
@@ -23,7 +24,8 @@ def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
 
 
 def _candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """The methods with a measured speedup whose output is the target's, plain decoding aside."""
+    """The methods that can be the best one: lossless, with a measured speedup and without wrong output. Plain decoding is not
+    among them."""
     return [
         result
         for result in results
@@ -32,18 +34,20 @@ def _candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
 
 
 def best(results: Sequence[MethodResult]) -> MethodResult | None:
-    """The fastest method whose output is the target's, None where there is none."""
+    """Returns the fastest lossless method whose output was right, None if there is none. Plain decoding does not count."""
     return max(_candidates(results), key=lambda result: result.speedup or 0.0, default=None)
 
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
-    """The other methods whose interval reaches the best one's speedup."""
+    """Returns the methods, other than the best one `top`, whose speedup's 95 % confidence interval reaches the speedup of `top`:
+    they may be just as fast."""
     others = [result for result in _candidates(ranked(results)) if result is not top]
     return [result for result in others if result.overall and (result.overall.high or 0.0) >= (top.speedup or 0.0)]
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
-    """Methods without figures and why: methods with the same reason share an entry."""
+    """Returns the methods that have no results, as pairs: the names of all methods with the same reason, and the reason, such as
+    an error message or `not measured yet`."""
     has_lookup = any(result.spec.name == "lookup" for result in results)
     reasons: dict[str, list[str]] = {}
     for result in ranked(results):

@@ -1,7 +1,9 @@
-"""The runs of a comparison summed up for each method: figures over all prompts, the speedup and its interval, the differences.
+"""Computes each method's results from the runs of a comparison: totals over all prompts, the speedup over plain decoding with its
+confidence interval, and where the output differs from plain decoding's.
 
-Of a prompt's repeats only the run with the median seconds counts, with all its figures, so that seconds, tokens and phases add up
-and every figure can be computed again from the trace. Imports no torch.
+A run is one generation for one prompt by one method; each is repeated. Of the repeats only the run with the median time counts,
+with all of its numbers. So seconds, tokens and phases add up, and every number can be computed again from the trace. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ Key = tuple[str, int, int]  # method as written, prompt index, repeat
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
-    """What to measure. `record` adds to the trace how far both models' distributions agree. Perplexity is measured for all
-    methods where it is requested or a method is lossy. Raises SpecgenError for fewer than one repeat."""
+    """What to measure: every method in `specs` generates for each prompt `repeats` times.
+
+    With `record` the trace also contains, for each drafted token, how close the target's and the draft's distributions are.
+    `chat` applies the chat template. Perplexity is measured for all methods if `perplexity` is set or if any method is lossy.
+    Raises SpecgenError if `repeats` is less than 1.
+    """
 
     specs: Sequence[MethodSpec]
     prompts: Sequence[Prompt]
@@ -49,8 +55,12 @@ class BenchmarkConfig:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run: its summary line (with `drafts`) and each round's draft length, None where drafts were not chains drafted
-    in turn with the target's passes, or where there are no rounds. `branches` where drafts were trees or several chains."""
+    """One finished generation for one prompt by one method.
+
+    `line` is its summary line as in a trace, with `drafts` (the number of rounds with a draft). `draft_lengths` are the drafted
+    tokens of each round (one target pass). It is None if some drafts were not single chains or were made during target passes
+    (PEARL), or if no rounds are known. `branches` says that some drafts were trees or several chains.
+    """
 
     line: Mapping[str, Any]
     draft_lengths: tuple[int, ...] | None
@@ -58,6 +68,7 @@ class Run:
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rounds: Sequence[Round]) -> Run:
+        """Makes a Run from its summary line and its rounds (empty for transformers' own methods)."""
         branches = not all(round_.draft.is_chain for round_ in rounds)
         in_turn = not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
         return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None, branches)
@@ -73,17 +84,22 @@ class Run:
 
 @dataclass(slots=True)
 class Results:
-    """What was measured so far. `differences` are those from plain decoding's output in greedy decoding."""
+    """What a comparison has measured so far.
+
+    `runs` and `differences` have the key (method as written, prompt index, repeat). `differences` says where a greedy output
+    first differs from plain decoding's. `failures` maps each method that cannot run to its error.
+    """
 
     config: BenchmarkConfig
     runs: dict[Key, Run] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     failures: dict[str, SpecgenError] = field(default_factory=dict)
-    examples: dict[str, TracedRun] = field(default_factory=dict)  # by method, the first run of the first prompt
-    skipped: set[int] = field(default_factory=set)  # indices of later turns that the context had no room for
+    examples: dict[str, TracedRun] = field(default_factory=dict)  # for each method its first run of the first prompt, to display
+    skipped: set[int] = field(default_factory=set)  # indices of later turns (as prompts) that were too long
 
     def complete_repeats(self) -> set[tuple[int, int]]:
-        """The (prompt index, repeat) pairs that every method has run, failed methods aside: only these can be compared."""
+        """Returns the (prompt index, repeat) pairs that all methods have run, apart from methods that failed. Only these are
+        used, so that all methods are compared on the same prompts."""
         running = [spec.written for spec in self.config.specs if spec.written not in self.failures]
         repeats = {(prompt, repeat) for _, prompt, repeat in self.runs}
         return {pair for pair in repeats if all((written, *pair) in self.runs for written in running)}
@@ -94,8 +110,12 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A method's figures over some prompts. `differences` is None where outputs are not compared: when sampling, and for lossy
-    methods. `low` and `high` are the ends of the speedup's 95 % interval."""
+    """A method's numbers over a set of prompts (all prompts, or one category). `prompts` is their count.
+
+    `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high` are the ends of its 95 %
+    confidence interval. All three are None if they cannot be computed. `differences` are the first differences between the
+    method's outputs and plain decoding's. It is None if outputs are not compared: when sampling, and for lossy methods.
+    """
 
     summary: Summary
     prompts: int
@@ -107,14 +127,16 @@ class Figures:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """Prompts by how their output compares with plain decoding's; empty where outputs are not compared."""
+        """How many prompts have each outcome (identical, tied, diverged) when compared with plain decoding's output. Empty if
+        outputs are not compared."""
         return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted speedups: by EESD's Eq. 14, and by adding up all passes at their measured costs. None where drafts are not chains
-    drafted in turn with the target, or where their lengths are unknown."""
+    """A method's predicted speedups. `formula` is computed with EESD's Eq. 14, `pass_costs` by adding up the measured times of
+    all its forward passes. Both are None if no prediction is possible: drafts were not single chains, were made during target
+    passes, or have unknown lengths."""
 
     formula: float | None = None
     pass_costs: float | None = None
@@ -122,7 +144,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """A method's results. `overall` is None where it has no runs to compare; `failure` says why it could not run."""
+    """One method's results. `overall` (over all prompts) is None if the method has no runs that can be compared yet. `failure` is
+    the error if the method could not run, otherwise None."""
 
     spec: MethodSpec
     overall: Figures | None
@@ -140,7 +163,8 @@ class MethodResult:
 
     @property
     def broken(self) -> Difference | None:
-        """The first difference that a lossless method must not have."""
+        """The first difference from plain decoding's output that rounding does not explain, which a lossless method must not
+        have. None if there is none."""
         return next((difference for difference in self.differences if difference.is_broken), None)
 
     @property
@@ -149,7 +173,8 @@ class MethodResult:
 
 
 def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodResult]:
-    """Each method's results, in the order of the request, plain decoding first."""
+    """Computes the results of each method, in the order of `config.specs`. `resamples` is the number of bootstrap samples for the
+    confidence interval of the speedup."""
     config, repeats = results.config, results.complete_repeats()
     reference = median_runs(results, REFERENCE, repeats)
     categories = {prompt.index: prompt.category for prompt in config.prompts}
@@ -173,7 +198,8 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
 
 
 def median_runs(results: Results, written: str, repeats: Iterable[tuple[int, int]]) -> dict[int, Run]:
-    """By prompt index the run whose seconds are the median of its repeats (the lower one of two)."""
+    """Returns one run of a method for each prompt index: the one with the median time among the repeats in `repeats` (the lower
+    of the two middle ones if their number is even). `written` is the method as given on the command line."""
     runs: dict[int, list[Run]] = {}
     for index, repeat in sorted(repeats):
         if (written, index, repeat) in results.runs:
@@ -188,7 +214,12 @@ def _figures(
     differences: Sequence[Difference] | None,
     resamples: int,
 ) -> Figures:
-    """Figures over the prompts of `own`. `reference` and `differences` may be of more prompts."""
+    """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the method's runs.
+
+    `reference` maps prompt indices to plain decoding's runs. `differences` are the differences between the method's outputs and
+    plain decoding's, None if outputs are not compared. Both may also cover prompts that are not in `own`; these are ignored.
+    `resamples` is the number of bootstrap samples for the confidence interval of the speedup.
+    """
     summary = Summary(spec.name)
     for run in own.values():
         summary.include(run.line)
@@ -204,10 +235,12 @@ def _figures(
 def speedup_interval(
     pairs: Sequence[tuple[int, float, int, float]], resamples: int = RESAMPLES
 ) -> tuple[float | None, float | None, float | None]:
-    """The ratio of a method's tokens per second to plain decoding's, and its 95 % interval, None with fewer than two prompts.
+    """Returns the speedup (a method's tokens per second divided by plain decoding's) and the low and high end of its 95 %
+    confidence interval.
 
-    `pairs` has one tuple a prompt: tokens and seconds of the method, tokens and seconds of plain decoding. The interval is a
-    percentile bootstrap over prompts with a fixed seed.
+    `pairs` has one tuple per prompt: tokens and seconds of the method, tokens and seconds of plain decoding. The interval is a
+    percentile bootstrap over prompts with `resamples` samples and a fixed seed. Its ends are None with fewer than two prompts;
+    all three are None if nothing can be compared.
     """
     import numpy as np
 

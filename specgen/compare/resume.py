@@ -1,4 +1,5 @@
-"""Reads the trace of an interrupted comparison, so that its runs need not be made again."""
+"""Reads the trace of an interrupted comparison, so that finished runs (one generation for one prompt by one method) are not
+repeated."""
 
 from __future__ import annotations
 
@@ -19,36 +20,43 @@ _UNCHANGED = "Name a trace as --trace writes it, unchanged"
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A finished run of the trace, and the number of its first line."""
+    """One finished run (a generation for one prompt by one method) as read from a trace.
+
+    `start` is its start line: method, prompt, settings and versions. `run` holds its results. `line` is the number of its start
+    line in the file, for error messages. `traced` is the run with all of its rounds; it is kept for the first prompt and repeat
+    only, as the example to display, and is None for every other run.
+    """
 
     start: Mapping[str, Any]
     run: Run
     line: int
-    traced: TracedRun | None  # with all rounds, only for the first run of the first prompt
+    traced: TracedRun | None
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedComparison:
-    """The finished runs of a trace. `end` is the byte after its last complete line."""
+    """The finished runs in the trace `path`. `end` is the byte offset after the last complete line, where a resumed comparison
+    continues to write."""
 
     path: Path
     runs: Sequence[RecordedRun]
     end: int
 
     def specs(self) -> list[MethodSpec]:
-        """The methods of the trace, in the order in which they first ran."""
+        """Returns the methods in the trace, plain decoding first and then in the order of their first run."""
         return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *(str(run.start["spec"]) for run in self.runs)])]
 
     def has(self, figure: str) -> bool:
-        """Whether a run's summary line has this figure."""
+        """Whether any run's summary line has a value for the key `figure`, such as `perplexity`."""
         return any(recorded.run.line.get(figure) is not None for recorded in self.runs)
 
     def add_to(self, runner: Runner) -> None:
-        """Count the runs that the runner's comparison asks for. Raises SpecgenError where they were made with other settings."""
+        """Adds the recorded runs to the runner's results. Runs of methods, prompts or repeats that the runner's comparison does
+        not include are skipped. Raises SpecgenError if a run was made with other settings or another prompt text."""
         config, now = runner.config, _settings(runner)
         specs = {spec.written: spec for spec in config.specs}
         prompts = {prompt.index: prompt for prompt in config.prompts}
-        # plain decoding's runs come first, since the others are compared with them
+        # plain decoding's runs are added first, because other methods' outputs are compared with its outputs
         for recorded in sorted(self.runs, key=lambda run: run.start["spec"] != REFERENCE):
             start = recorded.start
             self._check_settings({**start, **start["sampling"]}, now)
@@ -81,7 +89,8 @@ class RecordedComparison:
 
 
 def _settings(runner: Runner) -> dict[str, Any]:
-    """What has to be equal for runs to be comparable, under the keys of a trace's start line and of its `sampling`."""
+    """The settings that must be equal for runs to be comparable, with their current values. The keys are those of a trace's start
+    line and of `sampling` in it."""
     target = runner.pair.target
     sampling = {name: value for name, value in asdict(runner.config.sampling).items() if name not in ("seed", "stop")}
     return {
@@ -94,7 +103,7 @@ def _settings(runner: Runner) -> dict[str, Any]:
 
 
 def read_comparison(path: Path) -> RecordedComparison:
-    """The finished runs of a comparison's trace. Raises SpecgenError for any other file."""
+    """Reads the finished runs from a trace that `specgen compare` wrote. Raises SpecgenError for any other file."""
     runs: list[RecordedRun] = []
     end = 0
     for traced in read_trace(path):

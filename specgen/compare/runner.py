@@ -1,7 +1,8 @@
-"""Runs a comparison on one pair: each prompt by all methods in turn, so that changes of the machine's speed affect all alike.
+"""Measures the methods of a comparison on one pair of models (target and draft). Each prompt is run by all methods in turn, so
+that changes of the machine's speed affect all methods alike.
 
-Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and caches are cleared before
-each run. Nothing is written, shown or compared while a run is timed.
+Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and key-value caches are cleared
+before each run. Nothing is written, displayed or compared while a run is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkStep:
-    """The next run (None at the end) and the progress. `seconds_left` is estimated from the runs so far, if any."""
+    """The progress of a comparison before its next run (one generation for one prompt). `spec` and `prompt` are the method and
+    the prompt of this run, None at the end. `done` and `total` count runs. `seconds_left` is an estimate from the runs so far,
+    None if there are none."""
 
     spec: MethodSpec | None
     prompt: Prompt | None
@@ -45,7 +48,8 @@ class BenchmarkStep:
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A run in the form of a trace: its start line, rounds and summary line."""
+    """A finished run in the form of a trace: its start line, its rounds (one per target pass; none for transformers' own methods)
+    and its summary line."""
 
     start: Mapping[str, Any]
     rounds: Sequence[Round]
@@ -53,7 +57,11 @@ class _Finished:
 
 
 class Runner:
-    """Fills `results`. `write` takes the trace lines of each finished run; inside `held` an interruption is delayed."""
+    """Runs a comparison and fills `results`.
+
+    `write` is called with the trace lines of each finished run; None writes no trace. `held` returns a context manager that
+    delays an interruption (Ctrl-C) until its block ends, so that a run is recorded completely.
+    """
 
     def __init__(
         self,
@@ -66,12 +74,13 @@ class Runner:
         self.results = Results(config)
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
-        self._seconds: dict[str, list[float]] = defaultdict(list)  # wall-clock, warm-up included, to estimate the time left
+        self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
         self._ids: dict[int, list[int]] = {}
         self._meter = energy_meter_for(pair.all_devices) if config.energy else None
 
     def check(self) -> None:
-        """Raises SpecgenError naming the first prompt that plain decoding cannot continue, before anything is run."""
+        """Checks all prompts before anything is run. Raises SpecgenError naming the first prompt that plain decoding cannot
+        continue, for instance because it is too long. Later turns of a question are not checked, because they contain answers."""
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:
@@ -80,7 +89,8 @@ class Runner:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids. A later turn follows plain decoding's answers to the earlier ones, whatever the method."""
+        """Returns the prompt's token ids. For a later turn of a question these contain the earlier turns with plain decoding's
+        answers, for every method."""
         if prompt.index not in self._ids:
             previous = range(prompt.index - len(prompt.previous_turns), prompt.index)
             answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
@@ -94,7 +104,8 @@ class Runner:
         return self._ids[prompt.index]
 
     def steps(self) -> Iterator[BenchmarkStep]:
-        """Yields before each run and once at the end; the run itself happens when the caller takes the next step."""
+        """Runs the comparison, one step at a time. Yields the progress before each run and once at the end; a run is made when
+        the caller asks for the next step. Runs already in `results` are not repeated."""
         todo = [
             (spec, prompt, repeat)
             for repeat in range(self.config.repeats)
@@ -138,7 +149,8 @@ class Runner:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
 
     def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> _Finished | None:
-        """Make one run. Returns None where the method fails (`results.failures` then says why) or the prompt is skipped."""
+        """Makes one run of a method for a prompt. Returns None if the method fails (`results.failures` then has the error) or if
+        the prompt is skipped."""
         if self._is_ruled_out(spec, prompt):
             return None
         sampling = replace(self.config.sampling, seed=(self._seed + repeat) % 2**63)
@@ -154,7 +166,8 @@ class Runner:
         return replace(finished, start={**finished.start, **keys, "prompt_name": prompt.name})
 
     def _fail(self, spec: MethodSpec, prompt: Prompt, error: Exception) -> None:
-        """Record why a method cannot run, or that a later turn is too long; raises what no method is to blame for."""
+        """Handles an error of a run. If the method cannot run, its error is recorded; if plain decoding finds a later turn too
+        long, that turn is skipped for all methods. Any other error is raised."""
         if is_out_of_memory(error):
             error = RunError("out of memory", "Leave this method out, or take a smaller -n")
         if not isinstance(error, SpecgenError):
@@ -197,7 +210,7 @@ class Runner:
 
     @contextmanager
     def _metered(self, summary: Summary) -> Iterator[None]:
-        """Add the energy used inside to the summary, where it was requested."""
+        """Adds the energy used inside the block to the summary, if the comparison measures energy."""
         if self._meter is None:
             yield
             return
@@ -226,7 +239,7 @@ class Runner:
         yield traces.summary_line(finished.line)
 
     def _traced(self, finished: _Finished) -> TracedRun:
-        """The run in the form in which a reader of its trace gets it."""
+        """Returns a finished run in the form in which the trace reader returns the runs of a trace."""
         text_of = self.pair.tokenizer.text_of
         rounds = []
         for round_ in finished.rounds:
@@ -236,7 +249,8 @@ class Runner:
         return TracedRun(finished.start, 0, rounds, finished.line)
 
     def add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run) -> None:
-        """Count a finished run and, in greedy decoding by a lossless method, compare its output with plain decoding's."""
+        """Adds a finished run to the results. If decoding is greedy and the method lossless, its output is also compared with
+        plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run

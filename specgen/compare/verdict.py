@@ -1,4 +1,5 @@
-"""Whether a method's greedy output is the target's own: token ids decide, up to logits that are equal within rounding."""
+"""Decides whether a method's greedy output equals plain decoding's. The token ids must be equal, except where the target's logits
+of the two different tokens are equal within rounding (a tie)."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair import Pair
 
-OUTCOMES = ("identical", "tied", "diverged")  # keys of the counts of prompts in JSON and CSV, from best to worst
+OUTCOMES = ("identical", "tied", "diverged")  # from best to worst; JSON and CSV count prompts under these keys
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between an answer and plain decoding's, after `position` tokens that are the same in both.
+    """The first position at which a method's output differs from plain decoding's (the reference). The first `position` tokens
+    are equal.
 
-    `gap` is the target's logit of plain decoding's token minus that of the other token, None where one of the answers ends.
-    A gap below `threshold` is a tie.
+    `reference_id` and `token_id` are the two different tokens, None for an output that ends there. `gap` is the target's logit of
+    `reference_id` minus that of `token_id`, None if an output ends. If the absolute gap is below `threshold`, the difference is a
+    tie.
     """
 
     prompt_index: int
@@ -30,16 +33,17 @@ class Difference:
 
     @property
     def is_broken(self) -> bool:
-        """Whether rounding does not explain it: a lossless method must not have such a difference."""
+        """Whether rounding does not explain the difference. A lossless method must not have such a difference."""
         return self.gap is None or not abs(self.gap) < self.threshold
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry of a JSON line's `differences`, whose keys are a promise."""
+        """The difference as an object for the JSON output. Its keys are documented and do not change."""
         fields = asdict(self)
         return {"place": fields.pop("position"), **fields, "tie": not self.is_broken}
 
     def explanation(self, methods: str, prompt: str) -> str:
-        """A sentence on where these methods left plain decoding's output, and whether rounding explains it."""
+        """A sentence that says where the output of `methods` differs from plain decoding's on `prompt`, and whether rounding
+        explains it. Both arguments are names to print."""
         if not self.is_broken:
             return (
                 f"tie at {self.position} of {prompt} ({methods}): "
@@ -56,14 +60,16 @@ class Difference:
 
 
 def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[str, int]:
-    """Of `prompts` prompts, how many have each of `OUTCOMES`; a prompt counts with the worst outcome of its repeats."""
+    """Counts how many of `prompts` prompts have each outcome in `OUTCOMES` (identical, tied, diverged). A prompt counts once,
+    with the worst outcome among its repeats."""
     broken = {found.prompt_index for found in differences if found.is_broken}
     tied = {found.prompt_index for found in differences} - broken
     return dict(zip(OUTCOMES, (prompts - len(broken) - len(tied), len(tied), len(broken)), strict=True))
 
 
 def outcome_text(differences: Sequence[Difference]) -> str:
-    """The worst outcome in the words of a table's cell: `same`, `tie at 57`, `2 ties`, `2 differ`."""
+    """The worst outcome as the text of a table cell: `same`, `tie at 57` (a token position), `2 ties`, `2 differ` (numbers of
+    prompts)."""
     broken = [found for found in differences if found.is_broken]
     worst = broken or differences
     if not worst:
@@ -74,7 +80,8 @@ def outcome_text(differences: Sequence[Difference]) -> str:
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """The position of the first token that differs, None where all are the same."""
+    """Returns the position of the first token that differs between two outputs, None if they are equal. If one output continues
+    after the end of the other, it is the length of the shorter output."""
     if list(reference) == list(other):
         return None
     shorter = min(len(reference), len(other))
@@ -84,7 +91,9 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 def judge(
     pair: Pair, prompt_index: int, repeat: int, prompt_ids: Sequence[int], reference: Sequence[int], other: Sequence[int]
 ) -> Difference | None:
-    """Compare an answer with plain decoding's; at the first difference one uncached pass of the target scores both tokens."""
+    """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all are token ids. Returns None
+    if they are equal. Otherwise one forward pass of the target without a key-value cache computes the logits of both tokens at
+    the first difference."""
     from specgen.engine.tolerances import FLOAT32_TIE, tie_threshold
 
     position = first_difference(reference, other)

@@ -1,1 +1,1 @@
-"""Trace files: writing, reading, summaries and statistics."""
+"""Trace files, which record generations as JSON lines: writing, reading, summaries and statistics."""

@@ -1,6 +1,8 @@
-"""Statistics of recorded runs: acceptance by entropy, bounds of the acceptance probability, a bandit's posterior.
+"""Statistics of recorded generations: acceptance rate by draft entropy, lower bounds of the acceptance probability, and how a
+bandit policy's belief about the acceptance probability develops.
 
-Imports no torch. A drafted token is *verified* where its status is accepted or rejected. Entropies and divergences are in nats.
+A drafted token is called verified if it was accepted or rejected; the tokens after a rejected one are not verified. p is the
+target's distribution and q the draft's. Entropies and divergences are in nats. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
-EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the bins, in nats, the same for all traces
-AUTHORS_C = 0.15  # SVIP's constant c, for runs without a setting of that name
+EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the entropy bins, in nats
+AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _Z95 = 1.959964
 _Z90 = 1.644854
 
 
 class DraftedToken(NamedTuple):
-    """A drafted token with its entropy, its acceptance probability sum(min(p, q)) and KL(q||p); NaN where not recorded."""
+    """A drafted token: its status, the entropy of the draft's distribution q, the acceptance probability sum(min(p, q)) as
+    `overlap`, and `kl` = KL(q||p), where p is the target's distribution. Numbers that the trace does not contain are NaN."""
 
     status: TokenStatus
     entropy: float
@@ -34,12 +37,14 @@ class DraftedToken(NamedTuple):
 
     @property
     def is_recorded(self) -> bool:
+        """Whether the trace contains all three numbers."""
         return not math.isnan(self.entropy + self.overlap + self.kl)
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Acceptance of the verified tokens whose draft entropy is in [low, high), with Wilson's 95 % interval."""
+    """How many tokens were accepted among the verified (accepted or rejected) tokens whose draft entropy, in nats, is at least
+    `low` and below `high`."""
 
     low: float
     high: float
@@ -53,6 +58,7 @@ class Bin:
 
     @property
     def interval(self) -> tuple[float, float]:
+        """Both ends of the 95 % Wilson confidence interval of the acceptance rate."""
         n, p, z = self.verified, self.rate, _Z95
         centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
@@ -60,7 +66,9 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class BoundsBin:
-    """Medians over the tokens with an entropy in [low, high): acceptance probability, its two lower bounds, SVIP's estimate."""
+    """Medians over the drafted tokens whose draft entropy, in nats, is at least `low` and below `high`: of the entropy, of the
+    acceptance probability sum(min(p, q)), of its lower bounds by Pinsker and by Bretagnolle-Huber, and of SVIP's estimate of it.
+    """
 
     low: float
     high: float
@@ -74,8 +82,13 @@ class BoundsBin:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The numbers of SVIP's Figures 3 and 4. `below_estimate` is the share of tokens whose acceptance probability is below SVIP's
-    estimate 1 - sqrt(c H(q)); `entropy_ratio` is the median of H(q,p) / H(q), and `measured_c` the c that follows from it."""
+    """How well SVIP's estimate 1 - sqrt(c H(q)) predicts the acceptance probability (the numbers of SVIP's Figures 3 and 4); p is
+    the target's distribution and q the draft's.
+
+    `below_estimate` is the share of tokens whose acceptance probability is below the estimate. `entropy_ratio` is the median of
+    H(q,p) / H(q), and `measured_c` is the constant c that follows from this median; both are None if every entropy is close to 0.
+    `by_entropy` has medians for ranges of the entropy.
+    """
 
     tokens: int
     c: float
@@ -87,7 +100,8 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """A bandit's posterior of the acceptance probability after round `index`: its mean and central 90 % interval."""
+    """What a bandit policy believes about the acceptance probability after round `index`: the mean of its posterior, and both
+    ends of the central 90 % interval."""
 
     index: int
     mean: float
@@ -96,35 +110,38 @@ class Posterior:
 
 
 def pinsker(divergence: float) -> float:
-    """Pinsker's lower bound of the acceptance probability, 1 - sqrt(KL(q||p) / 2) (SVIP Eq. 5), at least 0."""
+    """Pinsker's lower bound of the acceptance probability: 1 - sqrt(KL(q||p) / 2), at least 0 (SVIP Eq. 5). `divergence` is
+    KL(q||p) in nats, with the target's p and the draft's q."""
     return max(0.0, 1 - math.sqrt(max(divergence, 0.0) / 2))
 
 
 def bretagnolle_huber(divergence: float) -> float:
-    """The Bretagnolle-Huber lower bound of the acceptance probability, 1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Appendix B)."""
+    """The Bretagnolle-Huber lower bound of the acceptance probability: 1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Appendix B).
+    `divergence` is KL(q||p) in nats, with the target's p and the draft's q."""
     return max(0.0, 1 - math.sqrt(-math.expm1(-max(divergence, 0.0))))
 
 
 def estimate(entropy: float, c: float) -> float:
-    """SVIP's estimate of the acceptance probability, 1 - sqrt(c H(q)) (Eq. 6), at least 0.
+    """SVIP's estimate of the acceptance probability: 1 - sqrt(c H(q)), at least 0 (Eq. 6). `entropy` is H(q), the entropy of the
+    draft's distribution in nats.
 
-    Not a bound: it assumes a constant ratio of cross-entropy to entropy.
+    It is not a lower bound, because it assumes that the ratio of cross-entropy to entropy is constant.
     """
     return max(0.0, 1 - math.sqrt(max(c * entropy, 0.0)))
 
 
 class TraceStatistics:
-    """Statistics of one or more runs of one method."""
+    """Statistics over one or more recorded runs (generations) of one method."""
 
     def __init__(self, method: str) -> None:
         self.summary = Summary(method)
-        self.tokens: list[DraftedToken] = []  # of the drafts that have entropies
-        self.has_distributions = False  # the runs recorded both distributions, if not for every token
+        self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
+        self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
         self.runs = 0
-        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens of each round after the prefill, run after run
+        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
         self.branches = False  # drafts are trees, or several chains at once
         self.speeds: list[float] = []  # tokens per second of each run
-        self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, else the authors' value
+        self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, or if it has none AUTHORS_C
 
     def add(self, run: TracedRun) -> None:
         self.runs += 1
@@ -134,7 +151,7 @@ class TraceStatistics:
         for traced in run.rounds:
             self.summary.add(traced.round)
             self._add_draft(traced)
-        if not run.rounds and run.summary is not None:  # another program's run: only its summary is known
+        if not run.rounds and run.summary is not None:  # decoded by another program, which writes no rounds
             known = {
                 name: known_number(run.summary, name) for name in ("drafts", "drafted", "accepted", "target_passes", "seconds")
             }
@@ -163,11 +180,12 @@ class TraceStatistics:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Accepted tokens per round with a draft."""
+        """Accepted tokens per round that has a draft. None if no round has one."""
         return self.summary.accepted / self.summary.drafts if self.summary.drafts else None
 
     def acceptance_by_entropy(self) -> list[Bin]:
-        """Acceptance rate by the entropy of the draft distribution (SVIP, Figure 2), without bins that have no verified token."""
+        """Returns the acceptance rate for each range of the draft's entropy (SVIP, Figure 2). Ranges without verified tokens are
+        left out."""
         bins = _by_entropy(token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
         return [
             Bin(
@@ -181,12 +199,13 @@ class TraceStatistics:
         ]
 
     def bounds(self) -> Bounds | None:
-        """SVIP's bounds on these tokens; None where overlap and divergence were not recorded."""
+        """Compares SVIP's estimate and the lower bounds with the recorded acceptance probabilities. None if the trace does not
+        contain the acceptance probability and KL(q||p) of any token."""
         tokens = [token for token in self.tokens if token.is_recorded]
         if not tokens:
             return None
         below = sum(token.overlap < estimate(token.entropy, self.c) for token in tokens)
-        ratios = [1 + token.kl / token.entropy for token in tokens if token.entropy > 0.01]  # numerical noise close to 0
+        ratios = [1 + token.kl / token.entropy for token in tokens if token.entropy > 0.01]  # the ratio is noise below
         ratio = median(ratios) if ratios else None
         return Bounds(
             len(tokens),
@@ -210,7 +229,7 @@ class TraceStatistics:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The statistics under the keys of `inspect --json`."""
+        """The statistics as an object for `specgen inspect --json`."""
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
@@ -225,19 +244,21 @@ class TraceStatistics:
 
 
 def setting(run: TracedRun, name: str) -> float | None:
-    """The run's setting of that name, if it is a number; else None."""
+    """Returns the run's setting `name` if it is a finite number, otherwise None."""
     value = run.start["settings"].get(name)
     return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 def known_number(line: Mapping[str, Any], name: str) -> Any:
-    """The value of a key that the reader does not check, 0 where it is no plausible number."""
+    """Returns the value of `name` in a summary line written by another program, 0 if it is missing or not a plausible number. The
+    trace reader does not check these keys."""
     value = line.get(name)
     return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
 
 
 def _by_entropy(tokens: Iterable[DraftedToken]) -> Iterator[tuple[float, float, list[DraftedToken]]]:
-    """The bins that have tokens: both edges in nats, and the tokens whose entropy is between them."""
+    """Groups tokens by the entropy of the draft's distribution. Yields the lower edge and the upper edge in nats, and the tokens
+    between them, for each group that has tokens."""
     bins: dict[int, list[DraftedToken]] = {}
     for token in tokens:
         if not math.isnan(token.entropy):
@@ -253,12 +274,14 @@ def _bin_dict(found: Bin) -> dict[str, Any]:
 
 
 def _without_infinity(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A dictionary with None, as JSON's null, for the infinite upper edge of the last bin."""
+    """Returns the items as a dictionary in which infinity (the upper edge of the last entropy range) is replaced by None, because
+    JSON has no infinity."""
     return {name: None if value == math.inf else value for name, value in items}
 
 
 def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
-    """A bandit's posterior after at most `most` evenly spaced rounds, the last one included. Empty for other policies."""
+    """Returns a bandit policy's posterior after at most `most` evenly spaced rounds, the last round included. Empty if the run's
+    policy is not a bandit with a normal or Beta posterior."""
     states = [(round_.index, round_.policy_state) for round_ in rounds if round_.policy_state]
     known = [(index, state) for index, state in states if _is_normal(state) or _is_beta(state)]
     step = max(1, math.ceil(len(known) / most))
@@ -266,12 +289,12 @@ def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
 
 
 def _is_normal(state: Mapping[str, float]) -> bool:
-    """Whether a policy's state has the parameters of a normal distribution (Cali-TS)."""
+    """Whether a policy's recorded state has the parameters of a normal distribution (Cali-TS)."""
     return 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0
 
 
 def _is_beta(state: Mapping[str, float]) -> bool:
-    """Whether a policy's state has the parameters of a Beta distribution (Beta-TS)."""
+    """Whether a policy's recorded state has the parameters of a Beta distribution (Beta-TS)."""
     return state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0
 
 
@@ -284,7 +307,7 @@ def _posterior(index: int, state: Mapping[str, float]) -> Posterior:
 
 
 def beta_quantile(alpha: float, beta: float, share: float) -> float:
-    """The quantile of Beta(alpha, beta) at probability `share`, by bisection, exact to 1e-6."""
+    """Computes the value below which Beta(alpha, beta) has the probability `share`, by bisection, with an error below 1e-6."""
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -296,7 +319,8 @@ def beta_quantile(alpha: float, beta: float, share: float) -> float:
 
 
 def _beta_below(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, the CDF of Beta(a, b), by its continued fraction (Lentz's method)."""
+    """The probability that Beta(a, b) is below x: the regularised incomplete beta function, computed by its continued fraction
+    (Lentz's method)."""
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
     if x < (a + 1) / (a + b + 2):
         return front * _beta_fraction(a, b, x) / a

@@ -1,4 +1,5 @@
-"""Counts and metrics of runs, computed from their rounds. Imports no torch."""
+"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is one target pass with the draft that
+it verified. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _METRICS = (
 
 
 class Summary:
-    """Counts over `rounds` and over what is added later. Rates are fractions, None where nothing was drafted."""
+    """Counts tokens, target passes and seconds over the rounds of one or more runs, and computes metrics from them. More rounds
+    or whole runs can be added. Rates are fractions from 0 to 1, None if nothing was drafted."""
 
     def __init__(self, method: str, rounds: Iterable[Round] = ()) -> None:
         self.method = method
@@ -31,8 +33,8 @@ class Summary:
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
-        self.joules: float | None = None  # above idle, NaN if those of a run are unknown
-        self.unsplit_seconds = 0.0  # of runs of other programs, which report no phases
+        self.joules: float | None = None  # beyond idle power; NaN if the energy of one run is unknown
+        self.unsplit_seconds = 0.0  # of runs without times by phase, such as transformers' own methods
         for round_ in rounds:
             self.add(round_)
 
@@ -48,18 +50,20 @@ class Summary:
             self.phase_seconds[phase] += seconds
 
     def add_log_likelihood(self, nats: float) -> None:
-        """Add one run's log-likelihood under the target at temperature 1. For a valid perplexity every run has to be added."""
+        """Adds the log-likelihood in nats of one run's generated tokens under the target at temperature 1. For a valid perplexity
+        it has to be added for every run."""
         self.log_likelihood = nats + (self.log_likelihood or 0.0)
 
     def add_energy(self, energy: Energy) -> None:
-        """Add one run's energy."""
+        """Adds the energy that one run used."""
         self.energy = energy if self.energy is None else self.energy + energy
         self.joules = (self.joules or 0.0) + (math.nan if energy.joules is None else energy.joules)
 
     def include(self, line: Mapping[str, Any]) -> None:
-        """Add a whole run by its summary line with the additional key `drafts`, as in comparisons.
+        """Adds a whole run from its summary line in a trace, which must also have the key `drafts` (rounds with a draft), as
+        comparisons write it.
 
-        Where lines have perplexity and joules per token, those of the summary are None unless all runs with tokens have them.
+        If lines have perplexity or joules per token, the total is None as soon as one run with tokens has None.
         """
         tokens = len(line["token_ids"])
         if tokens and "perplexity" in line:
@@ -84,12 +88,12 @@ class Summary:
 
     @property
     def target_passes(self) -> int:
-        """Each round has one target pass, the prefill included."""
+        """The number of target passes. Each round has one, and the prefill is a round."""
         return self.rounds
 
     @property
     def seconds(self) -> float:
-        """Time spent decoding, prefill included, without the time that the consumer spends between rounds."""
+        """Seconds of decoding, prefill included. The time that the caller spends between rounds is not counted."""
         return sum(self.phase_seconds.values()) + self.unsplit_seconds
 
     @property
@@ -98,17 +102,17 @@ class Summary:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens (EESD Eq. 11)."""
+        """Accepted tokens divided by drafted tokens (EESD Eq. 11)."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def draft_share(self) -> float | None:
-        """Accepted / generated tokens (EESD Eq. 12)."""
+        """Accepted tokens divided by generated tokens (EESD Eq. 12)."""
         return self.accepted / self.new_tokens if self.drafted and self.new_tokens else None
 
     @property
     def harmonic_mean(self) -> float | None:
-        """Harmonic mean of acceptance rate and draft share."""
+        """Harmonic mean of the acceptance rate and the draft share (accepted tokens divided by generated tokens)."""
         rate, share = self.acceptance_rate, self.draft_share
         if rate is None or share is None:
             return None
@@ -121,12 +125,16 @@ class Summary:
 
     @property
     def mean_accepted_run(self) -> float | None:
-        """Accepted tokens per rejection, which may span several rounds (PEARL, Table 4). None without a rejection."""
+        """Mean number of accepted tokens between two rejections, over round borders (PEARL, Table 4). None if nothing was
+        rejected."""
         return self.accepted / self.rejections if self.rejections else None
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean negative log-likelihood of the generated tokens; None where it was not measured or overflows."""
+        """The exponential of the mean negative log-likelihood of the generated tokens; None if it was not measured or overflows.
+
+        The log-likelihood is the target's, at temperature 1.
+        """
         if self.log_likelihood is None or not self.new_tokens:
             return None
         mean = -self.log_likelihood / self.new_tokens
@@ -134,21 +142,23 @@ class Summary:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy above idle per generated token; None where there is no counter."""
+        """Energy per generated token in joules, beyond what the idle machine uses. None if it was not measured or no energy
+        counter exists."""
         if self.joules is None or math.isnan(self.joules) or not self.new_tokens:
             return None
         return self.joules / self.new_tokens
 
     @property
     def mean_draft_length(self) -> float | None:
-        """Drafted tokens per round with a draft."""
+        """Drafted tokens per round that has a draft. None if no round has one."""
         return self.drafted / self.drafts if self.drafts else None
 
     def share_of_time(self, phase: str) -> float:
         return self.phase_seconds[phase] / self.seconds if self.seconds else 0.0
 
     def as_dict(self, text: str, finish_reason: str) -> dict[str, Any]:
-        """The summary line of a trace, without its `type`. The keys do not change."""
+        """The summary as the summary line of a trace, without the key `type`. `text` is the generated text. The keys do not
+        change."""
         return {
             "method": self.method,
             "text": text,

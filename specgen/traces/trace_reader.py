@@ -1,7 +1,8 @@
-"""Reads traces line by line, as runs with their rounds. Imports no torch.
+"""Reads trace files, which record runs (generations) as JSON lines: a start line, a line per round (one target pass with its
+draft) and a summary line. Imports no torch.
 
-Traces may come from untrusted sources, so every line is checked; a mistake raises SpecgenError with file, line and key. Unknown
-keys are ignored. Of a trace that was cut off (no summary, an incomplete last line), what is complete is read.
+Traces may come from untrusted sources, so every line is checked. A mistake raises SpecgenError with file, line and key; unknown
+keys are ignored. If a trace was cut off (a missing summary, an incomplete last line), its complete lines are read.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """A round with the texts of its drafted tokens and of its correction or bonus token.
+    """A round as read from a trace, with the texts of its drafted tokens and of its correction or bonus token (None if it has
+    none).
 
-    Where both distributions were recorded, `overlap` is the sum of min(p, q) for each drafted token and `kl` is KL(q||p) in nats,
-    NaN for tokens that were not verified.
+    `overlap` is sum(min(p, q)) for each drafted token and `kl` is KL(q||p) in nats; p is the target's distribution, q the
+    draft's. They are NaN for tokens that were not verified, and empty if the distributions were not recorded.
     """
 
     round: Round
@@ -41,8 +43,12 @@ class TracedRound:
 
 @dataclass(slots=True)
 class TracedRun:
-    """One run of a trace. `start` and `summary` are its lines (`summary` None where the run was cut off), `notes` say what is
-    missing, and `end` is the offset in bytes after its last complete line, from which a resumed trace is continued."""
+    """One run (generation) as read from a trace.
+
+    `start` and `summary` are its start and summary line; `summary` is None if the run was cut off. `first_line` is the line
+    number of `start`. `notes` are sentences about what is missing or inconsistent. `end` is the byte offset after the run's last
+    complete line, where a resumed comparison continues to write.
+    """
 
     start: Mapping[str, Any]
     first_line: int
@@ -57,15 +63,15 @@ class TracedRun:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None where the run was cut off."""
+        """Why the run ended. None if it was cut off."""
         return None if self.summary is None else cast(FinishReason, self.summary["finish_reason"])
 
     def fold(self) -> Summary:
-        """The summary, computed from the rounds, for a run that was cut off too."""
+        """Computes the summary from the rounds, so that it also exists for a run that was cut off."""
         return Summary(self.method, (traced.round for traced in self.rounds))
 
     def texts(self) -> dict[int, str]:
-        """Texts of the tokens in the rounds, by token id."""
+        """The texts of all drafted, correction and bonus tokens in the run, by token id."""
         texts: dict[int, str] = {}
         for traced in self.rounds:
             texts.update(zip(traced.round.draft.tokens, traced.draft_texts, strict=True))
@@ -75,14 +81,14 @@ class TracedRun:
 
 
 _TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one per drafted token; infinities are refused
+_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one value per drafted token, None if unknown
 
 
 _FIGURES = ("entropies", "top_probs", "overlap", "kl")
 
 
 class _Line(BaseModel):
-    """The keys of a line that are read, with their types."""
+    """The keys that are read from a line of a trace, with their types."""
 
     model_config = ConfigDict(strict=True)
 
@@ -128,7 +134,7 @@ _LINES: dict[str, type[_Line]] = {"start": _StartLine, "round": _RoundLine, "sum
 
 
 def read_trace(path: Path) -> Iterator[TracedRun]:
-    """The runs of a trace, one at a time in memory. Raises SpecgenError for a file that is not a trace."""
+    """Yields the runs of a trace; only one run at a time is in memory. Raises SpecgenError if the file is not a trace."""
     try:
         with path.open("rb") as file:
             yield from _runs(_Lines(path, file))
@@ -137,7 +143,7 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
 
 
 class _Lines:
-    """A file's lines as JSON objects, with the current line number."""
+    """Iterates over a file's lines as JSON objects and knows the current line number."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self.path, self._file = path, file
@@ -167,7 +173,8 @@ class _Lines:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The JSON object on a line, with a question mark for each lone surrogate, which cannot be encoded. Raises ValueError."""
+    """Parses a line as a JSON object. Lone surrogates (halves of a character, which cannot be encoded) become question marks.
+    Raises ValueError if the line is not a JSON object."""
     text = data.decode("utf-8-sig").rstrip()
     line = json.loads(text, parse_constant=_refuse_constant)
     if not isinstance(line, dict):
@@ -229,7 +236,7 @@ def _closed(run: TracedRun, lines: _Lines, *, is_last: bool) -> TracedRun:
 
 
 def _traced_round(line: _RoundLine) -> TracedRound:
-    """The round on a line. Raises ValueError where its keys contradict each other."""
+    """Makes a round from a checked line. Raises ValueError if the line's values contradict each other."""
     count = len(line.draft_ids)
     for name, is_optional in {"draft_texts": False, "parents": False, **dict.fromkeys(_FIGURES, True)}.items():
         length = len(getattr(line, name) or ())
@@ -241,15 +248,16 @@ def _traced_round(line: _RoundLine) -> TracedRound:
     draft = Draft(line.draft_ids, parents, None, figures["entropies"], figures["top_probs"], line.stop_reason)
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
-        seconds[phase if phase in seconds else "other"] += value  # so that the sum is right
+        seconds[phase if phase in seconds else "other"] += value  # so that the seconds still add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
     round_ = Round(line.index, line.mode, draft, Verdict(_path(line), line.token_id, line.source), seconds, policy)
     return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
 
 
 def _path(line: _RoundLine) -> tuple[int, ...]:
-    """The accepted nodes, from the root. All matching paths are tried, as children of one node may have the same token."""
-    depths = {-1: 0}  # of the nodes on matching paths
+    """Finds the accepted nodes of the draft tree, from the root, by the accepted token ids. All matching paths are tried, because
+    several children of a node may have the same token."""
+    depths = {-1: 0}  # by node, for nodes on matching paths; -1 is the root
     for node, (token, parent) in enumerate(zip(line.draft_ids, line.parents, strict=True)):
         if not -1 <= parent < node:
             raise ValueError(f"parents has {parent} for node {node}, which has to come after its parent")

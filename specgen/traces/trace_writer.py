@@ -1,4 +1,5 @@
-"""Writes runs as JSON lines, the same for `--json` and `--trace`. The keys are documented in the README and do not change."""
+"""Makes the JSON lines that record a run (one generation), for `--json` and for trace files. Their keys are documented in the
+README and do not change."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from specgen.types import Round, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a trace's start line says about a run. `sampling` has the seed in use; `costs` determined PEARL's window."""
+    """What the start line of a trace says about a run (one generation). `draft` is None if no draft model was used. `sampling`
+    contains the seed that was really used. `costs` are the measured pass times that determined PEARL's window, None if no window
+    was computed from them."""
 
     method: str
     settings: Mapping[str, Any]
@@ -31,13 +34,19 @@ class RunInfo:
 
 
 def start_line(run: RunInfo) -> dict[str, Any]:
+    """The first line of a recorded run: method, models, prompt, settings and the installed versions."""
     line = {"type": "start", **asdict(run), "sampling": asdict(run.sampling) | {"stop": list(run.sampling.stop)}}
     del line["costs"]
     return line | {"versions": versions()} | ({} if run.costs is None else {"costs": run.costs.as_dict()})
 
 
 def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record: bool = False) -> dict[str, Any]:
-    """`record` adds how far draft and target agree at each drafted token, null where that is unknown."""
+    """The line of a trace for one round, that is one target pass with the draft that it verified. `text_of` turns token ids into
+    text.
+
+    With `record` it also contains, for each drafted token, sum(min(p, q)) as `overlap` and KL(q||p) as `kl`, where p is the
+    target's distribution and q the draft's. Both are null for tokens without known distributions.
+    """
     draft, verdict = round_.draft, round_.verdict
     line = {
         "type": "round",
@@ -58,19 +67,21 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
     }
     if record:
         figures: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
-        for name, values in figures.items():  # tokens that PEARL drafted ahead are not verified yet
+        for name, values in figures.items():  # PEARL drafts ahead: its last tokens have no values yet
             line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
     return line
 
 
 def summary_line(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The last line of a recorded run, with the given results."""
     return {"type": "summary", **summary}
 
 
 class TraceWriter:
-    """Writes JSON lines to a file, each with one unbuffered write: an interruption leaves complete lines.
+    """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 
-    `keep` appends after that many bytes of an existing file.
+    `keep` is None to start a new file. Otherwise it is the number of bytes to keep of an existing file; lines are written after
+    them.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
@@ -84,7 +95,7 @@ class TraceWriter:
             raise SpecgenError(f"cannot write the trace {path}: {error.strerror}", "Name another file") from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Raises RunError where the line cannot be written."""
+        """Writes one line. Raises RunError if the line cannot be written."""
         data = json_line(line)
         try:
             written = self._file.write(data)
