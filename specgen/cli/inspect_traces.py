@@ -66,7 +66,7 @@ def _range(values: Sequence[Any]) -> str:
 def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | None, rounds: int | None, number: int) -> None:
     """Shows run `number` of each method in the traces, counted from 1.
 
-    `html` is the file for an HTML page; None means terminal output. At most `rounds` rounds are listed; None means 40 for a
+    `html` is the file for an HTML page; None means no page. At most `rounds` rounds are listed; None means 40 for a
     single method and none for several. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
     """
     from specgen.ui.html import trace_page

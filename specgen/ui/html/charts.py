@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_PHASES = (  # CSS class, name on the page, phases of a round's seconds
+_PHASES = (  # CSS class, name on the page, the phases whose seconds are added up
     ("p", "processing the prompt", ("prefill",)),
     ("d", "drafting", ("draft",)),
     ("v", "verifying", ("verify",)),

@@ -15,7 +15,7 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.text_layout import wrapped
 
-MOST_EXPLAINED = 3  # further ties are only counted
+MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from specgen.ui.terminal.text_layout import labelled
 if TYPE_CHECKING:
     from specgen.tuning.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
-_LEAD = 13  # cells before the text of a line
+_LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 

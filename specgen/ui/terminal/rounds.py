@@ -18,9 +18,9 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import wrapped
 
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
-MODES = {"pre-verify": "pre", "post-verify": "post"}  # of PEARL's rounds, in a column of their own
-MODE = 6  # cells of that column
-NARROW = 80  # on narrower terminals the reason follows the text
+MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's modes, shown after a round's number
+MODE = 6  # cells of the column with PEARL's mode
+NARROW = 80  # cells; on narrower terminals the words on why a draft ended follow the tokens
 Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
 _STYLES: Mapping[Kind, str] = {
     "accepted": "token.accepted",

@@ -18,7 +18,7 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import wrapped
 
-NARROWEST = 44  # cells for each run where several are shown side by side
+NARROWEST = 44  # cells for each method where several are shown side by side
 _GAP = 4
 _SPEED = Column("tokens_per_second", attrgetter("statistics.summary.tokens_per_second"), form="{:.1f}", label="tokens/s")
 _EIGHTHS = "▁▂▃▄▅▆▇█"

@@ -19,9 +19,9 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.live_table import duration, live_lines, running_line
 from specgen.ui.terminal.text_layout import labelled
 
-_LEAD = 11  # columns of the first word of a line of the verdict
-_FIGURES = 38  # columns of the table after the method
-_REDRAW_SECONDS = 0.2  # at least, between two drawings
+_LEAD = 11  # cells for the label before each text below the table
+_FIGURES = 38  # cells of the table to the right of the method's name
+_REDRAW_SECONDS = 0.2  # the least time between two drawings of the bar
 
 
 class TuneProgress:
