@@ -68,10 +68,11 @@ class ModelOptions:
 
     @property
     def lacks_exit_layer(self) -> bool:
-        """Whether it is known before loading that the target has no trained exit layer, which the eesd methods need.
+        """Whether it is known before loading that the target has no exit layer.
 
-        That is so if --exit-layer is not given and none was trained here for these weights. It is False where this is not known,
-        as for a target on the hub.
+        An exit layer is a trained layer that lets the eesd methods draft with the target's own first layers. It is known to be
+        missing if --exit-layer is not given and none was trained here for these weights. The value is False where it is not
+        known, as for a target on the hub.
         """
         if self.exit_layer is not None or self.target is None:
             return False

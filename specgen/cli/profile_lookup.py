@@ -42,9 +42,10 @@ class Choice:
 
 
 def with_exit(models: ModelOptions, folder: Path | None) -> ModelOptions:
-    """Returns `models`, with the trained exit layer in the profile's folder if that folder has one and --exit-layer is not given.
+    """Returns `models`, with the exit layer in the profile's folder if that folder has one and --exit-layer is not given.
 
-    `folder` is the folder of --profile, None if the option is not given.
+    The exit layer is a trained layer that lets the eesd methods draft with the target's own first layers. `folder` is the folder
+    of --profile, None if the option is not given.
     """
     if folder is None or models.exit_layer is not None or not (folder / EXIT_WEIGHTS).is_file():
         return models

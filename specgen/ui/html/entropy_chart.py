@@ -60,8 +60,12 @@ def _bins_chart(bins: Sequence[Bin], c: float, stop: float | None, *, was_record
 
 
 def _frame(right: float, c: float, stop: float | None) -> dict[str, Any]:
-    """Returns what both charts share: the axes from 0 to `right` nats, the curve of SVIP's estimate 1 - sqrt(c H(q)), and the
-    position of `stop` (the entropy above which svip stops drafting), None where it is not on the chart."""
+    """Returns what both charts share: the axes, the curve of SVIP's estimate, and the position of `stop`.
+
+    The entropy axis goes from 0 to `right` nats. The estimate of the acceptance probability is 1 - sqrt(c H(q)), where H(q) is
+    the entropy of the draft's probabilities q. `stop` is the entropy above which svip stops drafting. Its position is None where
+    it lies outside the chart.
+    """
     step = tick_step(right, 4)
     ticks = [step * index for index in range(1, int(right / step - 0.5) + 1)]
     below = [(tick / right, f"{tick:g}", "middle") for tick in ticks]

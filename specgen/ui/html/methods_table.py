@@ -17,7 +17,7 @@ from specgen.ui.html.charts import tick_step
 class Line:
     """A line of the table of methods: one method with its speed, or with the reason why it was not run.
 
-    `kind` holds CSS classes. `why` is that reason, empty for a method that ran. `entry` is the object that the table's columns
+    `kind` holds CSS classes. `why` is the reason, empty for a method that ran. `entry` is the object that the table's columns
     read their cells from. `speed` is a speedup or tokens per second, `low` to `high` its interval. `output` says in words whether
     the method's text equals the target's.
     """

@@ -86,7 +86,7 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
 def stop_entropy(run: TracedRun) -> float | None:
     """Returns the draft entropy H in nats above which svip stops drafting; None for other methods.
 
-    The rule of svip is to stop where sqrt(c H) > threshold.
+    The rule of svip is to stop where sqrt(c H) > threshold; c and threshold are settings of the method.
     """
     c, threshold = setting(run, "c"), setting(run, "threshold")
     return threshold**2 / c if c and threshold is not None else None

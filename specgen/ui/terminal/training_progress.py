@@ -1,4 +1,4 @@
-"""Shows on stderr how far the training of an exit layer is: bars on a terminal, else a line of text every 30 seconds."""
+"""Shows on stderr how far a training is: bars on a terminal, else a line of text every 30 seconds."""
 
 from __future__ import annotations
 
