@@ -1,1 +1,1 @@
-"""The command line: one module per command, and what the commands share."""
+"""The command line: the modules of the commands (generate, compare, inspect, tune) and modules that several commands use."""

@@ -1,4 +1,7 @@
-"""The `specgen` command: its subcommands, the streams it writes to, and its exit code. Imports nothing heavy."""
+"""The `specgen` command: registers its subcommands, prepares stdout and stderr, and exits with the exit code.
+
+It does not import torch or transformers, so that it starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def specgen(
 
 
 def main() -> None:
-    """The console script. The parser's errors are reported as those of commands are."""
+    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands."""
     _prepare_streams()
     try:
         code = app(standalone_mode=False)
@@ -58,7 +61,10 @@ def main() -> None:
 
 
 def _prepare_streams() -> None:
-    """Replace a stream that the shell closed (`>&-`), and write a question mark for a character that the locale lacks."""
+    """Makes stdout and stderr safe to write to.
+
+    If the shell closed one (`>&-`), its output is discarded. A character that the locale's encoding lacks is written as `?`.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

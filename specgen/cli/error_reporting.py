@@ -1,4 +1,4 @@
-"""Turns every way a command can end into an exit code and at most one error message."""
+"""Ends a command with an exit code and at most one error message, whether it succeeds, fails or is interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ P = ParamSpec("P")
 
 
 def reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Make a command exit with the code that it returns, or with its error's exit code after one message on stderr."""
+    """Decorates a command so that it ends the program with the exit code that it returns (None is 0).
+
+    If it raises an error that users can cause, one message goes to stderr and the exit code is the error's.
+    """
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -47,7 +50,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def report(error: SpecgenError, *, no_color: bool = False) -> None:
-    """Print `error:`, the message and the hint on stderr: wrapped and indented on a terminal, else on one line."""
+    """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal, else on one line."""
     from rich.text import Text
 
     from specgen.ui.sanitize import inline
@@ -66,7 +69,7 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
 
 
 def usage_error(error: Exception) -> int:
-    """Report an error of the command-line parser. Returns the exit code."""
+    """Prints an error of the command-line parser, such as an unknown option. Returns the exit code."""
     message: str = error.format_message()  # type: ignore[attr-defined]
     if message:  # it is empty where the parser has shown the help text instead
         report(_wrong_value(error) or SpecgenError(message.rstrip("."), "See --help"))
@@ -74,7 +77,10 @@ def usage_error(error: Exception) -> int:
 
 
 def _wrong_value(error: Exception) -> SpecgenError | None:
-    """The parser's error about an option's value, with that value, which the parser's own message lacks."""
+    """Returns a parser's error about an option's value as an error whose message contains the value; the parser's does not.
+
+    Returns None for any other error of the parser.
+    """
     option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if option is None or checks is None:
         return None
@@ -88,6 +94,6 @@ def _failed(message: str, hint: str = "") -> int:
 
 
 def _silence_stdout() -> None:
-    """Discard what is still buffered for stdout, so that the interpreter's last flush cannot fail again."""
+    """Discards the text still in stdout's buffer, so that Python's flush at exit does not raise the same error again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

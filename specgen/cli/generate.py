@@ -73,7 +73,10 @@ def generate(
 
 
 def _method(name: str | None, models: ModelOptions) -> methods.Method:
-    """The requested method, or the default one. Raises SpecgenError where the models lack what it needs."""
+    """Returns the requested method, or the default one if `name` is None.
+
+    Raises SpecgenError if the method needs a draft model or a trained exit layer that is missing.
+    """
     chosen = methods.find(name or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
@@ -83,7 +86,7 @@ def _method(name: str | None, models: ModelOptions) -> methods.Method:
 
 
 def _check_texts(prompt: str, system: str | None, *, chat: bool) -> None:
-    """Raise SpecgenError for a prompt or a system message that cannot be used."""
+    """Raises SpecgenError for an empty prompt, text that is not UTF-8, or a system message without --chat."""
     if system is not None and not chat:
         raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
     for name, text in (("the prompt", prompt), ("--system", system or "")):
@@ -94,7 +97,10 @@ def _check_texts(prompt: str, system: str | None, *, chat: bool) -> None:
 
 
 def _standard_input(*, requested: bool) -> str:
-    """All of standard input, without the line feed at its end. A terminal is read only where `requested`."""
+    """Returns all of standard input, without the line feed at its end.
+
+    If standard input is a terminal, it is read only if `requested` (the prompt was given as `-`). Raises SpecgenError otherwise.
+    """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
     try:

@@ -1,4 +1,4 @@
-"""`specgen inspect`: shows recorded runs, a pair of models before it is used, or the list of methods."""
+"""`specgen inspect`: shows recorded generations, a report on a pair of models before it is used, or the list of methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specgen inspect --target T --draft D`: reports whether a pair of models can be used, and what each method needs."""
+"""`specgen inspect --target T --draft D`: reports whether two models can be used together, and which methods can run on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool) -> None:
-    """Show a report on a pair. With `measure`, load it and measure its forward passes, unless its tokenizers do not fit."""
+    """Shows a report on a pair of models.
+
+    With `measure` the models are loaded and their forward passes timed, unless their tokenizers do not fit together.
+    """
     err = theme.console(stderr=True, no_color=display.no_color)
     report = _report(models, err, quiet=display.quiet)
     if measure and not _is_refused(report):
@@ -32,7 +35,7 @@ def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool)
 
 
 def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
-    """What the models' files tell, without loading their weights."""
+    """Returns the report that needs only the models' files, without loading their weights."""
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device
@@ -65,7 +68,7 @@ def _is_refused(report: PairReport) -> bool:
 
 
 def _next_command(models: ModelOptions, report: PairReport) -> str | None:
-    """A command to run next, None where the pair cannot be used."""
+    """Returns the command that the user can run next; None where the tokenizers do not fit together."""
     if _is_refused(report):
         return None
     dtype = models.dtype if models.dtype != "auto" else None

@@ -1,4 +1,4 @@
-"""`specgen inspect TRACE.jsonl ...`: shows recorded runs as text, as JSON lines or as an HTML page."""
+"""`specgen inspect TRACE.jsonl ...`: shows recorded generations (called runs here) as text, JSON lines or an HTML page."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtyp
 
 @dataclass(slots=True)
 class _Group:
-    """The runs of one method in one file.
+    """The runs (recorded generations) of one method in one trace file.
 
-    `name` is the method as the comparison wrote it, else its name. `settings` has every value that a setting had in these runs.
-    `run` is the run to show in detail.
+    `name` is the method with its settings as given to `specgen compare`, or the method's name in a trace of `generate`.
+    `settings` has, for each setting, all the values that it had in these runs. `run` is the run to show in detail, None until it
+    is found.
     """
 
     path: Path
@@ -39,7 +40,7 @@ class _Group:
     run: TracedRun | None = None
 
     def add(self, run: TracedRun, detailed: int) -> None:
-        """Add a run, and keep it if it is number `detailed`, counted from 1."""
+        """Adds a run to the statistics. If it is the group's run number `detailed`, counted from 1, it becomes `self.run`."""
         self.statistics.add(run)
         for setting, value in run.start["settings"].items():
             values = self.settings.setdefault(setting, [])
@@ -49,7 +50,10 @@ class _Group:
             self.run = run
 
     def values(self) -> dict[str, str]:
-        """Each setting's value, or the range of its values: PEARL's measured window differs between prompts."""
+        """Returns each setting's value as text, or the range of its values where they differ between runs.
+
+        PEARL's window, for instance, is measured for each prompt.
+        """
         return {name: _range(values) for name, values in self.settings.items()}
 
 
@@ -60,9 +64,10 @@ def _range(values: Sequence[Any]) -> str:
 
 
 def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | None, rounds: int | None, number: int) -> None:
-    """Show run `number` of each method, counted from 1, with at most `rounds` rounds; None lets the report choose how many.
+    """Shows run `number` of each method in the traces, counted from 1.
 
-    Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
+    `html` is the file for an HTML page; None means no page. At most `rounds` rounds are listed; None means 40 for a
+    single method and none for several. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
     """
     from specgen.ui.html import trace_page
     from specgen.ui.html.page import write_page
@@ -90,7 +95,11 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
 
 
 def _group(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun) -> _Group:
-    """The group of a run. Runs that a comparison wrote as one method are one group, even if their measured settings differ."""
+    """Returns the group that a run belongs to, and creates it if needed.
+
+    Runs of `specgen compare` are one group if the user gave the same method and settings, even if measured settings differ. Runs
+    of `generate` are one group if all their settings are equal.
+    """
     spec = run.start.get("spec")
     name = spec if isinstance(spec, str) and spec else run.method
     key = (path, name, "" if name is spec else json.dumps(run.start["settings"], sort_keys=True))
@@ -98,7 +107,11 @@ def _group(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedR
 
 
 def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]:
-    """Each group with a unique label: the method, the settings or the file where several groups share it, and `(lossy)`."""
+    """Yields each group as a RecordedMethod whose label tells it from the other groups.
+
+    The label is the method's name. Where several groups have the same method, it also has the settings in which they differ, or
+    the file's name. `(lossy)` follows the name of a lossy method. Raises SpecgenError for a group without run `number`.
+    """
     from specgen.ui.recorded_methods import RecordedMethod
 
     for group in groups:
@@ -119,7 +132,7 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:
-    """One run's figures, all computed from its rounds."""
+    """Returns the line of `specgen inspect --json` for a run, with statistics computed from its rounds."""
     statistics = TraceStatistics(run.method)
     statistics.add(run)
     rounds = [traced.round for traced in run.rounds]

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C: noticing every one during a command, and deferring one until a round is shown and recorded."""
+"""Handles Ctrl-C. None is lost while a command runs, and none breaks off a round before it is both recorded and shown."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 class InterruptWatch:
     """Notices every Ctrl-C while a command runs: `with interrupt_watch(): ...`.
 
-    A KeyboardInterrupt can get lost: an import that it breaks off raises another error instead, and one in a destructor is only
-    printed. Any error after a Ctrl-C therefore becomes a KeyboardInterrupt, and `check` raises one that was lost silently.
+    Python can lose a KeyboardInterrupt: if it stops an import, the import may raise another error instead, and if it is raised in
+    a destructor, Python only prints it. Any error after a Ctrl-C is therefore raised as a KeyboardInterrupt, and `check` raises a
+    KeyboardInterrupt that was lost without an error.
     """
 
     _pressed = False
@@ -48,7 +49,7 @@ class InterruptWatch:
             signal.signal(signal.SIGINT, before)
 
     def check(self, cause: Exception | None = None) -> None:
-        """Raise KeyboardInterrupt if there was a Ctrl-C, whether or not its exception got lost."""
+        """Raises KeyboardInterrupt if Ctrl-C was pressed since the `with` block began. `cause` is an error it may have caused."""
         if self._pressed:
             raise KeyboardInterrupt from cause
 
@@ -57,10 +58,10 @@ interrupt_watch = InterruptWatch()
 
 
 class Interrupts:
-    """A context manager that turns SIGINT into KeyboardInterrupt, but defers the first one while `held`.
+    """A context manager that raises KeyboardInterrupt on Ctrl-C, but inside `with held():` only at the end of that block.
 
-    The text, a trace's rounds and its summary therefore always contain the same tokens. A second Ctrl-C is not deferred, because
-    writing to a pipe may block.
+    A round can thus be written completely: the shown text and the trace file contain the same tokens. A second Ctrl-C is raised
+    at once, because writing to a pipe may block forever.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Defer a first Ctrl-C to the end of the block."""
+        """Delays a first Ctrl-C to the end of the `with` block. A second one is raised at once."""
         self._held = True
         try:
             yield

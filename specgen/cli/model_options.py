@@ -1,4 +1,4 @@
-"""The options that select models and devices, and loading the pair that they select."""
+"""The command-line options that name models and devices, and a function that loads the models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which models to load, and onto which devices. Raises SpecgenError for options that need another one."""
+    """Which models to load, and onto which devices.
+
+    If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if --draft or --revision is given
+    without --target, or --draft-revision without --draft.
+    """
 
     target: options.Target = None
     draft: options.Draft = None
@@ -44,13 +48,15 @@ class ModelOptions:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there will be a draft model: a named one, or the bundled pair's."""
+        """Whether there will be a draft model: the one of --draft, or the demo pair's if no target is named."""
         return self.draft is not None or self.target is None
 
     @property
     def local_fingerprint(self) -> str | None:
-        """The fingerprint of the target's weights, before they are loaded. None for a model on the hub, and for damaged weights,
-        which are reported when they are loaded."""
+        """The fingerprint (a hash that identifies weights) of a target in a local folder, computed without loading it.
+
+        None for a model on the Hugging Face hub. Also None for damaged weights, for which loading raises an error later.
+        """
         from specgen import demo
         from specgen.engine.fingerprint import weights_fingerprint
 
@@ -62,8 +68,12 @@ class ModelOptions:
 
     @property
     def lacks_exit_layer(self) -> bool:
-        """Whether it is certain before loading that there is no exit layer: none is named, and none was trained for the target's
-        folder."""
+        """Whether it is known before loading that the target has no exit layer.
+
+        An exit layer is a trained layer that lets the eesd methods draft with the target's own first layers. It is known to be
+        missing if --exit-layer is not given and none was trained here for these weights. The value is False where it is not
+        known, as for a target on the hub.
+        """
         if self.exit_layer is not None or self.target is None:
             return False
         fingerprint = self.local_fingerprint
@@ -71,7 +81,10 @@ class ModelOptions:
 
     @property
     def probably_on_cpu(self) -> bool:
-        """A guess that does not import torch. A wrong guess only costs time."""
+        """Whether both models will probably run on the CPU: a guess that does not import torch.
+
+        A wrong guess only costs time.
+        """
         devices = {self.device, self.draft_device or self.device}
         if devices <= {"cpu"}:
             return True
@@ -79,9 +92,10 @@ class ModelOptions:
 
 
 def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False) -> Pair:
-    """Load the models and warm them up, with a spinner on `err`.
+    """Loads the models and runs them once to warm them up, with a spinner on the console `err`.
 
-    For a `parallel` method on a CPU the draft's process starts first, so that it imports torch at the same time.
+    `parallel` says that the method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
+    That process is started first, so that both processes import torch at the same time.
     """
     from specgen.ui.terminal.loading_line import LoadingLine
     from specgen.workers.process import DraftProcess, is_possible
@@ -100,6 +114,9 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
 
 
 def disable_hub_progress(err: Console, *, quiet: bool) -> None:
-    """Disable the hub's download bars where they would not be seen. Has to be called before huggingface_hub is imported."""
+    """Disables huggingface_hub's progress bars if `quiet` is True or `err` is not a terminal.
+
+    It has no effect once huggingface_hub is imported.
+    """
     if quiet or not err.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

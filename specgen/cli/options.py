@@ -1,4 +1,7 @@
-"""Command-line options that commands share: their types with help texts, and the groups that a command takes as one value."""
+"""The command-line options that several commands have, with their types and help texts.
+
+Dataclasses group related options, so that a command takes each group as one parameter (see `grouped`).
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,10 @@ NoColor = Annotated[bool, _output("--no-color", help="Use bold, underline and st
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are chosen, and how many. A command with other defaults takes a subclass with these fields assigned anew."""
+    """The options for sampling and for the length of the output.
+
+    A command that needs other default values uses a subclass that sets them.
+    """
 
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
@@ -125,7 +131,7 @@ class SamplingOptions:
     ignore_eos: IgnoreEos = False
 
     def params(self, stop: Sequence[str] = ()) -> SamplingParams:
-        """Raises SpecgenError for a value out of range."""
+        """Returns the options as SamplingParams, with the stop strings `stop`. Raises SpecgenError for a value out of range."""
         return SamplingParams(**asdict(self), stop=tuple(stop))
 
 
@@ -150,10 +156,10 @@ class GenerateOutput(OutputOptions):
 
 
 def grouped(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Let a command take groups of options: a parameter whose type is a dataclass becomes one option per field.
+    """Decorates a command so that each parameter whose type is a dataclass becomes one command-line option per field.
 
-    The options appear in the help text at the group's position, with the fields' defaults. The fields' types are `Annotated` with
-    a `typer.Option`. Errors that a group's `__post_init__` raises come from the returned function, so `reported` goes outside.
+    Each field's type must be `Annotated` with a `typer.Option`. The options appear in the help text at the parameter's position.
+    The decorator `reported` has to be written above this one, because the dataclass's `__post_init__` may raise errors to report.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {}
@@ -176,7 +182,7 @@ def grouped(command: Callable[..., int | None]) -> Callable[..., int | None]:
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
-    """A parameter for each field of a dataclass."""
+    """Returns a function parameter for each field of the dataclass `group`."""
     types = get_type_hints(group, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
     return [inspect.Parameter(field.name, kind, default=field.default, annotation=types[field.name]) for field in fields(group)]

@@ -1,4 +1,4 @@
-"""Writes one run's rounds as text, round lines, JSON lines and a trace, and the footer at its end."""
+"""Writes what `specgen generate` produces: text, lines about rounds, JSON lines, a trace file and a footer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class OutputWriter:
-    """Writes the output of one run: call `start`, `add` for each round, `end_text`, `finish`, and `close`.
+    """Writes the output of one generation. Call `start`, then `add` for each round, then `end_text`, `finish` and `close`.
 
-    `tuned` says which settings a profile chose, empty where it chose none.
+    `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were.
     """
 
     def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput, tuned: str) -> None:
@@ -58,7 +58,10 @@ class OutputWriter:
             self._meter.start()
 
     def add(self, round_: Round) -> None:
-        """Record a round, then show it: showing may wait for the reader of a pipe, and an interruption there loses no round."""
+        """Writes a round to the trace, then shows it.
+
+        Showing may wait for the reader of a pipe. If it is interrupted there, the trace already has the round.
+        """
         self._summary.add(round_)
         pieces = self._answer.add(round_)
         if self._records:
@@ -68,7 +71,10 @@ class OutputWriter:
             self._rounds.show(round_)
 
     def end_text(self) -> None:
-        """Show the text that was held back because a stop text could have followed. Also for a run that failed."""
+        """Shows the text that was held back because it could have been the beginning of a stop string.
+
+        Call it also if the generation failed.
+        """
         self._show(self._answer.finish())
         if self._output.json:
             return
@@ -78,7 +84,7 @@ class OutputWriter:
         self._view.end()
 
     def finish(self, finish_reason: str) -> None:
-        """Record the summary and show the footer."""
+        """Writes the summary to the trace and shows the footer. `finish_reason` says why the generation ended, such as "eos"."""
         if self._meter is not None:
             self._summary.add_energy(self._meter.stop())
         if self._output.perplexity or not self._plan.method.lossless:
@@ -135,7 +141,10 @@ class OutputWriter:
 
 
 def _window(plan: Plan) -> str:
-    """The measured costs that PEARL's window was chosen by; empty where the window was given."""
+    """Returns, in words, PEARL's window (tokens drafted during a target pass) and the measured pass times that it was chosen by.
+
+    Returns an empty string where no times were measured, because the window was given or the method is not PEARL.
+    """
     costs = plan.info.costs
     if costs is None:
         return ""

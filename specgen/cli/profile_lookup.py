@@ -1,4 +1,7 @@
-"""Finds the tuned profile that holds for a pair, and takes methods and settings from it."""
+"""Finds the profile of a pair of models, and takes the method and settings from it.
+
+A profile is the file in which `specgen tune` saves the best method and settings for a pair of models on a machine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 class Choice:
     """The method and settings to decode with.
 
-    `tuned` describes settings that a profile chose, and says if they are not confirmed by real runs; empty without a profile.
+    If they come from a profile (the result of `specgen tune`), `tuned` describes them in words, and says if their speed was only
+    predicted and not measured. Otherwise `tuned` is empty.
     """
 
     method: str
@@ -38,17 +42,22 @@ class Choice:
 
 
 def with_exit(models: ModelOptions, folder: Path | None) -> ModelOptions:
-    """The models with the exit layer in a profile's folder, if there is one and no other is named."""
+    """Returns `models`, with the exit layer in the profile's folder if that folder has one and --exit-layer is not given.
+
+    The exit layer is a trained layer that lets the eesd methods draft with the target's own first layers. `folder` is the folder
+    of --profile, None if the option is not given.
+    """
     if folder is None or models.exit_layer is not None or not (folder / EXIT_WEIGHTS).is_file():
         return models
     return replace(models, exit_layer=folder)
 
 
 def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console, *, quiet: bool) -> Profile | None:
-    """The profile for this pair and sampling: in `folder`, else in the pair's default folder. None where there is none.
+    """Returns the profile (the result of `specgen tune`) for this pair and sampling; None where there is none that can be used.
 
-    A profile for another machine, pair or sampling is not used, and a note on `err` says why. Raises SpecgenError where `folder`
-    is given and its profile cannot be read.
+    The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default. A
+    profile made for another machine, pair or sampling is not used, and a note on the console `err` says why; `quiet` omits the
+    note. Raises SpecgenError where `folder` is given and its profile cannot be read.
     """
     from specgen.tuning import profile as profiles
 
@@ -74,7 +83,10 @@ def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console
 
 
 def _other_sampling(profile: Profile, sampling: SamplingParams) -> str | None:
-    """The first sampling parameter that differs from the profile's, in words. All greedy decoding is the same."""
+    """Says in words which sampling parameter differs between the profile and `sampling`; None where none differs.
+
+    If both are greedy, top-p and top-k are not compared, because they have no effect.
+    """
     if sampling.greedy and profile.sampling.temperature == 0:
         return None
     for name in ("temperature", "top_p", "top_k"):
@@ -90,9 +102,10 @@ def _note(err: Console, text: str, quiet: bool) -> None:
 
 
 def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Mapping[str, object]) -> Choice:
-    """The requested method and settings, completed by the profile.
+    """Returns the method and settings to decode with, where the user's choice goes before the profile's.
 
-    Given settings are used alone. A named method gets its tuned settings. Without a name, the profile's method is chosen.
+    If the user gave settings or there is no profile, the profile is not used; a `method` of None is then the default method. If
+    the user named only a method, its settings are the profile's. If the user gave neither, the profile chooses both.
     """
     if settings or profile is None:
         return Choice(method or pair.default_method, settings)
@@ -105,7 +118,10 @@ def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Ma
 
 
 def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, *, quiet: bool) -> list[MethodSpec]:
-    """The methods to compare, with tuned settings for those that have none. A note on `err` lists these."""
+    """Returns the methods to compare. Methods that the user gave without settings get the profile's settings.
+
+    A note on the console `err` lists the methods that got settings; `quiet` omits it. Without a profile nothing changes.
+    """
     if profile is None:
         return specs
     completed, notes = [], []
@@ -121,7 +137,11 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
 
 
 def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
-    """Whether a profile will probably choose PEARL: a guess before loading, so that the draft's process can start early."""
+    """Whether a profile will probably choose PEARL, which needs a second process for the draft.
+
+    It is a guess made before the models are loaded, so that this process can start early. `folder` is the folder of --profile;
+    None means all default folders of this pair.
+    """
     folders = [folder] if folder is not None else _possible_folders(models)
     if not folders:
         return False
@@ -135,7 +155,10 @@ def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
 
 
 def _possible_folders(models: ModelOptions) -> list[Path]:
-    """The folders of all profiles of this pair, for any machine and device. Empty for a target on the hub."""
+    """Returns the default folders of all profiles of this pair, for any machine and device.
+
+    Returns an empty list for a target on the hub, whose weights are not known before loading.
+    """
     target, draft = ("demo/target", "demo/draft") if models.target is None else (models.target, models.draft)
     fingerprint = models.local_fingerprint
     found = [] if fingerprint is None else pair_folder(target, fingerprint, draft).glob("*/profile.yaml")

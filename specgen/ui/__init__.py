@@ -1,1 +1,1 @@
-"""What it looks like in the terminal."""
+"""What the user sees: terminal output, HTML pages and SVG pictures."""

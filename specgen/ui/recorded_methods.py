@@ -1,4 +1,4 @@
-"""The methods of recorded traces, as the terminal report and the page show them."""
+"""Decoding methods found in trace files (recorded generations), for `specgen inspect` in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop
 
 
 def conditions(start: Mapping[str, Any], runs: int) -> str:
-    """The models, the device, the sampling and the number of runs, from a run's start line."""
+    """Returns in words the models, the device, the sampling and the number of recorded generations.
+
+    `start` is the first line of a recorded generation in the trace, `runs` the number of generations.
+    """
     models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
     temperature = start["sampling"].get("temperature")
     how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
@@ -25,9 +28,10 @@ def conditions(start: Mapping[str, Any], runs: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecordedMethod:
-    """A method in a trace: its name, the statistics of all its runs and the run to show in detail.
+    """A decoding method in a trace file, with the statistics of all its generations.
 
-    `varying` has the settings that were not the same in all runs, as ranges.
+    `label` is its name in the report, `source` the name of the file. `run` is the one generation to show in detail. `varying` has
+    the settings that differed between generations, each as a range of values such as "4–7".
     """
 
     label: str
@@ -42,7 +46,7 @@ class RecordedMethod:
 
     @property
     def speed(self) -> float:
-        """Tokens per second over all runs; 0 where no time was recorded."""
+        """The tokens per second over all generations of the method; 0 where no time was recorded."""
         return self.statistics.summary.tokens_per_second or 0.0
 
 
@@ -63,5 +67,5 @@ COLUMNS = (
 
 
 def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:
-    """The fastest lossless method; None without one, or where no time was recorded."""
+    """Returns the fastest lossless method; None where all methods are lossy or no time was recorded."""
     return max((entry for entry in shown if entry.lossless and entry.speed), key=lambda entry: entry.speed, default=None)

@@ -1,4 +1,4 @@
-"""Text of models and files made safe and readable: no control character reaches a terminal or a page, white space is visible."""
+"""Makes text from models and files safe to show: control characters, which could change the terminal, become visible symbols."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _STREAMED = {code: mark for code, mark in _UNSAFE.items() if code not in (0x09, 
 
 
 def streamed(text: str) -> str:
-    """The text with control characters replaced by visible symbols (␛ for escape); line feeds and tabs stay."""
+    """Returns the text with control characters replaced by visible symbols (␛ for escape). Line feeds and tabs are kept."""
     return text.translate(_STREAMED)
 
 
 def inline(text: str) -> str:
-    """The text on one line: control characters as visible symbols, ↵ for a line feed, ⇥ for a tab, and · for each of several
-    spaces in a row."""
+    """Returns the text on one line, with visible symbols for control characters: ↵ for a line feed, ⇥ for a tab.
+
+    Two or more spaces in a row become as many dots (·). Text that is a single space becomes ␣.
+    """
     visible = text if text.isprintable() else text.translate(_INLINE)  # printable text has nothing to replace
     return "␣" if visible == " " else re.sub(r" {2,}", lambda spaces: "·" * len(spaces[0]), visible)

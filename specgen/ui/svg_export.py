@@ -1,4 +1,4 @@
-"""Terminal output as an SVG picture that fetches no fonts and is light or dark as the reader's system is set."""
+"""Turns terminal output into an SVG picture. It loads no fonts, and its colours follow the system's light or dark mode."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FORMAT = """\
 
 
 def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
-    """The SVG of styled lines on a background `width` cells wide. `unique_id` prefixes its CSS classes."""
+    """Returns styled lines as an SVG picture, `width` terminal cells wide. All its CSS class names begin with `unique_id`."""
     pictures = {}
     for flavour, background in BACKGROUNDS.items():
         console = recorder(width, flavour)
@@ -52,7 +52,10 @@ def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
 
 
 def recorder(width: int, flavour: str) -> Console:
-    """A console that records what is printed, for `export_svg`."""
+    """Returns a Rich console that records what is printed, so that its `export_svg` can draw it.
+
+    `width` is in cells. `flavour` is the name of a colour scheme of `specgen.ui.theme`.
+    """
     return Console(
         record=True,
         width=width,

@@ -1,4 +1,6 @@
-"""Colours and text attributes of the terminal output. A style is named after what it marks; a flavour gives its look.
+"""Colours and text attributes of the terminal output.
+
+A style is named after what it marks, such as token.accepted. A flavour is a colour scheme: it gives every style its look.
 
 ansi   the terminal's own palette: two hues, two attributes (default, for an unknown background)
 dark   SPECGEN_THEME=dark, or a dark background in COLORFGBG, and at least 256 colours
@@ -36,12 +38,16 @@ _STYLES = {
 
 
 def theme(flavour: str) -> Theme:
-    """The theme of a flavour, on top of Rich's default styles."""
+    """Returns the Rich theme of a flavour (colour scheme). Styles that specgen does not define are Rich's defaults."""
     return Theme({name: Style.parse(styles[flavour]) for name, styles in _STYLES.items()})
 
 
 def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: bool) -> str:
-    """The flavour that the environment variables request, else the one for the terminal's background."""
+    """Returns the flavour (colour scheme) to use: mono without colours, the one in SPECGEN_THEME, or one for the background.
+
+    The background's colour is read from COLORFGBG. `many_colours` says that the terminal has at least 256 colours; without them
+    the flavour is ansi or mono.
+    """
     if no_color or environment.get("NO_COLOR"):
         return "mono"
     requested = environment.get("SPECGEN_THEME", "").lower()
@@ -54,24 +60,27 @@ def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: boo
 
 
 def is_mono(*, no_color: bool) -> bool:
-    """Whether the output has no colours, by option or environment."""
+    """Whether the output has no colours, because of --no-color (`no_color`) or an environment variable."""
     return flavour(os.environ, no_color=no_color, many_colours=True) == "mono"
 
 
 class ThemedConsole(Console):
-    """Rich's console, but a pipe closed by its reader raises BrokenPipeError, which the commands handle."""
+    """Rich's console with one change: writing to a pipe whose reader has closed it raises BrokenPipeError."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def width(console: Console) -> int:
-    """The columns for a console's output, `PIPED_WIDTH` where it is not a terminal."""
+    """Returns the width of the output in cells: the terminal's width, or `PIPED_WIDTH` where the output is not a terminal."""
     return console.width if console.is_terminal else PIPED_WIDTH
 
 
 def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
-    """A console in the flavour of the environment, with colours on a terminal only. Markup and emoji codes in text stay text."""
+    """Returns a console for specgen's output, in the flavour (colour scheme) that the environment variables choose.
+
+    It prints colours on a terminal only. Rich's markup and emoji codes in a text are printed as they are.
+    """
     many_colours = Console(stderr=stderr, **options).color_system in ("256", "truecolor")
     chosen = flavour(os.environ, no_color=no_color, many_colours=many_colours)
     return ThemedConsole(

@@ -1,1 +1,1 @@
-"""Self-contained HTML pages of comparisons and recorded runs."""
+"""HTML pages, each in one file, that show comparisons of methods and recorded generations."""

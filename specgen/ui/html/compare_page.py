@@ -1,4 +1,4 @@
-"""`compare --html`: a comparison as one self-contained page."""
+"""The page of `specgen compare --html`: one HTML file with the results of a comparison of decoding methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from specgen.ui.terminal.comparison import Report, headline, sentences
 
 
 def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made_with: str) -> Iterator[str]:
-    """The page in pieces. `machine` describes the machine as pairs of a heading and a text, `made_with` is the command."""
+    """Yields the HTML of the page in pieces.
+
+    `machine` describes the computer as (heading, text) pairs. `versions` names the software versions. `made_with` is the command
+    that made the page.
+    """
     results, made = report.results, report.made
     measured = [(result.spec.written, result.overall) for result in ranked(made) if result.overall is not None]
     runs = [(name, results.examples[name]) for name, _ in measured if name in results.examples and results.examples[name].rounds]
@@ -42,7 +46,10 @@ def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made
 
 
 def verdict_of(report: Report) -> str:
-    """The result as a headline."""
+    """Returns the page's headline: which method is fastest, or that none is faster than plain decoding.
+
+    If a method that should be lossless gave other output than the target, the headline says so instead.
+    """
     broken = [result for result in report.made if result.broken]
     if broken:
         return f"{broken[0].spec.written} does not give the target's own output"
@@ -57,7 +64,11 @@ def verdict_of(report: Report) -> str:
 
 
 def _table(report: Report) -> dict[str, Any]:
-    """The methods in order, each with its categories where requested, and last those that could not run."""
+    """Returns the values of the macro `methods_table`: a line per method in order of rank.
+
+    Where requested, a line for each category of prompts follows its method. Methods that could not run come last, with the
+    reason.
+    """
     shown, top = ranked_entries(report.made, by_category=report.by_category), best(report.made)
     lines = [_line(entry, is_best=entry.result is top) for entry in shown]
     speeds = [speed for line in lines for speed in (line.speed, line.low, line.high)]
@@ -67,7 +78,7 @@ def _table(report: Report) -> dict[str, Any]:
 
 
 def _line(entry: Entry, *, is_best: bool) -> Line:
-    """The line of a method, or of its figures in one category."""
+    """Returns the table line of a method: its results over all prompts, or over the prompts of one category."""
     kind = "m ar" if entry.result.is_reference else "m lossy" if not entry.result.spec.lossless else "m"
     kind += " cat" if entry.category else " best" if is_best else ""
     speedup = entry.figures.speedup or 0.0

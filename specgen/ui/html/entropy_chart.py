@@ -1,4 +1,4 @@
-"""The draft's entropy against acceptance (SVIP, Figures 2 to 4)."""
+"""The chart of acceptance by the entropy of the draft's distribution (SVIP, Figures 2 to 4)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _ESTIMATE_SEGMENTS = 60
 
 
 def entropy_chart(statistics: TraceStatistics, texts: Sequence[str], stop: float | None) -> dict[str, Any] | None:
-    """The values of the macro `entropy_chart`, None where the draft has no entropies.
+    """Returns the values of the macro `entropy_chart`; None where no entropies of the draft's distributions were recorded.
 
-    Where both distributions were recorded: each token by entropy (nats) and acceptance probability, with the bounds. Elsewhere:
-    the share of accepted tokens by entropy. `texts` are those of the tokens, or empty; `stop` is the entropy at which svip stops.
+    If the trace has acceptance probabilities, sum(min(p, q)) with p the target's and q the draft's probabilities, the chart has
+    a point per drafted token, and lower bounds of that probability. If not, it has the share of accepted tokens by entropy.
+    `texts` has the text of each drafted token, or is empty. `stop` is the entropy in nats above which the method svip stops
+    drafting, None for other methods.
     """
     bounds = statistics.bounds()
     if bounds is not None:
@@ -58,7 +60,12 @@ def _bins_chart(bins: Sequence[Bin], c: float, stop: float | None, *, was_record
 
 
 def _frame(right: float, c: float, stop: float | None) -> dict[str, Any]:
-    """Axes from 0 to `right` nats, svip's estimate, and the entropy at which svip stops where it lies on the chart."""
+    """Returns what both charts share: the axes, the curve of SVIP's estimate, and the position of `stop`.
+
+    The entropy axis goes from 0 to `right` nats. The estimate of the acceptance probability is 1 - sqrt(c H(q)), where H(q) is
+    the entropy of the draft's probabilities q. `stop` is the entropy above which svip stops drafting. Its position is None where
+    it lies outside the chart.
+    """
     step = tick_step(right, 4)
     ticks = [step * index for index in range(1, int(right / step - 0.5) + 1)]
     below = [(tick / right, f"{tick:g}", "middle") for tick in ticks]

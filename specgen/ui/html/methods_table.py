@@ -1,4 +1,7 @@
-"""The table of methods of both pages, with a dot and an interval per method; `templates/methods_table.html.j2` draws it."""
+"""The table of methods on the pages of `compare --html` and `inspect --html`.
+
+Each method has a dot at its speed and a line over the interval of its speed. `templates/methods_table.html.j2` draws the table.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from specgen.ui.html.charts import tick_step
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A method with its speed, the interval of it and an `entry` for the columns to read; or with the reason `why` it has none.
+    """A line of the table of methods: one method with its speed, or with the reason why it was not run.
 
-    `kind` are its CSS classes and `output` is how its text compares with the target's.
+    `kind` holds CSS classes. `why` is the reason, empty for a method that ran. `entry` is the object that the table's columns
+    read their cells from. `speed` is a speedup or tokens per second, `low` to `high` its interval. `output` says in words whether
+    the method's text equals the target's.
     """
 
     kind: str
@@ -29,7 +34,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The x axis of a table's dots, with lines at `ticks`. A stem joins each dot with `reference`, or with `low` without one."""
+    """The horizontal axis of the dots in the table: values from `low` to `high`, with grid lines at `ticks`.
+
+    `unit` follows each number. A thin line joins each dot with the value `reference`, or with `low` where `reference` is None.
+    """
 
     low: float
     high: float
@@ -39,7 +47,7 @@ class Scale:
 
     @classmethod
     def over(cls, values: Iterable[float], unit: str = "", reference: float | None = None) -> Scale:
-        """A scale with two to four ticks that holds all `values` and the reference, which is 0 by default."""
+        """Returns a scale with a few ticks that contains all `values` and `reference` (0 where `reference` is None)."""
         start = 0.0 if reference is None else reference
         held = [start, *values]
         low, high = min(held), max(held)
@@ -50,5 +58,5 @@ class Scale:
         return cls(low - margin if low < start else low, high + margin, ticks, unit, reference)
 
     def at(self, value: float) -> str:
-        """The x of a value in percent, within the scale."""
+        """Returns the horizontal position of a value as a percentage of the axis, limited to 0% to 100%."""
         return f"{min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2%}"

@@ -1,7 +1,9 @@
-"""Self-contained HTML pages: no script, nothing fetched, light or dark as the reader's system is set.
+"""Renders and writes HTML pages that contain no script and load no other file.
 
-The pages are jinja2 templates in `templates/`. A template escapes every value that it prints, after `_visible` has replaced the
-control characters: no text from a model or a file becomes markup.
+Their colours follow the system's light or dark mode.
+
+The pages are jinja2 templates in `templates/`. Every value that a template prints has its control characters replaced by
+`_visible` and is then escaped, so text from a model or a file cannot become HTML.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def render(template: str, **values: Any) -> Iterator[str]:
-    """Yield the page of a template in pieces. All strings in `values` are text, never HTML."""
+    """Yields the HTML of a template, filled with `values`, in pieces. Strings in `values` are escaped."""
     stream = _environment().get_template(template).stream(values)
     stream.enable_buffering(500)
     return stream
@@ -44,13 +46,19 @@ def _environment() -> Environment:
 
 
 def _visible(value: object) -> object:
-    """A printed value as text on one line without control characters (↵ for a line feed). HTML of a macro stays as it is."""
+    """Returns a value that a template prints as one line of text without control characters (↵ for a line feed).
+
+    HTML that a macro has made is returned unchanged.
+    """
     return value if hasattr(value, "__html__") else inline(str(value))
 
 
 @lru_cache(1 << 16)  # a long text has few different tokens
 def _marked(token: str, kind: str = "") -> Markup:
-    """The filter for a token: an `<i>` of the class `kind` without the white space around it. Line feeds and tabs stay."""
+    """The template filter `marked`: puts a token's text into an `<i>` element with the CSS class `kind`.
+
+    White space around the text stays outside the element. Line feeds and tabs are kept.
+    """
     from markupsafe import Markup
 
     text = streamed(token)
@@ -61,7 +69,10 @@ def _marked(token: str, kind: str = "") -> Markup:
 
 
 def write_page(path: Path, pieces: Iterable[str]) -> None:
-    """Write a page to a temporary file and move it to `path`, so that `path` is never half written. Raises RunError."""
+    """Writes a page to a temporary file, then moves it to `path`, so that `path` never holds an incomplete page.
+
+    Raises RunError where the file cannot be written.
+    """
     try:
         with whole_file(path) as file:
             file.writelines(piece.encode("utf-8", "replace") for piece in pieces)

@@ -1,4 +1,8 @@
-"""Charts over rounds: the tokens that each kept and threw away, and the posterior of a bandit policy."""
+"""Charts with the rounds of a recorded generation on the x axis; a round is one draft and its verification by the target.
+
+One shows the tokens that each round kept and threw away. The other shows the posterior of a bandit policy (a policy that learns
+the acceptance probability by Thompson sampling).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ MOST_COLUMNS = 200  # more rounds than this are drawn as means over neighbouring
 
 
 def rounds_chart(rounds: Sequence[Round]) -> dict[str, Any]:
-    """The values of the macro `rounds_chart`: a column per round, tokens kept above the axis and thrown away below it."""
+    """Returns the values of the macro `rounds_chart`: a column per round, its kept tokens above the axis, the others below it.
+
+    If there are more than `MOST_COLUMNS` rounds, a column shows the means of several neighbouring rounds.
+    """
     group = math.ceil(len(rounds) / MOST_COLUMNS)
     groups = [rounds[start : start + group] for start in range(0, len(rounds), group)]
     counts = [_mean_counts(neighbours) for neighbours in groups]
@@ -51,7 +58,11 @@ def rounds_chart(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def _mean_counts(rounds: Sequence[Round]) -> dict[str, float]:
-    """Mean tokens per round by CSS class: accepted, rejected, discarded, and chosen by the target."""
+    """Returns the mean number of tokens per round under their CSS class.
+
+    The classes are acc (accepted), own (chosen by the target), rej (rejected) and dis (discarded, drafted after a rejected
+    token).
+    """
     statuses = [status for round_ in rounds for status in round_.statuses]
     counts = {
         "acc": statuses.count(TokenStatus.ACCEPTED),
@@ -63,8 +74,11 @@ def _mean_counts(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def _bars(counts: dict[str, float], axis: float, unit: float) -> list[tuple[str, float, float]]:
-    """CSS class, y of the top and height (pixels) of each bar of a column: accepted tokens on the axis with the target's token
-    above, rejected tokens under it with the discarded ones below."""
+    """Returns (CSS class, y of the top, height) of each bar in one column of the chart, in pixels.
+
+    Upwards from the axis: accepted tokens, then the target's own token. Downwards: rejected tokens, then discarded ones. `counts`
+    has the tokens by CSS class, `axis` is the y of the axis, `unit` the pixels per token.
+    """
     gap = 1 if unit > 4 else 0
     tops = {
         "acc": axis - counts["acc"] * unit,
@@ -76,7 +90,7 @@ def _bars(counts: dict[str, float], axis: float, unit: float) -> list[tuple[str,
 
 
 def _title(rounds: Sequence[Round]) -> str:
-    """What happened in a round, or how many drafted tokens several rounds accepted."""
+    """Returns the tooltip of a column: what happened in its one round, or how many drafted tokens its several rounds accepted."""
     drafted = sum(len(round_.draft.tokens) for round_ in rounds)
     accepted = f"{sum(len(round_.verdict.path) for round_ in rounds):,} of {drafted:,} accepted"
     first, verdict = rounds[0], rounds[0].verdict
@@ -89,7 +103,10 @@ def _title(rounds: Sequence[Round]) -> str:
 
 
 def posterior_chart(posteriors: Sequence[Posterior]) -> dict[str, Any] | None:
-    """The values of the macro `posterior_chart`: mean and central 90 % of the posterior over rounds. None without a posterior."""
+    """Returns the values of the macro `posterior_chart`: the posterior of the acceptance probability after each round.
+
+    The chart shows its mean and its central 90 % interval. Returns None where `posteriors` is empty (no bandit policy).
+    """
     if not posteriors:
         return None
     last, height = max(posteriors[-1].index, 1), 160.0

@@ -1,4 +1,7 @@
-"""One run on a page: its figures, its text as tokens with details, and its rounds, for the macros of `templates/run.html.j2`."""
+"""One recorded generation on an HTML page, for the macros of `templates/run.html.j2`.
+
+It consists of the main numbers (tokens, speed, acceptance), the text as tokens with tooltips, and the list of rounds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _CLASSES = {"accepted": "acc", "rejected": "rej", "discarded": "dis"}
 
 
 def run_view(run: TracedRun, summary: Summary, name: str) -> dict[str, Any]:
-    """A run for the macros of `run.html.j2`. `name` is the HTML id of its switch, unique on the page."""
+    """Returns a recorded generation as values for the macros of `run.html.j2`.
+
+    `summary` has its totals. `name` is the HTML id, unique on the page, of the checkbox that shows rejected and discarded tokens.
+    """
     return {
         "name": name,
         "facts": _facts(summary),
@@ -32,7 +38,7 @@ def run_view(run: TracedRun, summary: Summary, name: str) -> dict[str, Any]:
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
-    """The run's main figures, each with what it is."""
+    """Returns the main numbers of a generation as (number, meaning) pairs, such as ("85%", "of drafted tokens accepted")."""
     facts = [(f"{summary.new_tokens:,}", "tokens"), (f"{summary.tokens_per_second or 0:.1f}", "tokens per second")]
     if summary.acceptance_rate is not None and summary.draft_share is not None:
         facts.append((f"{summary.acceptance_rate:.0%}", "of drafted tokens accepted"))
@@ -41,7 +47,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
 
 
 def committed_texts(run: TracedRun) -> list[str]:
-    """The text of each committed token. A character that spans several tokens is in the last of them; the others are empty."""
+    """Returns the text of each committed token (a token of the answer: accepted, or chosen by the target).
+
+    Where several tokens make up one character, the last of these tokens has the character and the ones before it are empty.
+    """
     texts: list[str] = []
     for traced in run.rounds:
         texts += [traced.draft_texts[node] for node in traced.round.verdict.path]
@@ -53,7 +62,10 @@ def committed_texts(run: TracedRun) -> list[str]:
 
 
 def _restore_characters(texts: list[str], whole: str) -> None:
-    """Replace the tokens that hold parts of a character by what `whole` has there; leave those that cannot be located in it."""
+    """Replaces, in `texts`, tokens that hold only some bytes of a character by that character, taken from the full text `whole`.
+
+    Tokens whose place in `whole` cannot be found stay as they are.
+    """
     start = position = 0
     while position < len(texts):
         end = position
@@ -74,9 +86,10 @@ def _restore_characters(texts: list[str], whole: str) -> None:
 
 
 def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
-    """CSS classes, text and details of each token: a round's accepted ones, the rejected and discarded ones, the target's token.
+    """Yields (CSS classes, text, tooltip) of each token, round by round.
 
-    Of a tree, only the accepted path and the rejected candidates.
+    Within a round the accepted tokens come first, then the rejected and discarded tokens, then the token that the target chose.
+    Of a draft that is a tree, discarded tokens are left out.
     """
     texts = iter(committed_texts(run))
     for traced in run.rounds:
@@ -115,7 +128,7 @@ def _drafted_details(traced: TracedRound, node: int, status: TokenStatus) -> str
 
 
 def _target_details(traced: TracedRound, text: str) -> str:
-    """The details of the token that the target chose itself."""
+    """Returns the tooltip of the token that the target chose itself in a round."""
     round_, what = traced.round, "chosen by the target"
     statuses = zip(traced.draft_texts, round_.statuses, strict=True)
     rejected = [f"“{inline(draft)}”" for draft, status in statuses if status is TokenStatus.REJECTED]
@@ -129,7 +142,7 @@ def _target_details(traced: TracedRound, text: str) -> str:
 
 
 def _rounds(run: TracedRun) -> Iterator[dict[str, Any]]:
-    """One line per round, as in the terminal."""
+    """Yields the values of one line per round, with the same content as the lines of `--rounds` in the terminal."""
     texts = run.texts()
 
     def text_of(ids: Sequence[int]) -> str:

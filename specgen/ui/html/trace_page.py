@@ -1,4 +1,4 @@
-"""`inspect --html`: one recorded run, or the runs of several methods side by side, as one self-contained page."""
+"""The page of `specgen inspect --html`: one recorded generation, or those of several methods side by side, in one HTML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
 
 
 def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
-    """The page in pieces."""
+    """Yields the HTML of the page in pieces. `shown` has the recorded methods, `made_with` the command that made the page."""
     versions = shown[0].run.start["versions"]
     return render(
         "trace_page.html.j2",
@@ -36,7 +36,7 @@ def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
 
 
 def verdict(shown: Sequence[RecordedMethod]) -> str:
-    """What the traces show, in one sentence."""
+    """Returns the page's headline: the acceptance and efficiency of a single method, or the fastest of several methods."""
     if len(shown) == 1:
         summary = shown[0].statistics.summary
         if summary.acceptance_rate is None:
@@ -52,7 +52,10 @@ def verdict(shown: Sequence[RecordedMethod]) -> str:
 
 
 def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
-    """One run with its figures, text and charts."""
+    """Returns one generation for the page: its main numbers, text and charts.
+
+    `name` is an HTML id, unique on the page. `is_only` says that the page shows no other method.
+    """
     run, statistics = entry.run, entry.statistics
     if statistics.runs > 1:  # the statistics of the run shown alone
         statistics = TraceStatistics(run.method)
@@ -81,13 +84,19 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
 
 
 def stop_entropy(run: TracedRun) -> float | None:
-    """The entropy (nats) at which svip stops drafting, sqrt(c H) > threshold; None for other methods."""
+    """Returns the draft entropy H in nats above which svip stops drafting; None for other methods.
+
+    The rule of svip is to stop where sqrt(c H) > threshold; c and threshold are settings of the method.
+    """
     c, threshold = setting(run, "c"), setting(run, "threshold")
     return threshold**2 / c if c and threshold is not None else None
 
 
 def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
-    """A line per method: tokens per second over all its runs, with the slowest and the fastest run as its interval."""
+    """Returns the values of the macro `methods_table`: per method, the tokens per second over all its recorded generations.
+
+    The interval of a method reaches from its slowest to its fastest generation.
+    """
     top, lines = best(shown), []
     for entry in shown:
         runs = entry.statistics

@@ -1,1 +1,1 @@
-"""Views in the terminal."""
+"""What the commands print in the terminal: answers, rounds, tables, reports and progress."""

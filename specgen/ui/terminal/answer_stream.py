@@ -1,4 +1,4 @@
-"""Streams the answer: one write for each round, the draft's tokens in another colour than the target's own."""
+"""Writes the answer while it is generated, once per round. The draft's tokens have another colour than the target's own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text, and whether the draft proposed it."""
+    """A piece of the answer's text; `drafted` says whether the draft model proposed its tokens."""
 
     text: str
     drafted: bool
 
 
 class AnswerText:
-    """Turns rounds into pieces of text, ending before the first stop string. Text that may begin a stop string is held back."""
+    """Turns the tokens of rounds into pieces of text that end before the first stop string.
+
+    Text that may be the beginning of a stop string is held back until more text shows whether it is.
+    """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -40,20 +43,23 @@ class AnswerText:
         self.text = ""
 
     def add(self, round_: Round) -> list[Piece]:
-        """The text that can be shown after this round."""
+        """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
             self._held.append(Piece(self._detokenizer.push(token), drafted=position < accepted))
         return self._release(self._safe_length())
 
     def finish(self) -> list[Piece]:
-        """The rest of the text, at the end of generation."""
+        """Returns the text that was held back, at the end of generation."""
         self._held.append(Piece(self._detokenizer.flush(), drafted=False))
         self._safe_length()
         return self._release(sum(len(piece.text) for piece in self._held))
 
     def _safe_length(self) -> int:
-        """The number of held characters that belong to the answer in any case; cuts the held text where a stop string begins."""
+        """Returns how many characters of the held text can be shown, because they cannot be part of a stop string.
+
+        If the held text contains a stop string, the text from there on is dropped.
+        """
         held = "".join(piece.text for piece in self._held)
         if self._ended:
             held = ""
@@ -73,7 +79,7 @@ class AnswerText:
 
 
 def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """Split the pieces after `length` characters."""
+    """Splits a list of pieces in two: the first `length` characters, and the rest."""
     front: list[Piece] = []
     back: list[Piece] = []
     for piece in pieces:
@@ -85,12 +91,15 @@ def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Returns the length of the longest end of `text` with which `stop` begins, shorter than `stop` itself."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class AnswerView:
-    """Writes pieces to standard output: coloured and without control characters on a terminal, unchanged into a pipe."""
+    """Writes pieces of the answer to standard output.
+
+    On a terminal they are coloured and their control characters replaced by symbols. Into a pipe or file they are unchanged.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -116,6 +125,6 @@ class AnswerView:
         self._console.print(styled, end="")
 
     def end(self) -> None:
-        """Finish the last line."""
+        """Ends the last line of the answer with a line feed, if it has none."""
         if not self._at_line_start:
             self.show([Piece("\n", drafted=False)])

@@ -1,4 +1,4 @@
-"""A comparison as lines for the terminal: its conditions, the table, and the result in words."""
+"""The output of `specgen compare` in the terminal: what was measured, the table, and the result in words."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.text_layout import wrapped
 
-MOST_EXPLAINED = 3  # further ties are only counted
+MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A comparison to show. `where` names the models, the device and the dtype; `notes` is a last sentence."""
+    """A comparison of decoding methods, and how to show it.
+
+    `results` has what was measured; `made` has the same summed up for each method. `where` names the models, the device and the
+    dtype. `by_category` adds lines per category of prompts, `phases` a table of times. `notes` is a last sentence or empty.
+    """
 
     results: Results
     made: Sequence[MethodResult]
@@ -35,7 +39,7 @@ class Report:
 
 
 def page(report: Report, width: int) -> list[Text]:
-    """The whole comparison in lines of at most `width` cells where names allow."""
+    """Returns the whole output. Its lines have at most `width` cells, unless a method's name alone is longer."""
     lines, is_cut = headed_table(report, width)
     said = sentences(report)
     if is_cut:
@@ -49,13 +53,13 @@ def page(report: Report, width: int) -> list[Text]:
 
 
 def headed_table(report: Report, width: int) -> tuple[list[Text], bool]:
-    """The headline and the main table, and whether the terminal was too narrow for all columns."""
+    """Returns the headline with the table of speeds, and whether columns were left out because the terminal is narrow."""
     lines, is_cut = speed_table(report.made, width, by_category=report.by_category)
     return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], is_cut
 
 
 def headline(report: Report) -> str:
-    """`demo pair, cpu float32 · 16 prompts × 3 repeats × 128 tokens, greedy`"""
+    """Returns what was measured, such as `demo pair, cpu float32 · 16 prompts × 3 repeats × 128 tokens, greedy`."""
     config = report.results.config
     sampling = config.sampling
     measured = max((result.overall.prompts for result in report.made if result.overall is not None), default=0)
@@ -71,7 +75,10 @@ def headline(report: Report) -> str:
 
 
 def sentences(report: Report) -> list[Text]:
-    """The result in words, differences and ties, then remarks on what the table shows and the notes."""
+    """Returns the sentences below the table, in this order.
+
+    The fastest method; the outputs that differ from plain decoding's; remarks on the table; the report's `notes`.
+    """
     conclusion = _conclusion(report)
     said = [] if conclusion is None else [conclusion]
     said += _differences(report)
@@ -106,7 +113,11 @@ def _conclusion(report: Report) -> Text | None:
 
 
 def _differences(report: Report) -> list[Text]:
-    """A sentence for each broken method, then one for each tie, with all methods that have it."""
+    """Returns sentences on outputs that differ from plain greedy decoding.
+
+    First comes a sentence per broken method: rounding errors do not explain its difference. Then comes a sentence per tie (a
+    position where two tokens have equal logits up to rounding), which names all methods that differ there.
+    """
 
     def sentence(difference: Difference, names: Sequence[str], style: str) -> Text:
         return Text(inline(difference.explanation(", ".join(names), report.results.label(difference.prompt_index))), style)
@@ -125,7 +136,7 @@ def _differences(report: Report) -> list[Text]:
 
 
 def _predictions(report: Report) -> list[Text]:
-    """How the predictions were made, and which methods have none."""
+    """Returns sentences that say how the predicted speedups were computed, and which methods have no prediction."""
     predicted = [result for result in ranked(report.made) if result.prediction is not None and result.overall is not None]
     if not predicted:
         return []

@@ -1,4 +1,7 @@
-"""The terminal's tables of a comparison: as many columns as fit, complete names, a bar for the speedup and its interval."""
+"""The tables of `specgen compare` in the terminal: speeds of the methods, and where their time goes.
+
+The table of speeds has as many columns as fit, and a bar for each speedup and its confidence interval.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ _SECONDS, _SHARE = 11, 7  # widths of a phase's cell with seconds and share, and
 
 
 def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], bool]:
-    """The main table in lines of at most `width` cells where names allow, and whether columns were left out."""
+    """Returns the table of speeds, and whether columns were left out because the terminal is narrow.
+
+    Its lines have at most `width` cells, unless a method's name alone is longer. With `by_category` each method also has a line
+    per category of prompts.
+    """
     shown, absent = ranked_entries(results, by_category=by_category), not_run(results)
     columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
     sizes = {column.key: _longest(column.title.split("\n") + [column.text(entry) for entry in shown]) for column in columns}
@@ -58,7 +65,10 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _fitting(columns: Sequence[Column], sizes: Mapping[str, int], width: int) -> tuple[list[Column], int]:
-    """The columns that fit, and the cells left. Columns of priority 0 stay in any case."""
+    """Returns the columns that fit into `width` cells, and the number of cells left over (negative where they do not fit).
+
+    Columns with the highest `priority` are left out first, and columns of priority 0 never. `sizes` has each column's width.
+    """
     kept = list(columns)
     while (room := width + GAP - sum(GAP + sizes[column.key] for column in kept)) < 0 and any(column.priority for column in kept):
         kept.remove(max(kept, key=lambda column: column.priority))
@@ -66,7 +76,7 @@ def _fitting(columns: Sequence[Column], sizes: Mapping[str, int], width: int) ->
 
 
 def _line(cells: Sequence[Text], columns: Sequence[Column], sizes: Mapping[str, int]) -> Text:
-    """A line of the table; cells are cut or padded to their columns' sizes."""
+    """Returns a line of the table, in which each cell is cut or padded to the width of its column in `sizes`."""
     for cell, column in zip(cells, columns, strict=True):
         is_left = column.is_interval or column in (_NAME, _OUTPUT, _BAR)
         cell.align("left" if is_left else "right", sizes[column.key])
@@ -91,7 +101,10 @@ def _reason(reason: str) -> Text:
 
 
 def _bar(entry: Entry, cells: int, fastest: float, *, is_best: bool) -> Text:
-    """A bar for the speedup: heavy up to the interval's low end, light from there to its high end, in halves of a cell."""
+    """Returns a bar for a method's speedup, at most `cells` cells long; `fastest` is the speedup at its full length.
+
+    The bar is thick up to the low end of the speedup's interval and thin from there to the high end.
+    """
     figures = entry.figures
     if figures.speedup is None or fastest <= 0:
         return Text()
@@ -106,7 +119,10 @@ def _bar(entry: Entry, cells: int, fastest: float, *, is_best: bool) -> Text:
 
 
 def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
-    """Where each method's time went (EESD, Table 8): seconds and shares, or shares alone where the terminal is narrow."""
+    """Returns a table of the time that each method spent in each phase, such as drafting and verifying (EESD, Table 8).
+
+    Cells have seconds and the share of the whole time, or the share alone where `width` is small.
+    """
     shown = ranked_entries(results)
     names = [inline(entry.name) for entry in shown]
     name_width, phases = _longest(["method", *names]), list(PHASES)

@@ -1,4 +1,4 @@
-"""The line of figures below an answer, shortened to the terminal's width."""
+"""The line below an answer with its numbers, such as speed and acceptance, shortened to the terminal's width."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _STYLES = {"name": "strong", "shares": "quiet"}
 
 
 def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
-    """Method, tokens, speed, acceptance, tokens a pass, shares of the time, at most `width` cells where notes allow.
+    """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
-    Narrow terminals lose the last figures first, then the method's name; `notes` and `tuned` (the method and settings that a
-    profile chose, in words) always stay. With `mono` the target's own tokens are counted, since no colour shows them.
+    If the line is longer than `width` cells, parts of it are shortened or left out, but never `notes` or `tuned`. `tuned` has, in
+    words, the method and the settings that `specgen tune` saved, empty where they are not used. `mono` says that the output has
+    no colours: the line then also gives the number of tokens that the target chose itself.
     """
     name = (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else "")
     tokens = f"{summary.new_tokens:,} token{'s' * (summary.new_tokens != 1)}"
@@ -42,7 +43,7 @@ def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = F
 
 
 def _figures(summary: Summary) -> dict[str, str]:
-    """The figures after the number of tokens, at full length, empty where there is none."""
+    """Returns the numbers that follow the token count, as unshortened text under their names; empty where a number is unknown."""
     rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
     joules, drafting = summary.joules_per_token, "waiting for the draft" if summary.parallel else "drafting"
     shares = f"{summary.share_of_time('draft'):.0%} {drafting}, {summary.share_of_time('verify'):.0%} verifying"

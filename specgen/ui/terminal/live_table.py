@@ -1,4 +1,4 @@
-"""Lines on a terminal that are redrawn while something runs: a progress bar with the time left, and a comparison's table."""
+"""Lines at the end of the terminal that are redrawn in place: a progress bar, and the table of a comparison."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _BAR = 20  # cells
 
 @contextmanager
 def live_lines(console: Console, *, quiet: bool) -> Iterator[Callable[[Sequence[Text]], None] | None]:
-    """Yields a function that replaces the lines shown at the end of the terminal; they are erased at the end of the block.
+    """Yields a function that replaces the lines shown at the end of the terminal. They are erased when the `with` block ends.
 
-    Yields None with `quiet` and without a terminal. No thread redraws the lines, since that would disturb timing.
+    Yields None if `quiet` is True or `console` is not a terminal. No background thread redraws the lines, because it would
+    disturb measured times.
     """
     if quiet or not console.is_terminal:
         yield None
@@ -39,13 +40,13 @@ def live_lines(console: Console, *, quiet: bool) -> Iterator[Callable[[Sequence[
 
 
 def live_table(table: Sequence[Text], step: BenchmarkStep, console: Console) -> list[Text]:
-    """The table of a running comparison with a progress line below, cut to the console's height."""
+    """Returns the table of a comparison that is still running, cut to the console's height, with a line of progress below it."""
     room = max(console.height - 3, 2)
     return [*table[:room], Text(), progress_line(step, console.width)]
 
 
 def progress_line(step: BenchmarkStep, width: int) -> Text:
-    """`▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`."""
+    """Returns how far a comparison is, such as `▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`."""
     left = f"  ~{duration(step.seconds_left)} left" if step.seconds_left is not None and step.done < step.total else ""
     name = "" if step.spec is None else inline(step.spec.written)
     if step.prompt is not None:
@@ -55,7 +56,10 @@ def progress_line(step: BenchmarkStep, width: int) -> Text:
 
 
 def running_line(what: str, share: float, rest: str, width: int) -> Text:
-    """What is running, a bar filled to `share`, and the rest. Narrow terminals cut the first, or show the rest alone."""
+    """Returns a line of at most `width` cells with the text `what`, a bar filled to `share` (0 to 1), and the text `rest`.
+
+    If the line is too long, `what` is cut. If there is no room for the bar either, the line is `rest` alone.
+    """
     filled = min(_BAR, round(_BAR * share))
     tail = Text("  ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet").append(f"  {rest}", "none")
     if tail.cell_len + 2 > width:
@@ -66,7 +70,7 @@ def running_line(what: str, share: float, rest: str, width: int) -> Text:
 
 
 def duration(seconds: float) -> str:
-    """`9 s`, `3 min`, `2 h 5 min`."""
+    """Returns a number of seconds in words, such as `9 s`, `3 min` or `2 h 5 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

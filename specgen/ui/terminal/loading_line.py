@@ -1,4 +1,4 @@
-"""A spinner on stderr that says what is being loaded, erased when the answer begins."""
+"""A line on stderr with a spinner that says what is being loaded. It is erased when loading ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from specgen.ui.sanitize import inline
 
 
 class LoadingLine:
-    """A context manager; `announce` changes the text. It shows nothing unless stderr is a terminal."""
+    """A context manager that shows the line inside its `with` block. `announce` changes the text.
+
+    It shows nothing if `console` is not a terminal or `quiet` is True.
+    """
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
         self._status = None if quiet or not console.is_terminal else Status("starting", console=console, spinner="dots")
 
     def announce(self, what: str) -> None:
-        """Show what is being done. The spinner stops for downloads, which have progress bars of their own."""
+        """Shows `what` beside the spinner. For downloads, which have their own progress bars, the spinner stops instead."""
         if self._status is None:
             return
         if what.startswith("downloading"):
@@ -28,7 +31,7 @@ class LoadingLine:
             self._status.start()
 
     def still(self, what: str) -> None:
-        """Show the text without the spinner, whose thread would disturb something that is being timed."""
+        """Shows `what` without the spinner, because the spinner's thread would disturb the timing of model passes."""
         if self._status is not None:
             self._status.stop()
             self._status.console.print(Text(inline(what), "quiet"), end="\r")

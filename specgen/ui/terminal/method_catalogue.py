@@ -1,4 +1,4 @@
-"""Describes a method: its paper, whether it is lossless, and its settings."""
+"""Describes decoding methods for `specgen inspect --methods`: the paper, whether it is lossless, and the settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specgen.methods import Method, available_policies, known_settings
 
 
 def method_line(method: Method) -> dict[str, Any]:
-    """The JSON line of a method. Bounds are null where there are none."""
+    """Returns the JSON line of a decoding method. A setting's `low` or `high` is None where its values have no such bound."""
     settings = {
         name: {
             "default": setting.default,
@@ -37,7 +37,7 @@ def method_line(method: Method) -> dict[str, Any]:
 
 
 def method_card(console: Console, method: Method) -> None:
-    """Print name, paper and whether the method is lossless, then a line for each setting with its default."""
+    """Prints a decoding method's name, its paper and whether it is lossless, then a line per setting with its default value."""
     head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
     head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
     if method.needs_draft_model:

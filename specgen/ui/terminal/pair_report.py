@@ -1,4 +1,4 @@
-"""`specgen inspect --pair` in a terminal: do the models fit together, what do they cost, which methods can run on them."""
+"""The report of `specgen inspect` on a pair of models: whether they fit together, their speed, which methods can run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from specgen.ui.terminal.text_layout import labelled
 if TYPE_CHECKING:
     from specgen.tuning.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
-_LEAD = 13  # cells before the text of a line
+_LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
-    """Print the whole report; `next_step` is the command to run next."""
+    """Prints the report on a pair. `next_step` is the command that the user can run next, None where the pair cannot be used."""
     for line in lines(report, console.width, next_step):
         console.print(line)
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
-    """The report in lines of at most `width` cells, for widths of at least 40."""
+    """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40.
+
+    `next_step` is the command that the user can run next, None where the pair cannot be used.
+    """
     yield from _models(report, width)
     yield Text()
     if report.tokenizers is not None and report.draft is not None:
@@ -46,7 +49,7 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
 
 
 def _line(label: str, text: str, width: int, *, style: str = "none") -> list[Text]:
-    """A label, its sign in the style of its meaning, and the text beside it."""
+    """Returns a label with the text to its right, wrapped to `width` cells. The label's first character (✓) is coloured."""
     return labelled(_label(label), Text(inline(text), style), width, _LEAD)
 
 
@@ -158,7 +161,10 @@ def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
 
 
 def _table(rows: Mapping[str, Iterator[str]], width: int) -> Iterator[Text]:
-    """Rows with a heading each, broken into blocks of as many columns as fit."""
+    """Yields the lines of a table; `rows` has the cells of each row under the row's heading.
+
+    A table wider than `width` cells is broken into several blocks of columns, one below the other.
+    """
     cells = {heading: list(values) for heading, values in rows.items()}
     fitting = max(1, (width - _LEAD) // _CELL)
     for start in range(0, max(map(len, cells.values())), fitting):
@@ -168,7 +174,10 @@ def _table(rows: Mapping[str, Iterator[str]], width: int) -> Iterator[Text]:
 
 
 def _methods(found: Mapping[str, Readiness], width: int) -> Iterator[Text]:
-    """Methods of the same readiness share a line; those that can run come first."""
+    """Yields lines that say which decoding methods can run on the pair, first those that can.
+
+    Methods with the same result and the same explanation share a line.
+    """
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for name, readiness in found.items():
         groups.setdefault((not readiness.ready, readiness.why, readiness.hint), []).append(name)
@@ -181,7 +190,7 @@ def _methods(found: Mapping[str, Readiness], width: int) -> Iterator[Text]:
 
 
 def _names(names: Sequence[str], room: int) -> str:
-    """All names, or as many as fit into `room` cells and how many there are."""
+    """Returns all names joined by commas. If they need more than `room` cells, only the first names and the number of all."""
     for count in range(len(names), 0, -1):
         line = ", ".join(names) if count == len(names) else f"{', '.join(names[:count])}, … ({len(names)})"
         if len(line) <= room:

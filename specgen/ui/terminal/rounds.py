@@ -1,4 +1,7 @@
-"""One line for each round, as in EESD's Figure 6: the draft, what was accepted, the target's token, what ended the draft."""
+"""Prints one line per round (a draft and its verification by the target), as in EESD's Figure 6.
+
+A line shows the drafted tokens and which of them were accepted, the target's own token, and why the draft ended.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import wrapped
 
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
-MODES = {"pre-verify": "pre", "post-verify": "post"}  # of PEARL's rounds, in a column of their own
-MODE = 6  # cells of that column
-NARROW = 80  # on narrower terminals the reason follows the text
+MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's modes, shown after a round's number
+MODE = 6  # cells of the column with PEARL's mode
+NARROW = 80  # cells; on narrower terminals the words on why a draft ended follow the tokens
 Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
 _STYLES: Mapping[Kind, str] = {
     "accepted": "token.accepted",
@@ -34,17 +37,21 @@ _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a round's line: draft tokens of one status, the target's own token, or a mark between them."""
+    """A piece of a round's line: drafted tokens of the same status (such as accepted), the target's own token, or a mark like ✗.
+
+    `kind` says which of these it is; "own" is the target's token.
+    """
 
     text: str
     kind: Kind
 
 
 def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
-    """A round's line: the draft by token status, `✗` before the first rejected token, then the target's own token and its mark.
+    """Returns the pieces of a round's line: the drafted tokens, then the token that the target chose.
 
-    `shown` gives the text of token ids on one line. Of a tree only the accepted path is shown, with `²` after a token that was
-    the second candidate at its position, then the rejected candidates as `a|b`.
+    `→` stands before a correction and `⊕` before a bonus token. `✗` stands before a rejected token. `shown` returns the text of
+    token ids on one line. If the draft is a tree, its accepted path is shown, with `²` after a token that was the second
+    candidate at its position, then the rejected candidates as `a|b`.
     """
     line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
     if line:
@@ -60,7 +67,11 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 def reason(round_: Round, prompt_length: int) -> str:
-    """What ended the draft; for the prefill the length of the prompt in tokens."""
+    """Returns the words at the end of a round's line: why the draft ended, empty where no reason is known.
+
+    The round "prefill", which only processes the prompt, has no draft. Its words are the number of prompt tokens,
+    `prompt_length`.
+    """
     if round_.mode == "prefill":
         return f"prompt, {prompt_length:,} token{'s' * (prompt_length != 1)}"
     return round_.draft.stop_reason or ""
@@ -93,8 +104,13 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 class RoundsView:
-    """Prints rounds. `text_of` gives the text of token ids. `parallel` is for PEARL's rounds, `window` a line on how its window
-    was chosen, and `branches` adds the marks of trees to the legend."""
+    """Prints a legend and one line per round.
+
+    `text_of` returns the text of token ids. `eos_ids` are shown as `<eos>`. `prompt_length` is in tokens. `parallel` adds a
+    column for PEARL's two modes, pre-verify and post-verify. `window` is a line for the legend that says how PEARL's window (the
+    number of tokens drafted during a target pass) was chosen. `branches` explains in the legend the marks of drafts that are
+    trees.
+    """
 
     def __init__(
         self,
@@ -156,7 +172,7 @@ class RoundsView:
         self._console.print(row)
 
     def _tokens(self, round_: Round) -> Text:
-        """The draft's tokens in the style of their status, then the target's own token."""
+        """Returns the drafted tokens, each in the style of its status (such as accepted), and then the target's own token."""
         return Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
 
     def _shown(self, tokens: Sequence[int]) -> str:

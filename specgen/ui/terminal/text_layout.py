@@ -1,4 +1,4 @@
-"""Wraps text, alone or to the right of a label."""
+"""Breaks text into lines of limited width, alone or to the right of a label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHORTEST_WRAP = 12
 
 
 def wrapped(text: Text, width: int) -> list[Text]:
-    """The text in lines of at most `width` cells, without trailing spaces."""
+    """Returns the text broken into lines of at most `width` cells, without spaces at their ends."""
     lines = text.wrap(_CONSOLE, width)
     for line in lines:
         line.rstrip()
@@ -18,7 +18,10 @@ def wrapped(text: Text, width: int) -> list[Text]:
 
 
 def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
-    """A label in a column of `lead` cells with the text wrapped to its right; a longer label gets a line of its own."""
+    """Returns lines of at most `width` cells: the label in a column of `lead` cells, and the text wrapped to the right of it.
+
+    A label that does not fit into the column gets a line of its own.
+    """
     lines = []
     if label.cell_len >= lead:
         lines, label = [label], Text()

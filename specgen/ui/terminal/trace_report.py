@@ -1,4 +1,4 @@
-"""`specgen inspect` in a terminal: the figures of runs as charts of text, side by side, for widths of at least 40 cells."""
+"""The report of `specgen inspect` on recorded generations: numbers and charts made of text, for at least 40 cells of width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import wrapped
 
-NARROWEST = 44  # cells for each run where several are shown side by side
+NARROWEST = 44  # cells for each method where several are shown side by side
 _GAP = 4
 _SPEED = Column("tokens_per_second", attrgetter("statistics.summary.tokens_per_second"), form="{:.1f}", label="tokens/s")
 _EIGHTHS = "▁▂▃▄▅▆▇█"
@@ -26,7 +26,10 @@ _PHASES = {"prompt": "prefill", "drafting": "draft", "verifying": "verify", "sam
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
-    """Print all figures. `most_rounds` rounds of each run are listed: by default 40 of a single run, none of several."""
+    """Prints the rounds, the numbers and the charts of recorded methods, with several methods side by side.
+
+    At most `most_rounds` rounds of each are listed. None means 40 rounds if there is one method, and none if there are several.
+    """
     limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
     for entry in shown:
         if limit and entry.run.rounds:
@@ -74,7 +77,11 @@ def _show_rounds(console: Console, entry: RecordedMethod, limit: int, *, is_only
 
 
 def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
-    """A method's figures over all its runs and charts of the shown run, in lines of at most `width` cells."""
+    """Yields the numbers and charts of a method in lines of at most `width` cells.
+
+    They are computed over all generations of the method in the trace. Only the posterior of a bandit policy is that of the one
+    generation `entry.run`.
+    """
     statistics, run = entry.statistics, entry.run
     summary = statistics.summary
     where = conditions(run.start, statistics.runs) + "".join(f", {name} {values}" for name, values in entry.varying.items())
@@ -118,14 +125,17 @@ def _titled(title: str, figure: str, width: int) -> Iterator[Text]:
 
 
 def _bar(label: str, share: float, figure: str, width: int, style: str) -> Text:
-    """A label, a figure and a bar in the remaining width, in steps of half a cell."""
+    """Returns a line with a label, a number as text (`figure`) and a bar, which fills `share` of the remaining width."""
     room = min(width - len(label) - len(figure) - 6, 40)
     halves = round(2 * room * share) or (1 if share else 0)
     return Text(f"  {label}{figure}  ").append("━" * (halves // 2) + "╸" * (halves % 2), style)
 
 
 def _lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
-    """Draft lengths and accepted lengths over the rounds of all runs. The length of a tree is its number of nodes."""
+    """Yields two small charts with the rounds from left to right: the draft length and the number of accepted tokens.
+
+    The rounds of all generations of the method follow one another. The length of a draft that is a tree is its number of nodes.
+    """
     means = f"mean {statistics.summary.mean_draft_length or 0:.1f} and {statistics.mean_accepted_length or 0:.1f}"
     longest = max(statistics.lengths, default=0)
     if longest:
@@ -138,7 +148,10 @@ def _lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
 
 
 def _spark(values: Sequence[float], top: float, columns: int) -> str:
-    """One character for each value, or for the mean of neighbouring values where they are too many; a blank is zero."""
+    """Returns a chart one line high: a character per value whose height is the value as a share of `top`; a blank is zero.
+
+    If there are more values than `columns`, a character stands for the mean of several neighbouring values.
+    """
     group = math.ceil(len(values) / columns) or 1
     means = [sum(part) / len(part) for part in (values[at : at + group] for at in range(0, len(values), group))]
     return "".join(" " if mean <= 0 else _EIGHTHS[min(7, int(8 * mean / top))] for mean in means)
@@ -192,7 +205,7 @@ _EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
 
 
 def _table(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
-    """A line for each method; narrow terminals lose columns from the right."""
+    """Yields a table with a line per method. If `width` is too small for all columns, the rightmost ones are left out."""
     names = min(max(6, *(len(inline(entry.label)) for entry in shown)), max(6, width - 11))
     columns = (_SPEED, *COLUMNS)[: max(1, (width - names) // 10)]
     yield Text(" " * names + "".join(f"{column.label:>10}" for column in columns), "quiet")

@@ -1,4 +1,4 @@
-"""Training progress on stderr: a bar per stage on a terminal, a line every 30 seconds otherwise."""
+"""Shows on stderr how far a training is: bars on a terminal, else a line of text every 30 seconds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _LINE_SECONDS = 30.0
 
 
 class TrainingBars:
-    """A TrainingObserver that shows the stages (text generation, training) and asks `stop_requested` whether to stop.
+    """A TrainingObserver that shows a progress bar for text generation and one for training.
 
-    It is a context manager: the bars exist inside the block.
+    It is a context manager: the bars are drawn inside the `with` block. The training stops early when `stop_requested` returns
+    True.
     """
 
     def __init__(self, console: Console, stop_requested: Callable[[], bool], *, quiet: bool) -> None:

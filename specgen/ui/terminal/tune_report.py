@@ -1,4 +1,7 @@
-"""The progress and the report of `specgen tune`, on stderr. Nothing is drawn while something is timed, and no thread redraws."""
+"""Shows the progress and the result of `specgen tune`.
+
+Nothing is drawn while model passes are timed, and no background thread draws, because drawing would disturb the times.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,17 @@ from specgen.ui.sanitize import inline
 from specgen.ui.terminal.live_table import duration, live_lines, running_line
 from specgen.ui.terminal.text_layout import labelled
 
-_LEAD = 11  # columns of the first word of a line of the verdict
-_FIGURES = 38  # columns of the table after the method
-_REDRAW_SECONDS = 0.2  # at least, between two drawings
+_LEAD = 11  # cells for the label before each text below the table
+_FIGURES = 38  # cells of the table to the right of the method's name
+_REDRAW_SECONDS = 0.2  # the least time between two drawings of the bar
 
 
 class TuneProgress:
-    """A `TuningObserver`: a line with ✓ for each finished step and, through `show`, a bar with the time left."""
+    """A `TuningObserver` that prints a line with ✓ for each finished step, and a bar with the time left.
+
+    `show` draws the bar; None means no bar. `begin` is when the tuning began, on the clock of `time.perf_counter`. `budget` is
+    how many seconds the tuning may take.
+    """
 
     def __init__(
         self, console: Console, show: Callable[[Sequence[Text]], None] | None, begin: float, budget: float, *, quiet: bool
@@ -52,7 +59,10 @@ class TuneProgress:
 
 @contextmanager
 def tune_progress(console: Console, begin: float, budget: float, *, quiet: bool) -> Iterator[TuneProgress]:
-    """The progress of a tuning that began at `begin` and may take `budget` seconds."""
+    """Yields an observer that shows the progress of a tuning.
+
+    `begin` is when the tuning began, on the clock of `time.perf_counter`. `budget` is how many seconds it may take.
+    """
     with live_lines(console, quiet=quiet) as show:
         yield TuneProgress(console, show, begin, budget, quiet=quiet)
 
@@ -74,7 +84,10 @@ def report(console: Console, outcome: TuningOutcome, path: Path) -> None:
 
 
 def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
-    """A line for each method: tokens per second as expected and as measured. Settings that do not fit are omitted."""
+    """Yields a line per method: its expected and its measured tokens per second, and its speedup over plain decoding.
+
+    If a method's name with its settings is too long for `width` cells, the settings are left out.
+    """
     names = [method.written if len(method.written) <= width - _FIGURES else method.name for method in outcome.methods]
     lead = max(map(len, names)) + 2
     yield Text(f"{'':{lead}}{'expected':>8}  {'measured':>8}  {'speedup':>7}", "quiet")
@@ -90,7 +103,7 @@ def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
-    """The headline, and lines of a first word and a text."""
+    """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as ("next", "svip: 1.40×")."""
     best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
     if best.name == PLAIN:
         lossy = [f"{method.written}: -m {method.name} uses these settings" for method in outcome.methods if not method.lossless]
