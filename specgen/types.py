@@ -21,7 +21,7 @@ PHASES = ("prefill", "draft", "verify", "sample", "other")  # of a round; its se
 class SamplingParams:
     """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
 
-    `seed` None lets the engine choose the seed. `stop` are strings that end the generated text; `ignore_eos` generates on after
+    `seed` None stands for a random seed. `stop` are strings that end the generated text; `ignore_eos` generates on after
     an end-of-sequence token. Raises SpecgenError for a value out of range.
     """
 
