@@ -1,6 +1,6 @@
-"""Assembles a run from a row of the table of methods: drafter, policy, verifier and schedule.
+"""Constructs a run (the generation of one output) of a method: its drafter, length policy, verifier and schedule.
 
-Imports the implementations when they are needed, so that the command line and workers start quickly.
+Imports their modules only when they are needed, so that the command line and draft workers start quickly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_drafter(method: Method, settings: Settings, components: Components) -> Drafter:
-    """Raises SpecgenError if the model, exit layer or predictor that the method needs is missing."""
+    """Constructs the method's drafter. Raises SpecgenError if its draft model, exit layer or predictor is missing."""
     if components.draft is None and method.drafter.source is not DraftSource.NOTHING:
         raise no_exit_layer(method, None) if method.needs_exit_layer else no_draft_model(method)
     if "predicted_acceptance" in signals_of(settings) and components.acceptance_predictor is None:
@@ -34,7 +34,7 @@ def make_drafter(method: Method, settings: Settings, components: Components) -> 
 
 
 def draft_setup(components: Components) -> DraftSetup:
-    """What the run's drafter is constructed from."""
+    """Selects from a run's components what its drafter is constructed from."""
     from specgen.decoding.drafters import DraftSetup
 
     return DraftSetup(
@@ -49,7 +49,10 @@ def draft_setup(components: Components) -> DraftSetup:
 
 
 def make_policy(settings: Settings, seed: int) -> LengthPolicy:
-    """The length policy of a run with this seed."""
+    """Constructs the length policy that the settings name. `seed` is the run's; random policies derive their own from it.
+
+    Without a policy in the settings, returns one that never ends a draft.
+    """
     if settings.policy is None:
         return Always()
     policy = POLICIES[settings.policy]
@@ -59,12 +62,12 @@ def make_policy(settings: Settings, seed: int) -> LengthPolicy:
 
 
 def derive_seed(seed: int, role: str) -> int:
-    """An independent seed for each source of randomness (`role`), from the run's seed."""
+    """Derives from the run's seed an independent seed for each source of randomness: `draft`, `target` or `policy`."""
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
 def make_verifier(method: Method, settings: Settings, components: Components) -> Verifier:
-    """The method's verifier. In greedy decoding all lossless ones are equivalent, for chains and trees alike."""
+    """Constructs the method's verifier. In greedy decoding all lossless methods share one, for chains and trees."""
     from specgen.decoding import bild, mtad, multi_draft, verifiers
 
     common = (components.sampling, components.target.device, derive_seed(components.seed, "target"))
@@ -81,7 +84,10 @@ def make_verifier(method: Method, settings: Settings, components: Components) ->
 
 
 def make_parallel(settings: Settings, components: Components, worker: DraftWorker | None) -> Parallel:
-    """PEARL's schedule with its drafter. If the setting `window` is `auto`, `components` need the window."""
+    """Constructs PEARL's schedule with its drafter, which `worker` provides.
+
+    If the setting `window` is `auto`, `components.window` must hold the measured window. Raises SpecgenError without a worker.
+    """
     from specgen.decoding.parallel import Parallel
 
     if worker is None:
@@ -102,7 +108,10 @@ def make_run(
     clock: Clock,
     worker: DraftWorker | None = None,
 ) -> Run:
-    """A run of the method on a context that ends after at most `limit` new tokens. A parallel method needs the `worker`."""
+    """Constructs a run of the method, which continues `context` by at most `limit` new tokens.
+
+    `stop_texts` is None without stop strings. `worker` runs the draft model of a parallel method; other methods ignore it.
+    """
     from specgen.decoding.drafters import NoDrafter
     from specgen.decoding.run import Run
     from specgen.decoding.sequential import sequential

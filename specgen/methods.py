@@ -1,6 +1,6 @@
-"""The table of methods: each is a drafter, a length policy, a verifier and a schedule. Imports no torch.
+"""The table of decoding methods. Each row names a drafter, a length policy, a verifier and a schedule. Imports no torch.
 
-To add a method is to add a row, and at most one class in one file.
+To add a method, add a row to `METHODS` and, where it needs new behaviour, a class in a file of its own.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table. `factory` interprets `verifier` and `schedule`; `policy` None means that no policy ends a draft.
+    """A decoding method: a row of the table.
 
-    `any_policy` methods accept `policy=` and then the settings of that policy; `defaults` replace those of the method's own
-    policy. `policy_without_predictor` is used instead of `policy` if the exit layer has no predictor.
+    `policy` names the length policy (the rule that ends drafts); None: no policy ends a draft. `paper` names the method's source.
+    `verifier` and `schedule` are names that `factory` translates to classes. If `any_policy`, users may choose another
+    policy with `policy=NAME`. `settings` are the method's own, besides the policy's. `defaults` replace default values of the
+    settings of `policy`. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor.
     """
 
     name: str
@@ -54,22 +56,22 @@ class Method:
 
     @property
     def splits_target(self) -> bool:
-        """Whether the target's layers are run one by one, which requires Llama's structure."""
+        """Whether the method runs only some of the target's layers, which requires a model with Llama's structure."""
         return self.needs_exit_layer or self.skips_layers
 
     @property
     def is_parallel(self) -> bool:
-        """Whether draft and target run at the same time."""
+        """Whether the draft model and the target run at the same time."""
         return self.schedule == "parallel"
 
     @property
     def may_measure(self) -> bool:
-        """Whether something may have to be measured before a run starts."""
+        """Whether a measurement may be needed before decoding: PEARL's window, or which layers to skip."""
         return self.is_parallel or self.skips_layers
 
     @property
     def cost_kind(self) -> str:
-        """Methods with the same `cost_kind` have rounds of the same duration, given the number of tokens."""
+        """A name for how long drafting takes. Methods with the same `cost_kind` need equal times for drafts of equal length."""
         return "parallel" if self.is_parallel else self.drafter.cost_kind
 
     def drafts_trees(self, settings: Settings) -> bool:
@@ -191,7 +193,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def default_name(*, has_draft_model: bool) -> str:
-    """The method used if neither the user nor a profile names one."""
+    """The name of the method that is used if neither the user nor a saved tuning result (profile) names one."""
     return "svip" if has_draft_model else "lookup"
 
 
@@ -200,7 +202,10 @@ def no_draft_model(method: Method) -> SpecgenError:
 
 
 def training_command(target: str | None) -> str:
-    """The command that trains an exit layer for `target`; None is the bundled target, whose training text is included."""
+    """Returns the command that trains an exit layer for the model `target`.
+
+    None stands for the bundled target, whose training text is included.
+    """
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods eesd{of}"
 
@@ -220,14 +225,17 @@ def no_predictor(method: Method) -> SpecgenError:
 
 
 def find(name: str) -> Method:
-    """The method of that name. Raises SpecgenError, with the nearest name, if there is none."""
+    """Returns the method `name`. If there is none, raises SpecgenError with the most similar name."""
     if name not in METHODS:
         raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
     return METHODS[name]
 
 
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
-    """The settings of `method` with `policy`, except `policy` itself, with the defaults of that combination."""
+    """Returns the definitions of all settings of `method` with the length policy `policy`, by name.
+
+    The setting `policy` itself is not included. Default values are those of this method with this policy.
+    """
     known = dict(method.settings)
     if policy is not None:
         known.update(POLICIES[policy].settings)
@@ -238,9 +246,10 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
 
 
 def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
-    """Check the user's settings and add the defaults. Raises SpecgenError for an unknown setting or an invalid value.
+    """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
 
-    `has_predictor` None means unknown: the settings of either policy are then accepted.
+    `has_predictor` says whether the exit layer has an acceptance predictor, which may decide the length policy. With None (not
+    known yet) the settings of both possible policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
@@ -274,12 +283,18 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
 
 
 def available_policies(method: Method) -> list[str]:
-    """The length policies whose signals the method's drafter computes."""
+    """The names of the length policies that work with the method's drafter: it computes all signals that they always read.
+
+    Signals are numbers about a drafted token, such as its entropy.
+    """
     return [name for name, policy in POLICIES.items() if policy.signals <= method.drafter.signals]
 
 
 def _check_signals(method: Method, policy: str | None, values: Mapping[str, Value]) -> None:
-    """Refuse a policy with a signal that the drafter does not compute, such as entropy with prompt lookup."""
+    """Raises SpecgenError if the policy reads a signal that the drafter does not compute, such as entropy with prompt lookup.
+
+    Signals are numbers about a drafted token. `values` are the settings by name.
+    """
     missing = signals_of(Settings(policy, values)) - method.drafter.signals
     if policy is None or not missing:
         return

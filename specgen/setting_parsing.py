@@ -1,4 +1,4 @@
-"""Settings of methods and length policies: their kinds and bounds, and how users' values are parsed. Imports no torch."""
+"""The settings (parameters) of decoding methods and of length policies: types, bounds and parsing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One parameter. The type of `default` is its type; `low` and `high` are its bounds, both included.
+    """The definition of one parameter. Its values have the type of `default`, from `low` to `high` (both allowed).
 
-    `word` is accepted instead of an integer. `tuned` are the values that `specgen tune` tries, empty if it leaves the default.
+    If `word` is given, such as `auto`, values are integers or this word. `choices` are the allowed strings; empty allows any.
+    `tuned` are the values that `specgen tune` tries; if empty, it keeps the default.
     """
 
     default: Value
@@ -28,7 +29,11 @@ class Setting:
     tuned: Sequence[Value] = ()
 
     def parse(self, name: str, value: object) -> Value:
-        """`value`, a string or a Python value, converted to the type of the default. Raises SpecgenError where it is invalid."""
+        """Converts `value`, a string or a Python value, to this setting's type: bool, int, float or str, as `default` has.
+
+        If the setting has a `word`, returns that word or an int. `name` is the setting's name, used only in error messages.
+        Raises SpecgenError if the value has the wrong type or is out of bounds.
+        """
         if isinstance(self.default, bool):
             if (found := _BOOLEANS.get(str(value).strip().lower())) is None:
                 raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
@@ -54,26 +59,29 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked settings of a method: the name of its length policy, None without one, and every value by name."""
+    """The checked settings of a method: the name of its length policy and the value of each setting by name.
+
+    `policy` is None if the method has no length policy (a rule that ends drafts).
+    """
 
     policy: str | None
     values: Mapping[str, Value]
 
     @property
     def drafts_tree(self) -> bool:
-        """Whether these values ask for a draft tree. A tree of width 1 is a tree too, if its depth is given."""
+        """Whether these values ask for a draft tree: a `width` above 1, or a number as `depth`."""
         return int(self.values.get("width", 1)) > 1 or isinstance(self.values.get("depth"), int)
 
     def with_value(self, name: str, value: Value) -> Settings:
         return Settings(self.policy, {**self.values, name: value})
 
     def as_dict(self, *, with_policy: bool) -> dict[str, Value]:
-        """All values for a trace, the policy's name first if asked for and present."""
+        """All values by name, to be written to a trace. `with_policy` puts the policy's name first, if there is a policy."""
         return {**({"policy": self.policy} if with_policy and self.policy else {}), **self.values}
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:
-    """`["k=8", "policy=svip"]` as a dictionary. Raises SpecgenError for a string without `=`."""
+    """Converts `["k=8", "policy=svip"]` to a dictionary. Raises SpecgenError for a string without a name or without `=`."""
     settings: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -84,7 +92,7 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 
 def written(name: str, settings: Mapping[str, Value]) -> str:
-    """A method with its settings as `compare --methods` reads it: `svip:threshold=0.4:max_draft=12`."""
+    """Writes the method `name` with its settings as `compare --methods` reads it: `svip:threshold=0.4:max_draft=12`."""
     return ":".join([name, *(f"{key}={_text(value)}" for key, value in settings.items())])
 
 

@@ -19,9 +19,10 @@ PHASES = ("prefill", "draft", "verify", "sample", "other")  # of a round; its se
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a run ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
+    """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
 
-    Raises SpecgenError for a value out of range.
+    `seed` None stands for a random seed. `stop` are strings that end the generated text; `ignore_eos` generates on after
+    an end-of-sequence token. Raises SpecgenError for a value out of range.
     """
 
     max_new_tokens: int = 128
@@ -72,7 +73,10 @@ def _is_number(value: object) -> bool:
 
 
 class Context:
-    """The committed tokens of one run, prompt first. Append-only, so a cache of its first n tokens stays valid."""
+    """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens join once they are accepted.
+
+    Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is -1 without tokens.
+    """
 
     __slots__ = ("ids", "largest_id", "prompt_length")
 
@@ -90,7 +94,7 @@ class Context:
 
 
 class TokenStatus(Enum):
-    """What verification did with a drafted token. DISCARDED tokens came after a rejected one, or were never verified."""
+    """What verification did with a drafted token. A DISCARDED token came after a rejected token or was never verified."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -99,13 +103,16 @@ class TokenStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed tokens, as a tree: node i follows node `parents[i]`, -1 for the context. A chain's parents are -1, 0, 1, ...
+    """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree without branches.
 
-    `probs` [nodes, vocabulary] are the distributions that the nodes were drawn from, None for a deterministic draft.
-    `draws` lists the nodes in the order of their draws, a node drawn twice twice; None if each node was drawn once, in order.
-    `log_likelihoods[i]` (nats) is the draft's for the whole path to node i, empty unless the verifier needs it.
-    `entropies` (nats) and `top_probs` are those of the draft's unwarped distributions, empty if the drafter has none.
-    `logits` [nodes, vocabulary] are kept only for recording, otherwise None.
+    Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1, ...
+    `probs` [nodes, vocabulary] are the distributions that the nodes were drawn from; None if they were chosen without sampling.
+    `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
+    `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
+    `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,
+    no top-k, no top-p); both are empty for a drafter without a model.
+    `stop_reason` says in a few words why drafting ended; None only for an empty draft.
+    `logits` [nodes, vocabulary] of the draft model are kept to record how far the models agree, otherwise None.
     """
 
     tokens: Sequence[int] = ()
@@ -120,18 +127,18 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
-        """A draft in which each token follows the one before; `fields` are the others by name."""
+        """Returns a draft in which each token follows the previous token; `fields` are further fields of `Draft` by name."""
         return cls(tokens, range(-1, len(tokens) - 1), **fields)
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has siblings: a tree with one node at each level is a chain too."""
+        """Whether each token follows the token before it. A tree with one node at each level is a chain too."""
         line = range(-1, len(self.tokens) - 1)
         return self.parents == line if isinstance(self.parents, range) else list(self.parents) == list(line)
 
     @property
     def levels(self) -> int:
-        """The number of tokens on the longest path."""
+        """The number of tokens on the longest path from the context to a leaf."""
         if self.is_chain:
             return len(self.tokens)
         depths: list[int] = []
@@ -140,7 +147,10 @@ class Draft:
         return max(depths, default=0)
 
     def part(self, start: int, stop: int | None = None) -> Draft:
-        """The tokens `start` to `stop` of a chain, as a chain."""
+        """Returns a chain of this chain's tokens `start` to `stop` - 1, with their probabilities and other per-token fields.
+
+        As in a slice, `stop` None means up to the end. Only for chains.
+        """
         return Draft.chain(
             self.tokens[start:stop],
             probs=None if self.probs is None else self.probs[start:stop],
@@ -153,9 +163,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DistributionOverlap:
-    """How close the unwarped distributions of target (p) and draft (q) are at each drafted node.
+    """How close the target's probabilities p and the draft's probabilities q are at each drafted token.
 
-    `overlap` is the sum of min(p, q), the acceptance probability at temperature 1; `kl` is KL(q||p) in nats.
+    Both are taken at temperature 1, without top-k and top-p. `overlap` is the sum of min(p, q) over the vocabulary, which is the
+    acceptance probability at temperature 1. `kl` is KL(q||p) in nats.
     """
 
     overlap: Sequence[float]
@@ -164,10 +175,11 @@ class DistributionOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The accepted nodes, from the root on, and the correction or bonus token after them.
+    """The result of verifying a draft: the accepted nodes, in order, and the token that the target chose after them.
 
-    `source` is None if there was no draft (plain decoding, the prefill) or the output ended inside the draft (`token` None).
-    `agreement` is None unless it is recorded and the drafter has distributions.
+    `source` says whether that token is a correction (after a rejection) or a bonus (after a whole accepted path). It is None for
+    an empty draft. `token` is None if the output ended inside the draft, or if the target's logits after its last token are
+    missing; `source` is None then too. `agreement` compares both models' probabilities; None unless recorded.
     """
 
     path: tuple[int, ...] = ()
@@ -178,7 +190,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One target pass, with the draft that it verified. All output is computed from rounds. `seconds` are by phase."""
+    """One forward pass of the target, the draft that it verified, and the verdict. All output is computed from rounds.
+
+    `seconds` maps each phase of the round (see `PHASES`) to its duration. `policy_state` are numbers that the length policy (the
+    rule that ends drafts) has learned; None if it learns nothing.
+    """
 
     index: int
     mode: Mode
@@ -193,12 +209,12 @@ class Round:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that this round committed, in order."""
+        """The tokens that this round added to the output, in order."""
         return self.accepted_ids if self.verdict.token is None else [*self.accepted_ids, self.verdict.token]
 
     @property
     def statuses(self) -> tuple[TokenStatus, ...]:
-        """The status of each drafted node. A correction rejects all children of the last accepted node."""
+        """The status of each drafted node. With a correction, all children of the last accepted node are REJECTED."""
         accepted = set(self.verdict.path)
         last = self.verdict.path[-1] if self.verdict.path else -1
         corrected = self.verdict.source == "correction"

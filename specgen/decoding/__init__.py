@@ -1,1 +1,1 @@
-"""The core: drafters, length policies, verifiers and schedules. It is handed models; it never loads one."""
+"""Speculative decoding itself: drafters, length policies, verifiers and schedules. The models are loaded elsewhere."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class BildDrafter(ModelDrafter):
-    """A draft model that ends its draft where its top probability is below `fallback` (temperature 1, unwarped).
+    """Drafts token by token until the draft's largest probability is below `fallback` (temperature 1, no top-k or top-p).
 
-    The token that it was unsure of is dropped, so a draft may be empty.
+    The token with this low probability is dropped, so a draft may be empty.
     """
 
     _own_signals: ClassVar[Signals] = frozenset({"top_prob"})
@@ -37,9 +37,10 @@ class BildDrafter(ModelDrafter):
 
 
 class BildVerifier:
-    """Reject the first token with -ln p > `rollback` (nats, temperature 1) that is not the target's likeliest.
+    """Rejects the first token with -ln p > `rollback` (nats) that is not the target's likeliest, and all tokens after it.
 
-    The target's own token follows, drawn from its warped distribution and not from a residual. Not lossless.
+    p is the token's probability under the target at temperature 1. The target then chooses the next token from its own
+    distribution (after temperature, top-k and top-p), not from a residual. Not lossless. Chains only.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, rollback: float) -> None:

@@ -1,4 +1,4 @@
-"""What a run is assembled from: the pair's models and the user's sampling parameters. Imports no torch."""
+"""The models and parameters that a run (the generation of one output) is assembled from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What a pair provides for one run.
+    """The models of a pair (target and draft) and the parameters for one run: the generation of one output.
 
-    `vocab_size` is the width of the target's logits, `capacity` the number of tokens to allocate caches for. `window`
-    is PEARL's where it was measured. `record` keeps both models' distributions. `acceptance_predictor` belongs to
-    an exit layer; None if there is none.
+    `draft` is None if there is no draft model and no part of the target drafts. `vocab_size` is the width of the target's logits.
+    `capacity` is the number of tokens to allocate KV caches for. `window` is the number of tokens that PEARL drafts during one
+    target pass, if it was measured; otherwise None. `record` is whether to record how far both models' distributions agree.
+    `acceptance_predictor` is trained with an exit layer and predicts whether a token is accepted; None if there is none.
     """
 
     target: ModelRunner

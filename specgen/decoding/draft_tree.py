@@ -13,7 +13,7 @@ from specgen.types import Context, Draft
 
 
 class DraftTree:
-    """Nodes after a context. The draft model's KV cache holds them, so that no node is run twice."""
+    """The drafted tokens (nodes) after a context. The draft model's KV cache holds the nodes, so each is computed only once."""
 
     def __init__(self, setup: DraftSetup, context: Context) -> None:
         assert setup.runner is not None
@@ -25,13 +25,19 @@ class DraftTree:
         self._last_run = -1  # the last node that the model was run on
 
     def add(self, parent: int, token: int) -> int:
-        """A node of the next level. Raises RunError for token -1, which says that the logits held a NaN."""
+        """Adds a token after node `parent` (-1: the context) and returns the number of its node.
+
+        Raises RunError if the token is -1, which means that the logits held a NaN.
+        """
         self.tokens.append(logits_ops.valid_token(token, "draft"))
         self.parents.append(parent)
         return len(self.tokens) - 1
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor:
-        """The logits [nodes, vocabulary] after each of `nodes`, which were added since the last call; [-1] for the context."""
+        """Runs the draft model on all nodes added since the last call. Returns the logits [nodes, vocabulary] after `nodes`.
+
+        `nodes` are some of the added nodes. The first call, with [-1], returns the logits after the context.
+        """
         first = self._last_run + 1 if self.tokens else -1
         self._last_run = len(self.tokens) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
@@ -46,11 +52,11 @@ class DraftTree:
         return logits[selected]
 
     def draft(self, reason: str, **fields: Any) -> Draft:
-        """All nodes as a draft; `fields` are those of `Draft` that the tree does not know."""
+        """Returns all nodes as a draft. `reason` says why it ended; `fields` are further fields of `Draft` by name."""
         return Draft(self.tokens, self.parents, stop_reason=reason, **self._recorded(range(len(self.tokens))), **fields)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root to `node`; empty for -1."""
+        """The nodes on the path from the context to `node`, including it; empty if `node` is -1."""
         path: list[int] = []
         while node >= 0:
             path.insert(0, node)
@@ -58,11 +64,14 @@ class DraftTree:
         return path
 
     def path_draft(self, path: Sequence[int], reason: str, **fields: Any) -> Draft:
-        """The nodes of a path as a chain."""
+        """Returns the nodes of one path as a chain. `reason` says why the draft ended; `fields` are further fields of `Draft`."""
         return Draft.chain([self.tokens[node] for node in path], stop_reason=reason, **self._recorded(path), **fields)
 
     def _recorded(self, nodes: Iterable[int]) -> dict[str, Any]:
-        """Entropies and top probabilities of the distributions that `nodes` came from, in one transfer; the logits if kept."""
+        """The fields `entropies`, `top_probs` and `logits` of `Draft` for `nodes`, from the logits that each was chosen from.
+
+        The numbers need one transfer to the host. `logits` is None unless the setup keeps logits.
+        """
         logits = torch.cat(self._logits)
         parents = [self.parents[node] for node in nodes]
         origins = sorted(set(parents))

@@ -1,6 +1,6 @@
-"""The kinds of drafters: which model each needs, its signals, how it is constructed, and how tuning prices its rounds.
+"""The list of drafters: the model that each runs, how it is constructed, and what tuning needs to know about it.
 
-To add a drafter, write its class in a file of its own and add an entry here. Imports no torch: constructors import lazily.
+To add a drafter, write its class in a file of its own and add a `DrafterKind` here. Imports no torch until one is constructed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DraftSource(Enum):
-    """What a drafter runs to get its logits."""
+    """The model, or part of the target, that a drafter runs to get its logits."""
 
     NOTHING = "no model"
     DRAFT_MODEL = "a draft model"
@@ -29,10 +29,11 @@ class DraftSource(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrafterKind:
-    """One kind of drafter. `name` is its key in profiles and reports, `title` what reports call the model that drafts.
+    """One way to draft. `name` identifies it in saved files and reports; `title` is what reports call the model that drafts.
 
-    Rounds with the same `cost_kind` take the same time for the same number of tokens. A `recorded` kind is tuned by simulation on
-    recorded drafts; others are run again for each setting.
+    `make` constructs the drafter. `signals` names the numbers that it computes for a length policy, such as entropy.
+    Drafters with the same `cost_kind` (by default `name`) take the same time for a draft of the same number of tokens.
+    If `recorded`, `specgen tune` simulates settings on drafts recorded once; otherwise it runs the drafter for each setting.
     """
 
     name: str
@@ -49,12 +50,12 @@ class DrafterKind:
 
 
 def _module(name: str) -> Any:
-    """A module of this package, imported only when a drafter is made: it imports torch."""
+    """Imports and returns the module `name` of this package. Called only to construct a drafter, because it imports torch."""
     return import_module(f"{__package__}.{name}")
 
 
 def _model_drafter(setup: DraftSetup, settings: Settings) -> Any:
-    """Token by token, or a tree of top-k candidates if the settings ask for one."""
+    """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
     if not settings.drafts_tree:
         return _module("drafters").ModelDrafter(setup)
     width, depth = settings.values["width"], settings.values["depth"]

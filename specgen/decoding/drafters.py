@@ -1,4 +1,4 @@
-"""Drafters propose tokens. Each ends a draft at its limit, at an end-of-sequence, or when the length policy says so."""
+"""Drafters propose tokens. A draft ends at a limit, at an end-of-sequence token, or when the length policy ends it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,35 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Proposes tokens to follow a context. `decoding.drafter_kinds` lists the signals of each drafter."""
+    """Proposes tokens to follow a context. `decoding.drafter_kinds` lists all drafters."""
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        """At most `limit` tokens to follow the context; an empty draft where there is nothing to propose or `limit` is 0."""
+        """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end the draft earlier.
+
+        The draft is empty if there is nothing to propose or `limit` is 0.
+        """
 
 
 class AcceptancePredictor(Protocol):
     """Predicts for each drafted token the probability that the target accepts it (EESD, Eq. 5)."""
 
     def begin(self, context: Context) -> None:
-        """Start a draft after this context."""
+        """Prepares to score the tokens of a draft that follows this context."""
 
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """theta_M [] of the token at `position`, from 1, that was chosen from the hidden state [width]."""
+        """Predicts the acceptance probability (theta_M in EESD) of a drafted token, a scalar tensor.
+
+        `draft_hidden` [width] is the draft's hidden state that gave the token's logits; `position` counts drafted tokens from 1.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What a drafter is constructed from. `runner` is None for drafters without a model, which read nothing but `eos_ids`.
+    """The model and parameters that a drafter is constructed from.
 
-    `vocab_size` is the width of the target's logits, `seed` the drafter's own; `keep_logits` keeps each draft's logits.
+    `runner` runs the draft model. It is None for drafters without a model, which read only `eos_ids`. `vocab_size` is the width
+    of the target's logits. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's logits in each draft.
+    `acceptance_predictor` is None if the draft has none.
     """
 
     runner: DraftRunner | None
@@ -53,10 +61,10 @@ class DraftSetup:
 
 
 def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]) -> str:
-    """The loop of every drafter: extend the draft until `limit`, an end-of-sequence or the policy ends it. Returns the reason.
+    """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
-    `extend` adds the token (or level) at a position, from 1. It returns the token that the policy is to see or, where the draft
-    has to end without consulting the policy, the reason.
+    `extend(position)` drafts the token or level with this number, from 1. It returns the token for the policy to judge, or a
+    string: the reason to end the draft without asking the policy, such as `eos`. At `limit` the reason is `length`.
     """
     for position in range(1, limit + 1):
         token = extend(position)
@@ -68,7 +76,7 @@ def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], Draft
 
 
 class ModelDrafterBase:
-    """Base of all drafters that run a model."""
+    """Base of all drafters that run a draft model (or part of the target as one)."""
 
     def __init__(self, setup: DraftSetup) -> None:
         assert setup.runner is not None, "this drafter runs a model"
@@ -78,7 +86,10 @@ class ModelDrafterBase:
         self._generator = logits_ops.make_generator(setup.runner.device, setup.seed)
 
     def _room(self, context: Context, limit: int) -> int:
-        """The number of tokens, at most `limit`, that fit after the context; 0 if the draft model lacks one of its tokens."""
+        """The number of tokens, at most `limit`, that the draft model has positions for after the context.
+
+        0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
+        """
         runner = self._runner
         return 0 if context.largest_id >= runner.num_embeddings else min(limit, runner.context_limit - len(context))
 
@@ -86,16 +97,17 @@ class ModelDrafterBase:
 class ModelDrafter(ModelDrafterBase):
     """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen et al. 2023).
 
-    Or with a part of the target: its first layers and an exit layer (EESD), or the target without some layers (Self-SD). Logits
-    beyond the target's vocabulary are cut before a token is chosen, and contexts with tokens unknown to the draft get no draft.
+    The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
+    (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. A context with tokens that the draft model
+    lacks gets an empty draft.
     """
 
-    _own_signals: ClassVar[Signals] = frozenset()  # that the drafter itself reads
-    _keeps_probs: ClassVar[bool] = True  # for a verifier that reads the draft's distributions
+    _own_signals: ClassVar[Signals] = frozenset()  # signals that the drafter itself reads, besides the policy's
+    _keeps_probs: ClassVar[bool] = True  # whether the verifier reads the draft's distributions
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int, unverified: Sequence[int] = ()) -> Draft:
-        """`unverified` are tokens drafted earlier, between the context and the new tokens."""
+        """Drafts at most `limit` new tokens after the context and after `unverified`: tokens drafted earlier."""
         tokens = list(unverified)
         limit = self._room(context, limit + len(tokens)) - len(tokens)
         if limit < 1:
@@ -119,14 +131,18 @@ class ModelDrafter(ModelDrafterBase):
         return chain.draft(extend_draft(policy, limit, extend))
 
     def _refusal(self, values: Mapping[str, float]) -> str | None:
-        """Why the last token must not be in the draft, given its signals; None to keep it."""
+        """Says why the last token must be dropped and the draft ended, or returns None to keep the token.
+
+        `values` are the token's signals (numbers such as its entropy) by name.
+        """
         return None
 
 
 class DraftChain:
-    """A draft that grows token by token, with one device-to-host transfer each: the id and the signals that are read.
+    """A draft that grows token by token. Each token needs one transfer to the host: its id and its signals.
 
-    Entropies and top probabilities that nothing reads while drafting are computed for all tokens at once at the end.
+    Signals are numbers such as the token's entropy. `read` names those for the length policy, `own` those for the drafter. If
+    neither includes entropy or top probability, these are computed for all tokens at once at the end.
     """
 
     def __init__(
@@ -141,7 +157,10 @@ class DraftChain:
         self._statistics: list[tuple[float, float]] = []  # entropy and top probability
 
     def append(self, logits: torch.Tensor, predicted_acceptance: torch.Tensor | None = None) -> DraftedToken:
-        """Choose a token from the logits [vocabulary]: the likeliest, or drawn from the warped distribution."""
+        """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
+
+        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor.
+        """
         self._logits.append(logits)
         probs = None
         if self._setup.sampling.greedy:
@@ -170,7 +189,7 @@ class DraftChain:
                 kept.pop()
 
     def draft(self, reason: str) -> Draft:
-        """The whole draft; `probs` padded with zeros to the target's vocabulary."""
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended."""
         if not self.tokens:
             return Draft(stop_reason=reason)
         entropies, top_probs = (
@@ -187,7 +206,10 @@ class DraftChain:
 
 
 def draft_statistics(logits: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Entropies (nats) and top probabilities of draft logits [n, vocabulary], in one transfer. Raises RunError for NaN."""
+    """Returns entropy (nats) and largest probability of each row of draft logits [n, vocabulary], in one transfer to the host.
+
+    Raises RunError if the logits hold a NaN.
+    """
     entropies, top_probs = torch.stack(logits_ops.entropy_and_top_prob(logits)).tolist()
     if math.isnan(sum(entropies)):
         raise nan_logits("draft")
@@ -195,10 +217,11 @@ def draft_statistics(logits: torch.Tensor) -> tuple[list[float], list[float]]:
 
 
 class PromptLookupDrafter:
-    """Finds the longest n-gram at the context's end that occurred before, and proposes what followed it (Saxena 2023).
+    """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
 
-    The index of n-grams grows with the context, so the cost of a round does not depend on the context's length. The latest
-    occurrence counts; a continuation that reaches the context's end continues with the draft's own tokens, as a repetition.
+    This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
+    the context, copying goes on from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
+    not depend on the context's length.
     """
 
     def __init__(self, ngram: int, eos_ids: Collection[int]) -> None:
@@ -224,7 +247,7 @@ class PromptLookupDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def _index(self, context: Context) -> None:
-        """For each new token, record it as the continuation of the n-grams that end before it."""
+        """Adds the context's new tokens to the index: each is the continuation of the n-grams that end just before it."""
         if context is not self._context:
             self._context, self._indexed = context, 0
             self._continuations.clear()
@@ -234,7 +257,10 @@ class PromptLookupDrafter:
         self._indexed = len(context)
 
     def _match(self, context: Context) -> int | None:
-        """The position that follows the latest occurrence of the longest n-gram at the end; None without one."""
+        """Finds the longest n-gram at the context's end that occurred before. Returns the position after its latest occurrence.
+
+        None if not even the last token occurred before.
+        """
         grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
         return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
 

@@ -14,9 +14,9 @@ _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """The distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as transformers does each.
+    """Computes the distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as in transformers.
 
-    Tokens that tie with the k-th are kept. All others have probability exactly 0.
+    Tokens whose logit equals the k-th largest are kept. Tokens cut by top-k or top-p have probability exactly 0.
     """
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -27,7 +27,7 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest likeliest tokens whose mass reaches `top_p`, renormalised."""
+    """Keeps the fewest likeliest tokens whose total probability reaches `top_p`, and renormalises."""
     vocabulary = probs.shape[-1]
     # on a CPU a full sort dominates the time of sampling; on a GPU it takes less time than the check whether it is needed
     widths = (_HEAD, vocabulary) if probs.device.type == "cpu" and vocabulary > _HEAD else (vocabulary,)
@@ -41,7 +41,7 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token from each distribution [..., vocabulary], which need not sum to 1; -1 where it holds a NaN or only zeros.
+    """Draws one token from each distribution [..., vocabulary], which need not sum to 1; -1 if it holds a NaN or only zeros.
 
     Uses inversion, in float64 where the device supports it, so that rounding over a large vocabulary does not bias the draws.
     torch.multinomial draws one random number per token of the vocabulary, and its checks would synchronise a GPU.
@@ -55,7 +55,10 @@ def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def select_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
-    """One token from the logits [vocabulary]: the likeliest, or drawn after warping; -1 where they hold a NaN."""
+    """Chooses one token from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn after `warp`.
+
+    Returns -1 if the logits hold a NaN.
+    """
     if not sampling.greedy:
         return draw(warp(logits, sampling), generator)
     value, token = logits.max(dim=-1)
@@ -63,21 +66,21 @@ def select_token(logits: torch.Tensor, sampling: SamplingParams, generator: torc
 
 
 def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Draft distributions [..., own vocabulary] with zeros up to `vocab_size`."""
+    """Pads draft distributions [..., draft vocabulary] with zeros to the target's `vocab_size`, if they are narrower."""
     missing = vocab_size - probs.shape[-1]
     return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
 
 
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
-    """How joint likelihoods are warped: as tokens are, but at temperature 1 in greedy decoding.
+    """Returns the sampling parameters for MTAD's joint likelihoods: `sampling`, with temperature 1 in place of 0 (greedy).
 
-    One-hot likelihoods would reduce MTAD to a comparison with the target's argmax.
+    At temperature 0 every likelihood would be 0 or 1, and MTAD would only compare tokens with the target's argmax.
     """
     return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
 def argmax_tokens(logits: torch.Tensor) -> list[int]:
-    """The likeliest tokens [n] for logits [n, vocabulary], on the host; -1 where the logits hold a NaN."""
+    """Returns the likeliest token of each row of logits [n, vocabulary], as Python ints; -1 if the row holds a NaN."""
     if logits.device.type == "cpu":  # NumPy's argmax is an order of magnitude faster there than torch's
         array = logits.float().numpy()
         found: list[int] = array.argmax(axis=-1).tolist()
@@ -90,7 +93,10 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
 
 
 def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entropy (nats) and largest probability, each [...], of the unwarped distributions (temperature 1) [..., vocabulary]."""
+    """Computes entropy (nats) and largest probability, each [...], from logits [..., vocabulary].
+
+    The distributions are taken at temperature 1, without top-k and top-p.
+    """
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
     probs = log_probs.exp()
@@ -98,21 +104,25 @@ def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def bernoulli(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """True with these probabilities, independently of one another; false where a probability is NaN."""
+    """Draws independent booleans that are true with these probabilities; false where a probability is NaN."""
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
 
 
 def valid_token(token: int, model: str) -> int:
-    """The token. Raises RunError if it is negative, which says that the logits of `model` (`draft`, `target`) held a NaN."""
+    """Returns the token. Raises RunError if it is -1, which means that logits held a NaN.
+
+    `model` is `draft` or `target`: the model that the error message names.
+    """
     if token < 0:
         raise nan_logits(model)
     return token
 
 
 def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
-    """For each token the sum of min(p, q) and KL(q||p) in nats (SVIP section 3.1), from logits [tokens, vocabulary], unwarped.
+    """Computes the sum of min(p, q) over the vocabulary and KL(q||p) in nats (SVIP section 3.1) for each drafted token.
 
-    Tokens that the draft lacks have q = 0. The divergence is limited to 1e30, which it reaches where p is 0 and q is not.
+    p are the target's probabilities and q the draft's, from logits [tokens, vocabulary] at temperature 1 (no top-k or top-p).
+    Vocabulary entries that the draft model lacks have q = 0. KL is limited to 1e30; it is infinite where p = 0 and q > 0.
     """
     p = target.float().log_softmax(dim=-1)
     q = draft.to(target.device).float().log_softmax(dim=-1)
@@ -124,7 +134,10 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
 
 
 def to_host(*values: torch.Tensor) -> list[float]:
-    """Scalars as Python numbers, in one device-to-host transfer. Token ids stay exact up to 2^24."""
+    """Returns scalar tensors as Python numbers, with a single device-to-host transfer.
+
+    The transfer is in float32, so token ids are exact only up to 2^24.
+    """
     if values[0].is_cpu:
         return [value.item() for value in values]
     on_host: list[float] = torch.stack([value.float() for value in values]).tolist()

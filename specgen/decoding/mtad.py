@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation by its last node (-1: none yet) and its joint log-likelihood under the draft (nats)."""
+    """A candidate continuation of the context: its last node in the draft tree and its joint log-likelihood (nats).
+
+    `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished` beams end with an end-of-sequence.
+    """
 
     node: int
     log_likelihood: float
@@ -32,11 +35,12 @@ class Beam:
 
 
 class BeamSearchDrafter(ModelDrafterBase):
-    """The likeliest of `width` beams. The beams are paths of one draft tree: a step is one pass, whatever the width.
+    """Drafts by beam search with `width` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
 
-    Deterministic beams keep the likeliest continuations; stochastic ones are drawn among all continuations of all beams, without
-    replacement, in proportion to their joint likelihoods (MTAD, Eq. 2). A beam that reached an end-of-sequence stays unchanged
-    and competes with the others to the end. The draft is a chain, with the joint log-likelihood of each prefix.
+    The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
+    With `stochastic` it draws them among all continuations of all beams, without replacement, in proportion to their joint
+    likelihoods (MTAD, Eq. 2); greedy decoding ignores `stochastic`. A beam with an end-of-sequence is not extended any more, but
+    still competes with the other beams.
     """
 
     def __init__(self, setup: DraftSetup, *, width: int, stochastic: bool) -> None:
@@ -63,13 +67,19 @@ class BeamSearchDrafter(ModelDrafterBase):
         return tree.path_draft(path, reason, log_likelihoods=[likelihoods[node] for node in path])
 
     def _is_decided(self, beams: Sequence[Beam]) -> bool:
-        """Whether further steps cannot change the choice: a continuation is never likelier than its beginning."""
+        """Whether the search can end: the likeliest beam is finished (other beams only get less likely), or all beams are.
+
+        Stochastic beams always need all to be finished.
+        """
         if not self._stochastic:
             return max(beams, key=lambda beam: beam.log_likelihood).finished
         return all(beam.finished for beam in beams)
 
     def _step(self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float]) -> list[Beam]:
-        """The beams, each extended by one token: chosen on the device, one transfer to the host."""
+        """Extends the unfinished beams by one token, and returns the beams that are kept. One transfer to the host.
+
+        `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree.
+        """
         growing = [beam for beam in beams if not beam.finished]
         finished = [beam for beam in beams if beam.finished]
         logits = tree.next_logits([beam.node for beam in growing])
@@ -97,18 +107,21 @@ class BeamSearchDrafter(ModelDrafterBase):
         return after
 
     def _scores(self, joint: torch.Tensor) -> torch.Tensor:
-        """The scores whose top `width` are kept. The top of likelihoods / exponential noise is a draw without replacement."""
+        """Returns the scores of all continuations, of which the `width` highest are kept. `joint` are their joint likelihoods.
+
+        The highest values of likelihood / exponential noise are a draw without replacement, used for stochastic beams.
+        """
         if not self._stochastic:
             return joint
         return joint / torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(1e-30)
 
 
 class JointLikelihoodVerifier:
-    """Accept the longest prefix j with min(1, P_j / Q_j) > tau, then one token of the target's own (MTAD, section 3.2).
+    """Accepts the longest prefix with min(1, P_j / Q_j) > tau; the target then chooses the next token (MTAD, section 3.2).
 
-    P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, both warped. A prefix that fails does not
-    stop the search for a longer one that passes; a token of likelihood 0 does. Chains with `log_likelihoods` only. Not lossless:
-    the output is likelier under the target than what the target would draw.
+    P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, after temperature, top-k and top-p (at
+    temperature 1 in greedy decoding). A longer prefix may pass where a shorter one fails, unless a token has likelihood 0.
+    Only for chains with `log_likelihoods`. Not lossless: the output is likelier under the target than samples of the target.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, tau: float) -> None:
@@ -123,7 +136,10 @@ class JointLikelihoodVerifier:
         return accept_prefix(draft, output, count, self._sampling, self._generator)
 
     def _longest(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
-        """The length of the longest prefix that passes, a scalar on the device; `logits` are the target's before each token."""
+        """Returns the length of the longest prefix that passes the test, as a scalar on the device.
+
+        `logits` [tokens, vocabulary] are the target's, from which it would choose each of the draft's tokens.
+        """
         length, device = len(draft.tokens), logits.device
         if not length:
             return torch.zeros((), dtype=torch.long, device=device)

@@ -18,14 +18,14 @@ from specgen.types import Context, Draft, SamplingParams, Verdict
 if TYPE_CHECKING:
     from specgen.engine.model_runner import ModelOutput
 
-_BISECTIONS = 16  # of rho's interval; the remaining error costs less than a thousandth of the acceptance probability
+_BISECTIONS = 16  # halvings of rho's interval; the remaining error lowers the acceptance probability by less than 0.1 %
 
 
 class MultiDraftDrafter(ModelDrafterBase):
-    """Chains drawn from the draft model independently of one another, as the tree of their prefixes: one pass a level.
+    """Draws several independent chains from the draft model and joins them in one tree, with one forward pass for each level.
 
-    Chains with a common prefix share its nodes; the draft's `draws` list every draw of a node, in order. In greedy decoding the
-    chains begin with the likeliest distinct tokens, and each continues with the likeliest token.
+    `drafts` is the number of chains. Chains with a common prefix share its nodes; the draft's `draws` lists each random draw by
+    its node. In greedy decoding the chains start with the likeliest distinct tokens, and each continues with the likeliest token.
     """
 
     def __init__(self, setup: DraftSetup, *, drafts: int) -> None:
@@ -52,7 +52,10 @@ class MultiDraftDrafter(ModelDrafterBase):
         return tree.draft(reason, draws=draws, probs=logits_ops.pad_probs(torch.cat(probs), self._vocab_size) if probs else None)
 
     def _level(self, tree: DraftTree, chains: Sequence[int], probs: list[torch.Tensor]) -> list[int]:
-        """The next node of each chain: one pass, one transfer to the host."""
+        """Extends each chain by one token, with one forward pass and one transfer to the host. Returns each chain's new node.
+
+        `chains` holds each chain's last node (-1: the context). The distributions drawn from are appended to `probs`.
+        """
         origins = list(dict.fromkeys(chains))
         logits = tree.next_logits(origins)
         if self._sampling.greedy:
@@ -73,18 +76,19 @@ class MultiDraftDrafter(ModelDrafterBase):
 
 
 class Acceptance(NamedTuple):
-    """The probabilities of a node's verification. Its candidates are verified one after the other.
+    """The probabilities for verifying the candidates (drafted next tokens) of each node, one candidate after the other.
 
-    `probs` [nodes, candidates] is each candidate's probability of being accepted, given that all before it were rejected.
-    `residual` [nodes, vocabulary] is the distribution of the correction, not normalised, given that all were rejected.
+    `probs` [nodes, candidates] is the probability to accept each candidate, given that the candidates before it were rejected.
+    `residual` [nodes, vocabulary] is the distribution (not normalised) of the correction, if all candidates are rejected.
     """
 
     probs: torch.Tensor
     residual: torch.Tensor
 
 
-# (target distributions [nodes, vocabulary], candidate tokens [nodes, candidates], number of candidates of each node on the host,
-# descending, function (j, n) -> distributions [n, vocabulary] that the j-th candidates of the first n nodes were drawn from)
+# The arguments: the target's distributions [nodes, vocabulary]; the candidate tokens [nodes, candidates]; each node's number of
+# candidates (Python ints, descending); a function (j, n) that returns the distributions [n, vocabulary] from which the j-th
+# candidates of the first n nodes were drawn.
 AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Callable[[int, int], torch.Tensor]], Acceptance]
 
 
@@ -93,7 +97,8 @@ def multi_round(
 ) -> Acceptance:
     """SpecInfer's multi-round rejection sampling (Algorithm 2): accept with min(1, p / q), else p becomes norm(max(p - q, 0)).
 
-    A token that was drawn twice is verified twice, each time with the whole q. The q of a deterministic candidate is one-hot.
+    p are the target's probabilities and q the draft's. A token drawn twice is verified twice, each time with the whole q.
+    A candidate that was not drawn at random has q = 1 for its token. The arguments are those of `AcceptanceRule`.
     """
     residual = target_probs.clone()
     probs = torch.zeros(tokens.shape, dtype=residual.dtype, device=residual.device)
@@ -113,8 +118,9 @@ def k_sequential(
 ) -> Acceptance:
     """SpecTr's k-sequential selection: accept each of n candidates with min(1, p / (rho q)), with the smallest valid rho.
 
-    The candidates of a node are independent draws from one q. rho is the root of 1 - (1 - b)^n = rho b, b = sum min(q, p / rho),
-    approached from above: larger values are valid too, smaller ones are not.
+    p are the target's probabilities and q the draft's; a node's n candidates are independent draws from one q. rho solves
+    1 - (1 - b)^n = rho b with b = sum of min(q, p / rho). It is approached from above, because only larger values keep the output
+    lossless. The arguments are those of `AcceptanceRule`.
     """
     exact = torch.float32 if target_probs.device.type == "mps" else torch.float64
     target, draft = target_probs.to(exact), drawn_from(0, len(counts)).to(exact)
@@ -131,7 +137,7 @@ def k_sequential(
 
 
 def _smallest_rho(target: torch.Tensor, draft: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """rho [nodes, 1] between 1 and the number of candidates, by bisection."""
+    """Finds SpecTr's rho [nodes, 1] by bisection between 1 and `number` [nodes, 1], each node's number of candidates."""
     low, high = torch.ones_like(number), number
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -144,8 +150,9 @@ def _smallest_rho(target: torch.Tensor, draft: torch.Tensor, number: torch.Tenso
 class TreeSampling:
     """Verifies a tree from its root down: at each node one of its children is accepted, or a correction ends the path.
 
-    The output follows the target's warped distribution if the candidates of a node were drawn as `rule` assumes. All nodes are
-    verified at once on the device, each with fresh random numbers, and the end of the path is found there too.
+    `rule` computes the acceptance probabilities. The output has the target's distribution (after temperature, top-k and top-p)
+    if the candidates were drawn as `rule` assumes. All nodes are verified at once on the device, and the accepted path is then
+    followed there to its end.
     """
 
     def __init__(self, rule: AcceptanceRule, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -189,7 +196,10 @@ class TreeSampling:
 
 
 def _candidates(draft: Draft) -> list[tuple[int, list[int]]]:
-    """Each node with children (-1: the context) and these in the order of their draws; nodes with most children first."""
+    """Returns each node that has children (-1: the context), with its children in the order of their draws.
+
+    A child that was drawn twice occurs twice. The nodes with most children come first.
+    """
     children: dict[int, list[int]] = {}
     for node in range(len(draft.tokens)) if draft.draws is None else draft.draws:
         children.setdefault(draft.parents[node], []).append(node)
@@ -197,7 +207,11 @@ def _candidates(draft: Draft) -> list[tuple[int, list[int]]]:
 
 
 def _verdict(draft: Draft, onward: Sequence[int], token: int) -> Verdict:
-    """The verdict from the position that follows each position (0: the context, i + 1: node i) and the token at the end."""
+    """Returns the verdict that accepts the path given by `onward`, followed by the target's `token`.
+
+    Position 0 is the context and position i + 1 is node i. `onward` maps each position to the next; a path ends at a position
+    that maps to itself.
+    """
     path: list[int] = []
     position = 0
     while onward[position] != position:

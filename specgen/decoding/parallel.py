@@ -1,7 +1,8 @@
 """PEARL: draft and target work at the same time (PEARL, section 3).
 
-The target verifies the first new token before the draft is complete (pre-verify); the draft continues after tokens that are
-pending verification (post-verify). The window is the ratio of both models' times, so that both finish together.
+The target verifies a draft's first token while the rest is drafted (pre-verify). The draft model drafts on while the target
+verifies the tokens before (post-verify). The window is the number of tokens drafted during one target pass: the ratio of both
+models' pass times, so that both finish together.
 """
 
 from __future__ import annotations
@@ -25,51 +26,56 @@ if TYPE_CHECKING:
 
 
 class ParallelDrafter(Protocol):
-    """A drafter that works while its caller does something else. One draft at a time.
+    """Drafts for one run (the generation of one output) while its caller does something else. One draft at a time.
 
-    It owns the run's length policy; the run reads and updates it as `policy`. `seconds` is the duration of the last draft by the
-    drafter's own clock.
+    `policy` is the run's length policy (it decides when drafts end); the run tells it how many tokens were accepted. `seconds` is
+    how long the last draft took, measured where it was drafted.
     """
 
     policy: LengthPolicy
     seconds: float
 
     def prefill(self, context: Context) -> None:
-        """Begin the forward pass over the prompt."""
+        """Starts the draft model's forward pass over the prompt, and does not wait for it."""
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
-        """Begin a draft of at most `limit` tokens after the context and the `unverified` tokens."""
+        """Starts a draft of at most `limit` tokens after the context and after `unverified`, and does not wait for it.
+
+        `unverified` are tokens drafted earlier that the target is still verifying.
+        """
 
     def finish(self) -> Draft:
-        """Wait for the draft. Its `probs` are valid until the draft after the next one begins."""
+        """Waits for the draft that was started, and returns it. Its `probs` stay valid until the second next draft starts."""
 
     def close(self) -> None:
-        """End the run; a draft that is under way is discarded."""
+        """Ends the run. A draft that was started but not finished is discarded."""
 
 
 class DraftWorker(Protocol):
-    """Runs a pair's draft model beside its target: in a process of its own, or in a thread with a CUDA stream of its own."""
+    """Runs the draft model at the same time as the target: in a separate process, or in a thread with its own CUDA stream."""
 
     kind: str  # `process` or `thread`
-    threads: int | None  # how many CPU threads are left to the target; None if they are not divided
+    threads: int | None  # CPU threads left to the target; None if the target keeps all of them
 
     def ready(self) -> object:
-        """Wait until it can draft. Raises SpecgenError if it cannot."""
+        """Waits until the draft model is loaded. Raises SpecgenError if it cannot be loaded."""
 
     def drafter(self, settings: Settings, components: Components, window: int) -> ParallelDrafter:
-        """The drafter of one run, for drafts of at most `window` tokens."""
+        """Returns a drafter for one run, with drafts of at most `window` tokens."""
 
     def forget(self) -> None:
-        """Clear the KV cache."""
+        """Clears the draft model's KV cache."""
 
     def close(self) -> None:
-        """End the process or thread."""
+        """Ends the process or thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """PEARL's schedule. Without `pre_verify` the target idles until there are tokens to verify; without `post_verify` the draft
-    idles while they are verified (the ablations of the paper's Table 3).
+    """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
+
+    Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
+    are verified. Both are ablations in the paper's Table 3.
     """
 
     drafter: ParallelDrafter
@@ -88,7 +94,10 @@ class Parallel:
 
     @inference
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
-        """One target pass over the tokens pending verification, while the next ones are drafted. Returns those then pending."""
+        """Runs one target pass over the `unverified` drafted tokens, while further tokens are drafted after them.
+
+        Returns the finished round, and the drafted tokens that the next step has to verify.
+        """
         run.clock.start()
         if not unverified.tokens and not self.pre_verify:
             unverified = self._finish(self._start(run, unverified, self.window.size))  # the target idles meanwhile
@@ -110,7 +119,10 @@ class Parallel:
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _start(self, run: Run, unverified: Draft, window: int) -> int:
-        """Begin a draft after the unverified tokens. Returns the window; 0, with no draft, if the output ends with them."""
+        """Starts a draft of at most `window` tokens after the unverified tokens. Returns `window`.
+
+        Starts none and returns 0 if the output ends with the unverified tokens.
+        """
         room = run.remaining - len(unverified.tokens)
         if room < 1 or (unverified.tokens and unverified.tokens[-1] in run.eos_ids):
             return 0
@@ -124,7 +136,10 @@ class Parallel:
 
 
 def _joined(first: Draft, second: Draft) -> Draft:
-    """Two chains as one, with the stop reason of the second."""
+    """Joins two chains to one, with the stop reason of the second.
+
+    If both have tokens, `probs` and `logits` end after the first token of the second chain: no more are verified.
+    """
     if not first.tokens:
         return second
     if not second.tokens:

@@ -1,4 +1,7 @@
-"""Times the passes that determine PEARL's window, with both models running at the same time (PEARL, section 4.1)."""
+"""Measures the times that determine PEARL's window (the number of tokens drafted during one target pass; section 4.1).
+
+Both models run at the same time, as they do in PEARL.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,19 @@ def time_parallel_passes(
     synchronize: Callable[[], None] | None = None,
     widest: int = LONGEST_WINDOW,
 ) -> ParallelCosts:
-    """Median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
+    """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
-    The window depends on the times, and the time of a target pass on its width. So a few rough steps come first; the passes are
-    timed once more where their window turns out different. No pass covers more than `widest` tokens. Closes the drafter.
+    The window (tokens drafted during one target pass) depends on these times, and the time of a target pass on the window.
+    So a few rough steps estimate the window first, and the times are measured again if the window then turns out different.
+    `synchronize` waits for the device; None if it computes synchronously. No target pass covers more than `widest` tokens.
+    Closes the drafter.
     """
     deadline = time.perf_counter() + _TIME_LIMIT
 
     def steps(width: int, count: int) -> ParallelCosts:
-        """Time `count` steps, fewer after the deadline: a target pass over `width` tokens during a draft of as many.
+        """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
 
-        A step with a one-token target pass follows every third one, so that a slower phase of the machine affects both medians.
+        Every third step is followed by one with a one-token target pass, so that a slow phase of the machine affects both.
         """
         drafts: list[float] = []
         passes: list[float] = []
@@ -71,5 +76,5 @@ def time_parallel_passes(
 
 
 def _warm_median(seconds: list[float]) -> float:
-    """The median without the first samples, which warm up."""
+    """The median of the times without the first few, during which the machine warms up."""
     return median(seconds[min(_WARM_UP, len(seconds) // 2) :])

@@ -1,7 +1,8 @@
-"""Length policies: when does drafting stop? Any policy works with any drafter that has its signals (EESD Table 5).
+"""Length policies: rules that decide after each drafted token whether the draft continues.
 
-A policy decides after each drafted token. That token stays in the draft whatever the policy decides: dropping a token because of
-its own probability would change the output's distribution. After verification the policy learns how many tokens were accepted.
+A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It works with any drafter that
+computes the signals it reads (EESD Table 5). The token stays in the draft whatever the policy decides: dropping a token because
+of its own probability would change the output's distribution. After verification the policy learns how many tokens were accepted.
 
 To add a policy, write a class here and list it in `POLICIES`. Imports no torch.
 """
@@ -27,13 +28,16 @@ SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicte
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long
 class DraftedToken:
-    """A drafted token as a policy sees it: its position in the draft, from 1, and `token[name]` for each computed signal."""
+    """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
+
+    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`.
+    """
 
     position: int
     signals: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, signal: str) -> float:
-        """Raises LookupError for a signal that was not computed."""
+        """Returns the signal of this name. Raises LookupError if it was not computed."""
         if signal not in self.signals:
             computed = ", ".join(self.signals) or "none"
             raise LookupError(f"the length policy reads the signal {signal!r}, which was not computed (computed: {computed})")
@@ -41,10 +45,11 @@ class DraftedToken:
 
 
 class LengthPolicy(ABC):
-    """Decides when a draft ends. `reason` says in a few words why the last one ended.
+    """Decides when a draft ends. `reason` says in a few words why the last draft ended.
 
-    The class attributes describe a policy to users and to `tune`. A `random` policy is constructed with a `seed` on top of its
-    settings. `optional_signals` are computed only where the boolean setting of that name is on.
+    `name`, `source` (the paper) and `settings` (parameters by name) describe a policy to users and to `tune`. A `random` policy's
+    constructor takes a `seed` besides the settings. `signals` are the numbers about a drafted token that the policy reads.
+    `optional_signals` maps a boolean setting to the signals that the policy reads only if the setting is true.
     """
 
     name: ClassVar[str] = ""
@@ -57,7 +62,7 @@ class LengthPolicy(ABC):
 
     @classmethod
     def signals_with(cls, values: Mapping[str, Value]) -> Signals:
-        """The signals to compute for a policy with these settings."""
+        """The names of the signals that a policy with these settings reads."""
         return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
     @abstractmethod
@@ -65,10 +70,10 @@ class LengthPolicy(ABC):
         """Whether to draft another token after this one."""
 
     def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027  most policies learn nothing
-        """Learn what became of a draft: how many tokens it had (a tree: levels), and how many of them were accepted."""
+        """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted."""
 
     def state(self) -> Mapping[str, float] | None:
-        """What the policy has learned so far, for a trace."""
+        """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
         return None
 
     def _below(self, limit: int, token: DraftedToken) -> bool:
@@ -77,7 +82,7 @@ class LengthPolicy(ABC):
 
 
 class Always(LengthPolicy):
-    """Never ends a draft: for methods whose drafts are limited otherwise, as PEARL's are by its window."""
+    """Never ends a draft: for methods that limit drafts in another way, as PEARL does by its window (a number of tokens)."""
 
     def keep_drafting(self, token: DraftedToken) -> bool:
         return True
@@ -88,7 +93,7 @@ def _max_draft(default: int, *tuned: int) -> Setting:
 
 
 class Fixed(LengthPolicy):
-    """Always k tokens (Leviathan et al. 2023)."""
+    """Ends each draft after k tokens (Leviathan et al. 2023)."""
 
     name = "fixed"
     source = "Leviathan et al. 2023"
@@ -102,7 +107,10 @@ class Fixed(LengthPolicy):
 
 
 class Heuristic(LengthPolicy):
-    """Transformers' schedule: two tokens more after a fully accepted draft, one less otherwise, never below one."""
+    """The schedule of transformers: after a fully accepted draft the next is two tokens longer, otherwise one shorter.
+
+    The length stays between 1 and `max_draft`.
+    """
 
     name = "heuristic"
     source = "transformers' schedule"
@@ -147,10 +155,10 @@ class Confidence(LengthPolicy):
 
 
 class SVIP(LengthPolicy):
-    """Stop where the draft's entropy H predicts a low acceptance probability: sqrt(c * H) > threshold (SVIP, section 3.2).
+    """Stops after a token with sqrt(c * H) > threshold, where its acceptance is unlikely (SVIP, section 3.2).
 
-    c is the authors' constant, for which their printed thresholds hold. H is taken at temperature 1, in greedy decoding too. Only
-    threshold^2 / c matters, so `tune` varies the threshold alone.
+    H is the entropy (nats) of the draft's distribution at temperature 1, in greedy decoding too. c is a constant from the paper,
+    whose printed thresholds assume it. Only threshold^2 / c matters, so `tune` varies only the threshold.
     """
 
     name = "svip"
@@ -174,7 +182,7 @@ class SVIP(LengthPolicy):
 
 
 class ThompsonSampling(LengthPolicy):
-    """Base of policies that draft another token with a sampled probability theta."""
+    """Base of policies that sample an acceptance probability theta, and then draft another token with probability theta."""
 
     random = True
 
@@ -192,8 +200,8 @@ class ThompsonSampling(LengthPolicy):
 class BetaTS(ThompsonSampling):
     """Thompson sampling of the acceptance rate: theta ~ Beta(alpha, beta) (EESD, Algorithm 2, corrected).
 
-    The update counts the tokens that the target judged: `accepted` successes in `min(accepted + 1, drafted)` trials. The update
-    as printed has no fixed point for an acceptance rate below 1.
+    The update counts the tokens up to the first rejected one: `accepted` successes in `min(accepted + 1, drafted)` trials. The
+    paper's printed update does not converge for an acceptance rate below 1.
     """
 
     name = "beta-ts"
@@ -222,9 +230,9 @@ class BetaTS(ThompsonSampling):
 class CaliTS(ThompsonSampling):
     """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD, Algorithm 3, corrected).
 
-    mu weighs theta_M, the predicted acceptance of the token, against theta_hat, the share of judged tokens that were accepted,
-    with `theta0` as a prior of weight 1 (the update as printed forgets the observations). Either may be switched off (Table 4).
-    Raises SpecgenError where both are.
+    mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and theta_hat, the share of verified
+    tokens accepted so far. `theta0` counts as one such token (the paper's printed update forgets earlier observations).
+    `model_prediction` and `sampling_prediction` switch theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
     """
 
     name = "cali-ts"
@@ -265,7 +273,10 @@ class CaliTS(ThompsonSampling):
         return self._accepted / self._judged
 
     def posterior(self, score: float | None) -> tuple[float, float]:
-        """mu and sigma^2 of theta, given theta_M (None only without `model_prediction`) and the rounds observed so far."""
+        """Computes mean and variance of theta from `score`, the predictor's theta_M for a token, and the drafts verified so far.
+
+        `score` is None if `model_prediction` is off.
+        """
         rounds, model, sample = self._rounds, self._model_variance, self._sample_variance
         if not self.model_prediction or score is None:
             return self.theta_hat, sample / max(rounds, 1)
@@ -292,7 +303,10 @@ class CaliTS(ThompsonSampling):
             self._scores.clear()
 
     def state(self) -> Mapping[str, float]:
-        """After the first draft with mean and deviation of theta, at the mean score of the last draft."""
+        """theta_hat and the number of verified drafts; also theta's mean and standard deviation at the last mean theta_M.
+
+        Mean and deviation are missing before the first draft if `model_prediction` is on.
+        """
         learned = {"theta_hat": self.theta_hat, "rounds": self._rounds}
         if self.model_prediction and self._mean_score is None:
             return learned
@@ -303,8 +317,8 @@ class CaliTS(ThompsonSampling):
 class SelfSD(Confidence):
     """Stop after a token whose probability is below a threshold that adapts to the acceptance rate (Self-SD, section 3.4).
 
-    The threshold rises where fewer than 0.9 of the tokens are accepted and falls where more are, unless the draft had the maximal
-    length: then it was not the threshold that ended it.
+    The threshold rises if less than 0.9 of the drafted tokens are accepted (a moving average), and falls otherwise. It does not
+    fall after a draft of the maximal length `k`, because the threshold did not end that draft.
     """
 
     name = "selfsd"
@@ -338,10 +352,10 @@ POLICIES: Mapping[str, type[LengthPolicy]] = {
 
 
 def signals_of(settings: Settings) -> Signals:
-    """The signals that the policy of these settings reads."""
+    """The names of the signals that the length policy with these settings reads; empty without a policy."""
     return POLICIES[settings.policy].signals_with(settings.values) if settings.policy is not None else frozenset()
 
 
 def is_random(settings: Settings) -> bool:
-    """Whether the policy of these settings draws random numbers."""
+    """Whether the length policy with these settings draws random numbers; false without a policy."""
     return settings.policy is not None and POLICIES[settings.policy].random

@@ -1,4 +1,4 @@
-"""One run of a method on one context: its components, and the checks that end its output."""
+"""A run: the generation of one output with one method. Holds its parts and checks when the output ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Schedule = Callable[["Run"], Iterator[Round]]
 
 
 class StopTexts:
-    """Finds stop strings in the generated text, token by token. `detokenize` returns the text that one more token adds."""
+    """Finds the stop strings `texts` in the generated text, token by token. `detokenize` returns the text that a token adds."""
 
     def __init__(self, texts: Sequence[str], detokenize: Callable[[int], str]) -> None:
         self._texts = texts
@@ -28,7 +28,7 @@ class StopTexts:
         self._kept = max(map(len, texts), default=1) - 1
 
     def completed_by(self, token: int) -> bool:
-        """Whether this token completes a stop string."""
+        """Adds this token to the generated text. Returns whether the text now contains a stop string."""
         self._tail += self._detokenize(token)
         found = any(text in self._tail for text in self._texts)
         self._tail = self._tail[-self._kept :] if self._kept else ""
@@ -36,7 +36,10 @@ class StopTexts:
 
 
 class Clock:
-    """Measures the seconds of a round by phase; the rest is `other`. Time between rounds is not counted."""
+    """Measures how long each phase of a round takes, in seconds. Phases are the names in `PHASES`; `other` takes the rest.
+
+    Time between rounds is not counted. `synchronize` waits for the device; None if it computes synchronously.
+    """
 
     def __init__(self, synchronize: Callable[[], None] | None) -> None:
         self._synchronize = synchronize
@@ -47,7 +50,7 @@ class Clock:
         self._phases = dict.fromkeys(PHASES, 0.0)
 
     def lap(self, phase: str, *, synchronize: bool = False) -> None:
-        """Add the time since the last lap to `phase`; `synchronize` waits for the device first."""
+        """Adds the time since the previous lap (or `start`) to `phase`. With `synchronize` it waits for the device first."""
         if synchronize and self._synchronize is not None:
             self._synchronize()
         now = time.perf_counter()
@@ -61,7 +64,11 @@ class Clock:
 
 @dataclass(slots=True)
 class Run:
-    """The state of a run. `limit` is the number of new tokens at which it ends with reason `length`."""
+    """The state of a run: the generation of one output.
+
+    `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run
+    ends with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
+    """
 
     context: Context
     target: ModelRunner
@@ -84,7 +91,7 @@ class Run:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
     def prefill(self) -> Round:
-        """Round 0: the forward pass over the prompt, and the target's first token."""
+        """Runs round 0: the target's forward pass over the prompt, and its first token."""
         self.clock.start()
         output = self.target.logits(self.context)
         self.clock.lap("prefill", synchronize=True)
@@ -93,10 +100,11 @@ class Run:
         return self.commit("prefill", Draft(), verdict)
 
     def commit(self, mode: Mode, draft: Draft, verdict: Verdict, unverified: int = 0) -> Round:
-        """Append the accepted tokens up to the end of the output, update the policy and close the round.
+        """Appends the verdict's tokens to the context, up to the end of the output, and returns the finished round.
 
-        The last `unverified` tokens of a chain are pending verification. If all others were accepted and the run continues, they
-        are left out of this round: a later one verifies and reports them.
+        Tells the length policy how many tokens were accepted, and sets `finish_reason` if the output has ended. The last
+        `unverified` tokens of the draft, a chain, are not verified yet. If all tokens before them were accepted and the run goes
+        on, they are left out of this round, because the next round verifies and reports them.
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
@@ -117,7 +125,10 @@ class Run:
         return round_
 
     def _cut(self, draft: Draft, verdict: Verdict) -> Verdict:
-        """The verdict up to the token that ends the output: an end-of-sequence, or one that completes a stop string."""
+        """Returns the verdict without the tokens after the end of the output, and sets `finish_reason` if the output ends.
+
+        The output ends with an end-of-sequence token or a token that completes a stop string.
+        """
         for position, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
                 return Verdict(verdict.path[: position + 1], None, None, verdict.agreement)

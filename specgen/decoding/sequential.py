@@ -1,4 +1,4 @@
-"""Draft, then verify: the usual schedule of speculative decoding, and of plain decoding, whose drafts are empty."""
+"""The usual schedule of speculative decoding: draft, then verify. Plain decoding uses it too, with empty drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specgen.types import Round
 
 
 def sequential(run: Run) -> Iterator[Round]:
-    """Each round commits the accepted tokens of a draft and one token of the target's own (Leviathan et al., Algorithm 1)."""
+    """Yields rounds that each add a draft's accepted tokens and one token of the target (Leviathan et al., Algorithm 1)."""
     yield run.prefill()
     while run.finish_reason is None:
         yield _draft_then_verify(run)

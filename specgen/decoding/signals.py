@@ -1,4 +1,4 @@
-"""Signals: the numbers about drafted tokens that length policies read, and how each is computed."""
+"""Computes signals: numbers about drafted tokens, such as entropy, by which length policies decide when a draft ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def compute(
     probs: torch.Tensor | None = None,
     predicted_acceptance: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The signals `names` of `tokens` [...] that were chosen from draft `logits` [..., vocabulary], each [...] on the device.
+    """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor [...] on the device.
 
-    `prob` is the token's probability in `probs` [..., vocabulary], which it was drawn from; in greedy decoding (None) in the
-    unwarped distribution. `entropy` (nats), `top_prob` (the largest probability) and `margin` (the largest minus the second
-    largest) are those of the unwarped distribution. `predicted_acceptance` is EESD's theta_M (Eq. 5); left out if None.
-    `entropy` and `top_prob` are included wherever one of them was needed: drafters report both for every token.
+    `logits` [..., vocabulary] of the draft give the unwarped distribution (temperature 1, no top-k or top-p). `probs` [...,
+    vocabulary] are the distributions that the tokens were drawn from; None in greedy decoding.
+    `prob` is the token's probability in `probs`, or the largest unwarped one if `probs` is None. `entropy` (nats), `top_prob`
+    (largest probability) and `margin` (largest minus second largest) are of the unwarped distribution. `predicted_acceptance`
+    is the given argument (EESD's theta_M, Eq. 5), left out if None. `entropy` and `top_prob` always come together.
     """
     found = {}
     if "entropy" in names or "top_prob" in names or ("prob" in names and probs is None):

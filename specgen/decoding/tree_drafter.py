@@ -15,10 +15,10 @@ Frontier = list[tuple[int, float]]  # nodes that the next level continues (-1: t
 
 
 class TopKTreeDrafter(ModelDrafterBase):
-    """A tree with at most `width` nodes at each level: the continuations of the last level with the likeliest paths.
+    """Drafts a tree. Each level has the `width` likeliest continuations of the previous level, by the whole path's probability.
 
-    The nodes are chosen deterministically, in sampling too, and verified as deterministic candidates. The policy sees the
-    likeliest node of each level. With `depth` None the policy alone ends the tree.
+    No node is drawn at random, even if the target samples. The length policy sees only the likeliest node of each level.
+    `depth` is the largest number of levels; with None the length policy decides.
     """
 
     def __init__(self, setup: DraftSetup, *, width: int, depth: int | None = None) -> None:
@@ -45,9 +45,10 @@ class TopKTreeDrafter(ModelDrafterBase):
         return tree.draft(f"depth {self._depth}" if reason == "length" and deepest == self._depth else reason)
 
     def _add_level(self, tree: DraftTree, frontier: Frontier, read: Signals, position: int) -> DraftedToken:
-        """Add a level after the frontier's nodes, in one pass and one transfer, and move the frontier to it.
+        """Adds a level of nodes after those of `frontier`, with one forward pass and one transfer to the host.
 
-        Nodes with an end-of-sequence leave the frontier. Returns the level's likeliest node.
+        Replaces the content of `frontier` with the new nodes, except those with an end-of-sequence token. Returns the level's
+        likeliest node with its signals named in `read`. `position` is the level's number, from 1.
         """
         nodes, log_likelihoods = zip(*frontier, strict=True)
         logits = tree.next_logits(nodes)
@@ -71,7 +72,11 @@ class TopKTreeDrafter(ModelDrafterBase):
     def _signals(
         self, tree: DraftTree, logits: torch.Tensor, chosen: torch.Tensor, origins: torch.Tensor, read: Signals, position: int
     ) -> dict[str, torch.Tensor]:
-        """The signals [1] of the level's likeliest node."""
+        """Computes the signals named in `read` (such as entropy) for the level's likeliest node, each a tensor [1].
+
+        `logits` [frontier nodes, vocabulary] are those that the level was chosen from. `chosen` are the level's tokens, likeliest
+        path first, and `origins` the row of `logits` that each came from. `position` is the level's number, from 1.
+        """
         if not read:
             return {}
         predictor, score = self._setup.acceptance_predictor, None

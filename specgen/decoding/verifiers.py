@@ -1,4 +1,7 @@
-"""Verifiers decide which drafted tokens are accepted and choose the correction or bonus token, with one transfer a draft."""
+"""Verifiers decide which drafted tokens are accepted, and choose the correction or bonus token that follows them.
+
+A verifier works on the device. It copies the result (token ids and counts) to the host once for each draft.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ if TYPE_CHECKING:
 
 class Verifier(Protocol):
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        """Verify all nodes, given the target's logits [nodes + 1, vocabulary] after the context and after each node.
+        """Verifies a draft. `output` holds the target's logits [nodes + 1, vocabulary] after the context and after each node.
 
-        The logits after a chain's last token may be missing: a fully accepted draft then gets no bonus token.
+        The logits after a chain's last token may be missing; a fully accepted draft then gets no bonus token.
         """
 
 
 class GreedyVerifier:
-    """Accept the path of nodes that are the target's argmax. For chains and trees."""
+    """Accepts drafted tokens as long as each is the target's argmax: greedy decoding, for chains and trees."""
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
@@ -33,9 +36,10 @@ class GreedyVerifier:
 
 
 class RejectionSampling:
-    """Accept token i with probability min(1, p_i / q_i), else draw from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023).
+    """Accepts token i with probability min(1, p_i / q_i); otherwise draws from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023).
 
-    p and q are the warped distributions. A deterministic draft is a one-hot q. Chains only.
+    p are the target's probabilities and q the draft's, after temperature, top-k and top-p. A draft without probabilities (not
+    sampled) has q = 1 for its own tokens. Chains only.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -72,7 +76,10 @@ class RejectionSampling:
 
 
 class RecordingVerifier:
-    """Wraps a verifier and records how close both models' distributions are at each drafted token."""
+    """Wraps a verifier and adds to its verdict how close target's and draft's distributions are at each drafted token.
+
+    Adds nothing to drafts without logits, such as those of prompt lookup.
+    """
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
@@ -92,16 +99,20 @@ class RecordingVerifier:
 def accept_prefix(
     draft: Draft, output: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
 ) -> Verdict:
-    """Accept a chain's first `count` tokens (a scalar on the device) and choose the target's own token after them."""
+    """Returns the verdict that accepts a chain's first `count` tokens and lets the target choose the token after them.
+
+    `count` is an integer scalar on the device. `output` holds the target's logits after the context and after each token.
+    """
     logits = output.logits.index_select(0, count[None])[0]
     accepted, own = torch.stack((count, logits_ops.select_token(logits, sampling, generator))).tolist()
     return make_verdict(draft, range(accepted), own)
 
 
 def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
-    """Accept the path on which each node is the target's choice.
+    """Returns the verdict that accepts the path of drafted tokens on which each equals the target's choice.
 
-    `choices` are the target's tokens after the context and after each node. The last one may be missing.
+    `choices` are the tokens that the target chooses after the context and after each node. The one after the last node may be
+    missing.
     """
     path: list[int] = []
     node = -1
@@ -117,9 +128,10 @@ def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
 
 
 def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
-    """The verdict that accepts these nodes; the target's `token` is a bonus after a leaf, else a correction.
+    """Returns the verdict that accepts the nodes of `path`, followed by the target's `token`.
 
-    Raises RunError for token -1, which says that the target's logits held a NaN.
+    The token is a bonus if the path ends at a leaf, otherwise a correction; neither for an empty draft. Raises RunError if the
+    token is -1, which means that the target's logits held a NaN.
     """
     last = path[-1] if path else -1
     source: Source | None = None if not draft.tokens else "correction" if last in draft.parents else "bonus"

@@ -1,1 +1,1 @@
-"""Runs the draft model beside the target: in a process of its own, or in a thread with a CUDA stream of its own."""
+"""Runs the draft model at the same time as the target: in a separate process, or in a thread with its own CUDA stream."""

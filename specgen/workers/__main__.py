@@ -1,4 +1,7 @@
-"""`python -m specgen.workers DESCRIPTOR PARENT MEMORY`: a draft worker, started by `specgen.workers.process`."""
+"""`python -m specgen.workers DESCRIPTOR PARENT MEMORY`: a draft worker, started by `specgen.workers.process`.
+
+The arguments are the file descriptor of the connection, the parent's process id and the descriptor of the shared memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from multiprocessing.connection import Connection
 
 
 def main() -> None:
-    """Serve until the other end of the connection is closed."""
+    """Answers requests until the parent process closes the connection or dies. Ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from specgen.workers.worker_loop import serve
 

@@ -1,7 +1,8 @@
-"""The requests to a draft worker process. Imports no torch.
+"""The requests to a draft worker (a process that runs the draft model), and its answers. Imports no torch.
 
-A message is a pair of a serial number and a request, pickled by `multiprocessing.connection`. The worker answers `LoadModel` and
-`DraftRequest`, and whatever fails: the serial number and None, a `DraftAnswer`, or the SpecgenError to raise.
+A request is sent as a pickled pair: serial number, request. The answer is a pair too, with the serial number of its request:
+None for `LoadModel`, a `DraftAnswer` for `DraftRequest`, or a SpecgenError for any request that failed. Other requests that
+succeed get no answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from specgen.setting_parsing import Settings
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Load a model: its name in messages, its folder, its device and dtype as text, and the number of CPU threads to use."""
+    """Asks the worker to load a model. `name` appears in error messages, `folder` holds the weights.
+
+    `device` and `dtype` are written as text, such as `cuda:0` and `bfloat16`; `threads` is the number of CPU threads to use.
+    """
 
     name: str
     folder: str
@@ -28,10 +32,11 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class BeginRun:
-    """Begin a run, and run its prompt at once. The run's number is the serial number of this message.
+    """Begins a run (the generation of one output) with the forward pass over its prompt.
 
-    `components` have no models. `offset` is where the run's part of the shared memory begins, in bytes. `penalties` are the
-    arguments of the target's penalty processor; None without penalties.
+    The serial number of this message becomes the run's number in later messages. `components` are sent without the models;
+    `window` is the largest number of tokens in a draft. `offset` (bytes) is where the run's part of the shared memory begins.
+    `penalties` are the arguments of the target's penalty processor; None if the target has no penalties.
     """
 
     prompt_ids: Sequence[int]
@@ -43,10 +48,11 @@ class BeginRun:
 
 
 class DraftRequest(NamedTuple):  # pickled faster than a dataclass
-    """Draft at most `limit` tokens in the run of that number.
+    """Asks for a draft of at most `limit` tokens in the run with number `run`.
 
-    `committed` are the tokens committed since the last request, `unverified` those pending verification. `observed` are pairs of
-    drafted and accepted tokens for the policy. The distributions go to `slot` (0 or 1) of the shared memory.
+    `committed` are the output's new tokens since the last request; `unverified` are drafted tokens after them that the target is
+    still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since, for the length policy.
+    The worker writes the draft's probabilities and logits to `slot` (0 or 1) of the shared memory.
     """
 
     run: int
@@ -58,7 +64,11 @@ class DraftRequest(NamedTuple):  # pickled faster than a dataclass
 
 
 class DraftAnswer(NamedTuple):
-    """A drafted chain, without the tensors, and the seconds that it took."""
+    """A drafted chain. Its `probs` and `logits` tensors are not in the message: they go through shared memory, where needed.
+
+    `entropies` (nats) and `top_probs` (largest probability) have one number per token. `stop_reason` says why the draft ended;
+    None only for an empty draft. `seconds` is the time that drafting took.
+    """
 
     tokens: Sequence[int]
     entropies: Sequence[float]
@@ -69,11 +79,11 @@ class DraftAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """End the run of that number."""
+    """Ends the run with number `run`: the serial number of its `BeginRun` message."""
 
     run: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetCache:
-    """Clear the KV cache."""
+    """Clears the draft model's KV cache."""

@@ -1,4 +1,7 @@
-"""Starts, talks to and ends the worker process. Imports no torch, so that the worker can start while torch is imported."""
+"""Starts and ends the draft worker (the process that runs the draft model), and exchanges messages with it.
+
+Imports no torch, so that the worker can start while this process still imports torch.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,16 @@ WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
 
 def is_possible() -> bool:
-    """Whether this system can start a worker and share memory with it."""
+    """Whether this system can start a worker process and share memory with it."""
     return os.name == "posix" and bool(sys.executable)
 
 
 class DraftProcess:
-    """A process `python -m specgen.workers`: the caller's script is not run again, its stdin and terminal are not used.
+    """A draft worker: a child process that runs `python -m specgen.workers`.
 
-    The process ends with `close`, when this object is deleted, and when this process ends for any reason. It ignores Ctrl-C.
+    Unlike with `multiprocessing`, the user's script is not run again in the child, which has no stdin or terminal and ignores
+    Ctrl-C. The child ends with `close`, when this object is deleted, or when the parent process ends for any reason.
+    `memory` is the descriptor of the file that parent and child share as memory.
     """
 
     def __init__(self) -> None:
@@ -66,7 +71,10 @@ class DraftProcess:
         return self._serial
 
     def receive(self, serial: int, run: int = 0) -> Any:
-        """The answer to the request `serial`. Raises errors reported for it or for its `run`; skips other answers."""
+        """Waits for the answer to the request with this serial number and returns it. Skips answers to earlier requests.
+
+        Raises an error that the worker reports for this request, or for the request that began its `run` (0: no run).
+        """
         with self._exchange():
             while True:
                 answered, answer = self._connection.recv()
@@ -78,7 +86,7 @@ class DraftProcess:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Ends the worker where an exchange was interrupted, which leaves its connection unusable."""
+        """Wraps a use of the connection. If it is interrupted, ends the worker, because the connection is then unusable."""
         try:
             yield
         except SpecgenError:
@@ -90,7 +98,10 @@ class DraftProcess:
             raise
 
     def wait_ready(self, serial: int) -> None:
-        """Wait until the model is loaded."""
+        """Waits until the worker has loaded its model; `serial` is the number of the `LoadModel` request.
+
+        Raises SpecgenError, and ends the worker, if the model cannot be loaded.
+        """
         if not self._ready:
             try:
                 self.receive(serial)
@@ -100,11 +111,11 @@ class DraftProcess:
             self._ready = True
 
     def close(self) -> None:
-        """Kill the process; it holds no state that is needed later."""
+        """Kills the worker process. It holds no state that is needed later."""
         self._close()
 
     def _died(self) -> RunError:
-        """The error for a worker that ended: its exit code or signal, and the last line of its log."""
+        """Returns the error for a worker that ended unexpectedly, with its exit code or signal and the last line of its log."""
         try:
             code = self._process.wait(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
@@ -118,14 +129,14 @@ class DraftProcess:
 
 
 def cannot_start(error: OSError) -> RunError:
-    """The error for a system that refused a process, a shared file or its size."""
+    """Returns the error to raise if the system refuses to start a process or to provide shared memory."""
     return RunError(f"the draft worker cannot be started: {error.strerror or error}", WITHOUT)
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with the package's folder in PYTHONPATH unless the package is installed.
+    """Returns environment variables for the worker: those of this process, with PYTHONPATH set so that specgen is found.
 
-    A site-packages folder must not be added: its modules would take precedence over the standard library.
+    An installed specgen needs no such change: site-packages in PYTHONPATH would take precedence over the standard library.
     """
     package = str(Path(__file__).resolve().parents[2])
     if package in {*site.getsitepackages(), site.getusersitepackages()}:
@@ -135,7 +146,7 @@ def _environment() -> dict[str, str]:
 
 
 def _nameless_file() -> int:
-    """A file descriptor for shared memory. The file has no name, so it disappears with its last user."""
+    """Returns the descriptor of a file to be shared as memory. It has no name, so it disappears when no process uses it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("specgen")
     with tempfile.TemporaryFile() as file:
@@ -152,7 +163,7 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes], memory: int) -> None:
-    """Kill the worker, whatever it is doing, and close all its files."""
+    """Kills the worker process at once, and closes its connection, its log and the descriptor of its shared memory."""
     connection.close()
     process.kill()
     process.wait()

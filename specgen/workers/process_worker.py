@@ -1,4 +1,4 @@
-"""Drafting in another process: token ids go through a socket, distributions through shared memory."""
+"""Drafting in another process. Token ids are sent through a socket, probabilities and logits through shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class ProcessWorker:
-    """A pair's worker process (`DraftWorker`), started at once or when first needed, and restarted after it died."""
+    """Runs a draft model in a child process. Implements `DraftWorker`.
+
+    `process` is a child that was already started; None starts one when it is first needed. A child that died is started again.
+    `device` and `dtype` are those on which the draft model is to run.
+    """
 
     kind = "process"
 
@@ -41,12 +45,12 @@ class ProcessWorker:
         self._threads_before = 0
 
     def follow(self, target: LoadedModel) -> None:
-        """Apply the target's penalties to the draft's logits too."""
+        """Makes the draft model apply the target's penalties (such as a repetition penalty) to its logits too."""
         if target.has_penalties:
             self.penalties = {"config": target.model.generation_config.to_dict(), "eos_ids": sorted(target.eos_ids)}
 
     def ready(self) -> DraftProcess:
-        """The process, after its model is loaded."""
+        """Waits until the process has loaded its model and returns it. Starts the process if none is alive."""
         if self._process is None or not self._process.alive:
             self._process = DraftProcess()
             self._loading = self._process.send(self._load)
@@ -57,7 +61,10 @@ class ProcessWorker:
         return ProcessDrafter(self, settings, components, window)
 
     def enter(self, run: object, process: DraftProcess, size: int) -> int:
-        """A run begins: leave the worker its CPU threads, and reserve `size` bytes of the shared memory. Returns their offset."""
+        """Begins a run (the generation of one output): reserves `size` bytes of the shared memory and returns their offset.
+
+        The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
+        """
         offset = max(self._region_ends.values(), default=0)
         if not self._region_ends and self.threads is not None:
             self._threads_before = torch.get_num_threads()
@@ -71,7 +78,7 @@ class ProcessWorker:
         return offset
 
     def leave(self, run: object) -> None:
-        """A run ended; after the last concurrent one the target gets all CPU threads back."""
+        """Ends a run. When no run is left, the target gets back all CPU threads."""
         del self._region_ends[run]
         if not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
@@ -86,7 +93,10 @@ class ProcessWorker:
 
 
 class ProcessDrafter:
-    """One run's drafts (`ParallelDrafter`). The policy decides in the worker; a copy here follows its state."""
+    """Drafts for one run (the generation of one output) in the worker process. Implements `ParallelDrafter`.
+
+    The length policy (the rule that ends drafts) decides in the worker; `policy` is a copy that follows its state.
+    """
 
     def __init__(self, worker: ProcessWorker, settings: Settings, components: Components, window: int) -> None:
         self.seconds = 0.0
@@ -133,7 +143,10 @@ class ProcessDrafter:
 
 
 class _PolicyMirror(Always):
-    """Follows the state of a policy that decides in the worker process: notes the observations to be sent there."""
+    """A copy of a length policy that decides in the worker process.
+
+    Adds each observation, the numbers of drafted and accepted tokens, to `observed`, to be sent to the worker.
+    """
 
     def __init__(self, policy: LengthPolicy, observed: list[tuple[int, int]]) -> None:
         self._policy, self._observed = policy, observed

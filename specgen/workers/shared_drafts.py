@@ -1,4 +1,4 @@
-"""The distributions and logits of drafts, in memory that a worker process shares with the target's process."""
+"""Passes the probabilities and logits of drafts from a worker process to the target's process, in shared memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specgen.types import Draft
 
 
 class SharedDrafts:
-    """One run's part of the memory: `probs` for sampling and `logits` for recording, float32 [2, window, vocabulary] each.
+    """One run's part of the shared memory: `probs` if it samples and `logits` if it records, float32 [2, window, vocabulary].
 
-    There are two slots, 0 and 1: one draft is being verified while the next is being made. `size` is in bytes, 0 for a run
-    that needs neither.
+    There are two slots, 0 and 1, because one draft is verified while the next is made. `window` is the largest number of tokens
+    in a draft. `size` is in bytes; 0 for a run that needs neither tensor.
     """
 
     def __init__(self, components: Components, window: int) -> None:
@@ -26,17 +26,17 @@ class SharedDrafts:
         self.size = 4 * prod(self._shape)
 
     def map(self, memory: int, offset: int) -> None:
-        """Use `size` bytes, from `offset` on, of the memory with this descriptor, which must be large enough already."""
+        """Maps `size` bytes from `offset` on of the file descriptor `memory`. The file must be large enough already."""
         mapped = mmap(memory, offset + self.size)
         self._tensor = torch.frombuffer(mapped, dtype=torch.float32, offset=offset, count=prod(self._shape)).view(self._shape)
 
     def write(self, slot: int, draft: Draft) -> None:
-        """Padded with zeros and -inf: a draft model may have fewer tokens than the target."""
+        """Writes the draft's tensors to a slot. Pads a smaller draft vocabulary: `probs` with zeros, `logits` with -inf."""
         for name, memory in zip(self._fields, self._tensor[:, slot, : len(draft.tokens)], strict=True):
             values = getattr(draft, name)
             memory[:, : values.shape[-1]].copy_(values)
             memory[:, values.shape[-1] :] = 0.0 if name == "probs" else -torch.inf
 
     def read(self, slot: int, draft: Draft) -> Draft:
-        """The draft with the tensors in the slot, which are valid until the draft after the next one begins."""
+        """Returns the draft with the tensors of the slot. They stay valid until the second next draft starts."""
         return replace(draft, **dict(zip(self._fields, self._tensor[:, slot, : len(draft.tokens)], strict=True)))

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class ThreadWorker:
-    """One thread for a pair's draft model (`DraftWorker`).
+    """Runs a draft model in a thread. Implements `DraftWorker`.
 
-    On CUDA its kernels run beside the target's; the Python code of the two threads still takes turns.
+    On CUDA its kernels run at the same time as the target's. The Python code of the two threads takes turns.
     """
 
     kind = "thread"
@@ -37,20 +37,20 @@ class ThreadWorker:
         self.stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def ready(self) -> None:
-        """The thread can draft at once."""
+        """Returns at once: the thread can always draft."""
 
     def drafter(self, settings: Settings, components: Components, window: int) -> ThreadDrafter:
         return ThreadDrafter(self, settings, components)
 
     def forget(self) -> None:
-        """The KV cache belongs to the pair, which clears it."""
+        """Does nothing: the pair of models owns the KV cache and clears it."""
 
     def close(self) -> None:
         self.pool.shutdown()
 
 
 class ThreadDrafter:
-    """One run's drafts (`ParallelDrafter`)."""
+    """Drafts for one run (the generation of one output) in the worker's thread. Implements `ParallelDrafter`."""
 
     def __init__(self, worker: ThreadWorker, settings: Settings, components: Components) -> None:
         self.policy = factory.make_policy(settings, components.seed)
@@ -76,7 +76,7 @@ class ThreadDrafter:
         return draft
 
     def close(self) -> None:
-        """Wait until the draft under way is complete, so that other runs can use the model."""
+        """Waits until a draft that was started is complete, so that other runs can use the draft model."""
         self._pool.submit(int).result()
         self._work = None
         if self._stream is not None:

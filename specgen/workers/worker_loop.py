@@ -1,4 +1,4 @@
-"""The main loop of the worker process: one draft model, loaded once, drafts for all runs of its pair."""
+"""The main loop of the worker process. It loads one draft model, which drafts for all runs of a pair of models."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _POLL = 2.0  # seconds between two checks that the parent process is alive
 
 
 def serve(connection: Connection, parent: int, memory: int) -> None:
-    """Answer requests until the other end is closed. Failures are reported, and the loop continues.
+    """Answers requests until the parent process closes its end of `connection` or dies. Reports errors to it and continues.
 
-    A parent that dies closes its end, unless another of its children has inherited a copy of it.
+    `parent` is its process id, checked regularly: if it dies, another child may still hold the connection open. `memory` is the
+    descriptor of the shared memory.
     """
     worker = Worker(memory)
     with suppress(EOFError, OSError):
@@ -53,7 +54,7 @@ def serve(connection: Connection, parent: int, memory: int) -> None:
 
 
 class Worker:
-    """What is kept between requests: the model, its runner, and the active runs."""
+    """Handles requests, and keeps the draft model and the active runs (outputs being generated) between them."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -62,7 +63,7 @@ class Worker:
         self._runs: dict[int, _Run] = {}
 
     def handle(self, serial: int, request: object) -> DraftAnswer | None:
-        """Process a request. Returns the draft where one is requested."""
+        """Handles a request with its serial number. Returns the answer to a `DraftRequest`, otherwise None."""
         if isinstance(request, DraftRequest):
             run = self._runs.get(request.run)
             return run.draft(request) if run is not None else None  # None: why the run could not begin has been reported
@@ -91,7 +92,7 @@ class Worker:
             pick_threads(a_draft)  # at most as many as set above
 
     def _begin(self, request: BeginRun) -> _Run:
-        """Construct the run's drafter and policy as a thread worker does, and run the prompt."""
+        """Constructs the run's drafter and length policy, and runs the draft model over the prompt."""
         components = request.components
         if self._runner is None:
             penalties = None
@@ -112,7 +113,7 @@ class Worker:
 
 @dataclass(slots=True)
 class _Run:
-    """One run of the pair."""
+    """What the worker keeps for one run: the generation of one output."""
 
     context: Context
     drafter: ModelDrafter
@@ -120,7 +121,7 @@ class _Run:
     shared: SharedDrafts
 
     def draft(self, request: DraftRequest) -> DraftAnswer:
-        """Draft as requested; the tensors go to the shared memory."""
+        """Drafts as requested. Writes the draft's probabilities and logits to the shared memory, where the run needs them."""
         start = time.perf_counter()
         if request.committed:
             self.context.extend(request.committed)
