@@ -1,4 +1,4 @@
-"""`specgen tune --train` from its request to its report: trains EESD's exit layer, or distils a draft model."""
+"""The command `specgen tune --train`: trains an exit layer (EESD) or distils a draft model, and prints the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _DEMO_TOKENS = 600_000
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """The options of training; None: the default. Raises SpecgenError where they are wrong, as far as no model is needed."""
+    """The command-line options of `specgen tune --train`; None: not given, use the default.
+
+    Raises SpecgenError for values that are wrong for any model. Other errors are found when the models are loaded.
+    """
 
     methods: str | None
     head: str
@@ -81,7 +84,10 @@ class TrainRequest:
 
     @property
     def is_draft(self) -> bool:
-        """Whether a draft model is trained, not an exit layer. Raises SpecgenError for methods that have nothing to train."""
+        """Whether a draft model is trained (True) or an exit layer (False).
+
+        Raises SpecgenError if `methods` names a method that has nothing to train, or both kinds of training.
+        """
         names = {name.strip() for name in (self.methods or "eesd").split(",")}
         for name in sorted(names):
             if name != "sd" and not name.startswith("eesd"):
@@ -93,7 +99,7 @@ class TrainRequest:
 
 
 def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
-    """Load the models, train, and report; returns the exit code of an interrupted run, else None."""
+    """Loads the models, trains, and prints the result. Returns None, or an exit code if the user interrupted the training."""
     disable_hub_progress(err, quiet=quiet)
     from rich.text import Text
 
@@ -136,7 +142,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
 def _train_exit(
     target: LoadedModel, request: TrainRequest, task: TrainingTask, observer: TrainingObserver
 ) -> tuple[Path, dict[str, Any], str]:
-    """Returns the output's path, its fields in the JSON line, and a sentence for the user."""
+    """Trains an exit layer. Returns the path of its weights, the fields for JSON output, and a sentence for the user."""
     from specgen.training.exit_training import train_exit
 
     path, description = train_exit(
@@ -160,7 +166,10 @@ def _train_exit(
 def _train_draft(
     target: LoadedModel, draft: LoadedModel, dtype: torch.dtype, task: TrainingTask, observer: TrainingObserver
 ) -> tuple[Path, dict[str, Any], str]:
-    """As `_train_exit`. The sentence recommends the new draft only if its greedy agreement is higher than before."""
+    """Distils the draft. Returns the path of the new draft, the fields for JSON output, and a sentence for the user.
+
+    The sentence recommends the new draft only if it predicts more of the target's greedy tokens than before.
+    """
     from specgen.training.distillation import distill
 
     figures = distill(target, draft, task, observer, dtype)
@@ -176,7 +185,10 @@ def _train_draft(
 def _load(
     models: ModelOptions, request: TrainRequest, announce: Callable[[str], None]
 ) -> tuple[LoadedModel, LoadedModel | None, torch.dtype]:
-    """The target, the draft to train in float32 (None for an exit layer), and the dtype in which its weights are stored."""
+    """Loads the models. Returns the target, the draft, and the dtype in which the draft's weights are to be saved.
+
+    The draft is loaded in float32. It is None if an exit layer is trained; the dtype then has no meaning.
+    """
     import torch
 
     from specgen.engine.devices import pick_device, pick_dtype
@@ -200,7 +212,10 @@ def _load(
 
 
 def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:
-    """Read the texts, and fill in the defaults of options that are not given."""
+    """Returns the training task: reads the corpus and the prompts, and sets defaults for options that are not given.
+
+    `draft` is the draft model to distil, or None to train an exit layer.
+    """
     from specgen.compare.prompts import load_prompts
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.paths import pair_folder
@@ -231,7 +246,7 @@ def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draf
 
 
 def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) -> Corpus | None:
-    """The corpus; None if there are only prompts. Raises SpecgenError if there is no text at all."""
+    """Reads the corpus. Returns None if only prompts are given. Raises SpecgenError if there is no text."""
     from specgen.training.corpus import demo_corpus, read_corpus
 
     encode = target.tokenizer.encode
@@ -247,7 +262,7 @@ def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) ->
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a request to stop, which the yielded function returns; the second raises KeyboardInterrupt."""
+    """Yields a function that tells whether Ctrl-C was pressed. The first Ctrl-C does nothing else; the second one interrupts."""
     received: list[int] = []
 
     def handle(signum: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""The bundled demo pair: a target and a draft model, and an exit layer for the target. demo/recipe/ is how they were trained."""
+"""The bundled demo models: a target, a draft, and an exit layer for the target. The code that trained them is in demo/recipe/."""
 
 from __future__ import annotations
 

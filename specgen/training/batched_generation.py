@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 OnProgress = Callable[[float, int], bool]
-"""Called with the share of the work that is done (0 to 1) and the number of tokens; returns False to end the work early."""
+"""A function that is called with the share of the work that is done (0 to 1) and the number of tokens so far.
+
+It returns False to end the work early.
+"""
 _COMPACTION_SHARE = 0.7  # finished texts leave the KV cache once fewer than this share of its texts are unfinished
 
 
@@ -31,10 +34,11 @@ def continuations(
     seed: int = 0,
     on_progress: OnProgress = lambda *_: True,
 ) -> list[list[int]]:
-    """Each prompt and the target's continuation: at most `max_tokens` tokens together, or up to an end-of-sequence token.
+    """Returns one text (token ids) per prompt: the prompt, followed by the target's continuation.
 
-    Greedy, or sampled at temperature 1. Prompts of equal length are fastest: shorter ones are left-padded. `on_progress` is
-    called after each token; if it returns False, the texts end where they are. Raises RunError if the logits contain NaN.
+    A text ends after an end-of-sequence token, or when it has `max_tokens` tokens. Prompts are left-padded to the longest one,
+    and the padding counts. Tokens are chosen greedily or sampled at temperature 1. After each new token of all texts
+    `on_progress` is called; if it returns False, generation ends there. Raises RunError if the logits contain NaN.
     """
     batch = _Batch(target, prompts, max_tokens, seed)
     prompt_length = batch.length
@@ -49,7 +53,8 @@ def continuations(
 class _Batch:
     """Texts that grow by one token at a time and share one KV cache.
 
-    `texts_of_rows` has the index of the text in each cache row, -1 for a finished text; it is empty once all are finished.
+    `texts_of_rows` has one entry per row of the cache: the index in `texts` of the text in this row, or -1 if that text is
+    finished. The list is empty once all texts are finished. `length` is the number of tokens per row, padding included.
     """
 
     def __init__(self, target: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> None:
@@ -68,7 +73,7 @@ class _Batch:
         self.texts_of_rows = list(range(len(prompts)))
 
     def generate_token(self, greedy: bool) -> None:
-        """One forward pass over the tokens that are not cached, and one token for each unfinished text."""
+        """Does one forward pass over the tokens that are not in the cache yet, and appends one token to each unfinished text."""
         new, past = self._new.shape[1], self._cache.length
         positions = self._positions[:, past:]
         columns = torch.arange(past + new, device=positions.device)

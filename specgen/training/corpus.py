@@ -20,7 +20,7 @@ _PIECE_CHARACTERS = 20_000  # of plain text, encoded in one call
 
 
 class Corpus:
-    """Tokenized documents, concatenated; at most MAX_TOKENS and the rest of the last document."""
+    """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored."""
 
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
         self._ids = array("i")
@@ -37,10 +37,11 @@ class Corpus:
         return len(self._ids)
 
     def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, held_out: bool | None = None) -> list[int]:
-        """At most `max_tokens` consecutive tokens of a document, which is chosen with probability proportional to its length.
+        """Returns at most `max_tokens` consecutive tokens of a random document.
 
-        `from_start` takes the document's first tokens. `held_out` restricts the choice to held-out documents (True) or to the
-        others (False); a corpus of fewer than HELD_OUT_EVERY documents holds out none, and ignores it.
+        A document is chosen with probability proportional to its length. `from_start` takes its first tokens, not a random part.
+        `held_out` True chooses among the documents that are held out from training, False among the documents for training, None
+        among all. A corpus of fewer than HELD_OUT_EVERY documents holds out none; `held_out` then has no effect.
         """
         while True:
             position = rng.randrange(len(self._ids))
@@ -53,12 +54,15 @@ class Corpus:
         return self._ids[start : min(end, start + max_tokens)].tolist()
 
     def digest(self) -> str:
-        """Eight hexadecimal digits of a hash of the tokens."""
+        """Returns eight hexadecimal digits of a hash of all tokens, to recognize the same corpus again."""
         return sha256(self._ids.tobytes()).hexdigest()[:8]
 
 
 def read_corpus(path: Path, encode: Encode) -> Corpus:
-    """Read plain text, or JSON lines with the field `text`. Raises SpecgenError if the file is unreadable or empty."""
+    """Reads a corpus from a file: JSON lines with the field `text` if its name ends in .jsonl or .json, otherwise plain text.
+
+    Raises SpecgenError if the file cannot be read, has a wrong line or contains no text.
+    """
     corpus = Corpus(map(encode, _json_texts(path) if path.suffix in (".jsonl", ".json") else _pieces(path)))
     if not corpus.tokens:
         raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
@@ -66,9 +70,10 @@ def read_corpus(path: Path, encode: Encode) -> Corpus:
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
-    """About `tokens` tokens of the demo pair's corpus, in its proportions of domains.
+    """Returns about `tokens` tokens of the generated text that the bundled demo models were trained on (code, math, news, chat).
 
-    The pair was not trained on these documents, except for short ones and the functions of the standard library.
+    Its documents come from other random seeds than the training of the demo models. Only short documents and functions of
+    Python's standard library can be the same.
     """
     from specgen.demo.corpus.documents import sample
 
@@ -89,7 +94,7 @@ def _json_texts(path: Path) -> Iterator[str]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Plain text in pieces that end at a line break, unless lines are very long."""
+    """Yields a plain text file in pieces of about _PIECE_CHARACTERS. A piece ends at a line break unless a line is longer."""
     piece = ""
     for _, line in _lines(path):
         piece += line

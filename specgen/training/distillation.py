@@ -1,7 +1,7 @@
 """Distillation of a draft model from its target, on text that the target generated or read (DistillSpec, arXiv 2310.08461).
 
-The loss is the forward divergence KL(target || draft). The target's top-k probabilities are stored before the draft is trained,
-so that only the draft is in memory then. All other tokens count as one outcome.
+The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed and
+stored before training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class DistillationBatches(TrainingBatches):
-    """Batches whose teacher references are indices into `top_k_ids` and `top_k_log_probs`, each [tokens, k]."""
+    """Batches of corpus text and of texts for which the target's predictions are stored.
+
+    The field `teacher` of a batch has, for each token, its row in `top_k_ids` and `top_k_log_probs`, each [tokens, k]: the
+    target's k most probable next tokens and their log-probabilities.
+    """
 
     def __init__(self, corpus: Corpus | None, texts: Sequence[GeneratedText], recipe: Recipe) -> None:
         used = [text for text in texts if not text.held_out]
@@ -53,9 +57,10 @@ def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 class DraftTraining(Training):
-    """A draft model in training: `divergence` where the target's probabilities are known, cross-entropy on other corpus text.
+    """A draft model in training.
 
-    `target_dtype` decides between bfloat16 and float32 matrix products; the weights are float32.
+    The loss is `divergence` for tokens whose target probabilities are stored, and cross-entropy with the next token elsewhere.
+    The weights are float32. Matrix products use float32 if `target_dtype` is float32, otherwise bfloat16.
     """
 
     batches: DistillationBatches
@@ -69,7 +74,7 @@ class DraftTraining(Training):
         super().__init__(dict(draft.model.named_parameters()), batches, draft.device, vocabulary, piece_size)
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
-        """The draft's logits [tokens, vocabulary]."""
+        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch."""
         mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, self._dtype)
         with autocast_for(self.draft.device, self._dtype):
             logits: torch.Tensor = self.draft.model(
@@ -91,14 +96,18 @@ class DraftTraining(Training):
 
     @inference
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """The draft's logits [n, vocabulary] after each of `ids` [n]."""
+        """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
         logits: torch.Tensor = self.draft.model(input_ids=ids[None].to(self.draft.device), use_cache=False).logits[0]
         return logits.float()
 
 
 def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: torch.Tensor) -> torch.Tensor:
-    """KL(target || draft) [n] in nats, from the draft's logits [n, vocabulary] and the target's top-k tokens and
-    log-probabilities, each [n, k]. All other tokens are one outcome, which makes it a lower bound of the full divergence."""
+    """Computes KL(target || draft) [n] in nats at n positions.
+
+    `logits` [n, vocabulary] are the draft's. `top_k_ids` and `top_k_log_probs`, each [n, k], are the target's k most probable
+    tokens and their log-probabilities. All tokens outside the k are merged into one outcome, so the result is a lower bound of
+    the divergence over the whole vocabulary.
+    """
     smallest = torch.finfo(torch.float32).eps
     total = logits.logsumexp(dim=-1, keepdim=True)
     draft_log_probs = logits.gather(-1, top_k_ids) - total
@@ -114,11 +123,12 @@ def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: t
 def distill(
     target: LoadedModel, draft: LoadedModel, task: TrainingTask, observer: TrainingObserver, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Train `draft` and save it in `task.out` in `dtype`, with its tokenizer; the draft's own files do not change. The target's
-    weights are released on the way, so it cannot be used afterwards.
+    """Trains `draft` to predict what `target` predicts, and saves it in the folder `task.out` with weights of `dtype`.
 
-    Returns the measurements; `agreement_before` and `agreement` are the draft's `greedy_agreement` with the target on held-out
-    text. Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError for an unsuitable model.
+    The files that `draft` was loaded from do not change. The target's weights are freed, so `target` cannot be used afterwards.
+    Returns measurements to store with the result: those of TrainingProgress.figures, and the result of `greedy_agreement` on
+    held-out text before (`agreement_before`) and after training (`agreement`). Raises TrainingStopped if `observer` requests a
+    stop (the same call resumes the training), and SpecgenError for an unsuitable model.
     """
     settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
     generation = TextGeneration(target, task, settings, observer, keep_top_k=True)
@@ -139,7 +149,7 @@ def distill(
 
 
 def _save(draft: LoadedModel, dtype: torch.dtype, target: LoadedModel, task: TrainingTask, figures: dict[str, Any]) -> None:
-    """Write the new weights and their description, and copy the tokenizer and the draft's other files."""
+    """Writes the trained weights and a description (YAML) to `task.out`, and copies the draft's tokenizer and other files."""
     task.out.mkdir(parents=True, exist_ok=True)
     for path in sorted(draft.folder.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):

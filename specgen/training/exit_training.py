@@ -1,4 +1,8 @@
-"""Training of an exit layer (EESD, section 3.2): cross-entropy on text, after the frozen first layers of the target."""
+"""Training of an exit layer (EESD, section 3.2).
+
+An exit layer turns the hidden states after the target's first layers into next-token logits, and so serves as a draft model.
+The first layers are frozen. The loss is the cross-entropy with the next token of the text.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,10 @@ _CPU_TOKENS = 256  # tokens whose logits are computed at once on a CPU: few enou
 
 
 class ExitTraining(Training):
-    """An exit layer in training, after the target's first layers."""
+    """An exit layer in training. `first` are the target's first layers, which are frozen.
+
+    `own_head` trains the exit's language-model head as well; otherwise the head stays unchanged.
+    """
 
     def __init__(self, first: FirstLayers, layer: ExitLayer, batches: TrainingBatches, *, own_head: bool = True) -> None:
         self.first, self.layer = first, layer
@@ -53,7 +60,7 @@ class ExitTraining(Training):
 
 @torch.no_grad()
 def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exit's logits [n, vocabulary] and hidden states [n, width] after each of `ids` [n]."""
+    """Returns the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each of the token ids `ids` [n]."""
     ids = ids[None].to(first.device)
     positions = torch.arange(ids.shape[1], device=first.device)[None]
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
@@ -64,8 +71,10 @@ def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tup
 
 
 def exit_depth(target: LoadedModel, after: int | None) -> int:
-    """The number of target layers before the exit, `after` or the default. Raises SpecgenError if the target has too few layers
-    or its layers cannot be run one by one."""
+    """Returns how many of the target's layers run before the exit: `after`, or a default if it is None.
+
+    Raises SpecgenError if the target has too few layers or its layers cannot be run one by one.
+    """
     check_llama_structure(target.model)
     after = default_exit_depth(target.model) if after is None else after
     check_exit_depth(target.model, after)
@@ -80,11 +89,12 @@ def train_exit(
     layers: int = 1,
     own_head: bool = True,
 ) -> tuple[Path, Description]:
-    """Train an exit of `layers` layers after target layer `after` (None: the default depth), and its predictor.
+    """Trains an exit layer for `target` and a predictor of whether the target accepts the exit's drafted tokens.
 
-    Saves them in `task.out`; returns the path of the weights, and their description with the measurements. `target` is cut down
-    and cannot be used afterwards. Raises TrainingStopped if the observer requests a stop (the same call resumes), SpecgenError
-    for an unsuitable target.
+    The exit follows the target's first `after` layers (None: a default depth) and has `layers` decoder layers. `own_head` trains
+    its head as well. Saves both in `task.out`, and returns the path of the weights and their description with measurements.
+    `target` loses its later layers and cannot be used afterwards. Raises TrainingStopped if `observer` requests a stop (the same
+    call resumes the training), and SpecgenError for an unsuitable target.
     """
     after = exit_depth(target, after)
     settings = {**task.settings(target), "after": after, "layers": layers, "own_head": own_head}

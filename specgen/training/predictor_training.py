@@ -1,4 +1,7 @@
-"""Training of Cali-TS's acceptance predictor for a trained exit layer (EESD, section 3.3): do exit and target agree?"""
+"""Training of the acceptance predictor that EESD's method Cali-TS uses with an exit layer (EESD, section 3.3).
+
+The predictor estimates the probability that the target accepts a token that the exit layer drafts.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,16 @@ from specgen.training.generated_text import GeneratedText
 STEPS, BATCH, LEARNING_RATE = 600, 4096, 3e-3
 
 ExitOutputs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Returns the exit's logits [n, vocabulary] and hidden states [n, width] after each of some ids [n]."""
+"""A function from token ids [n] to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Examples:
-    """Hidden states of the target and of the exit, each [n, width], and whether the exit agreed with the target [n], for the
-    tokens of all texts. `ends` [n] has the index of the last token of each token's text."""
+    """Training data of the predictor: one row for each of the n tokens of all texts, which are stored one after the other.
+
+    `target_states` and `exit_states` [n, width] are the hidden states of target and exit after the token. `agreed` [n] tells
+    whether both have the same most probable next token. `ends` [n] is the row of the last token of the same text.
+    """
 
     target_states: torch.Tensor
     exit_states: torch.Tensor
@@ -31,10 +37,14 @@ class _Examples:
 def train_predictor(
     exit_outputs: ExitOutputs, texts: Sequence[GeneratedText], seed: int
 ) -> tuple[Predictor, dict[str, float]] | None:
-    """Fit a predictor to the texts that have hidden states, and measure it on held-out ones; None if there are too few of them.
+    """Trains a predictor of whether the target accepts a token that the exit drafts. Returns it and its measurements.
 
-    A text holds the target's own tokens, so all tokens before a position count as accepted: what is learned is the conditional
-    probability that the token at this position is accepted too.
+    Only texts whose field `hidden_states` is not None are used; texts that are held out measure the predictor. `exit_outputs`
+    computes the exit's logits and hidden states for a text. The measurements are `loss`, `base_loss` and `ranking` (see
+    `_measure`). Returns None if no such text with at least 3 tokens is left for training, or none is held out.
+
+    The texts consist of the target's own tokens, so all drafted tokens before a position count as accepted. The predictor thus
+    learns the probability that a drafted token is accepted if all drafted tokens before it are.
     """
     train = _examples(exit_outputs, [text for text in texts if not text.held_out])
     held_out = _examples(exit_outputs, [text for text in texts if text.held_out])
@@ -72,7 +82,10 @@ def _examples(exit_outputs: ExitOutputs, texts: Sequence[GeneratedText]) -> _Exa
 def _sample(
     predictor: Predictor, examples: _Examples, generator: torch.Generator, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels of at most `count` drafted tokens, at uniformly random positions of drafts that start anywhere."""
+    """Returns the predictor's logits and the labels (1: exit and target agree) of at most `count` random drafted tokens.
+
+    Each one has a random start of its draft and a random position in the draft. It is dropped if it lies beyond its text's end.
+    """
     device = examples.agreed.device
     begin = torch.randint(len(examples.agreed), (count,), generator=generator, device=device)
     # Two more than POSITIONS: positions beyond it share its weights.
@@ -88,8 +101,11 @@ def _sample(
 
 @torch.no_grad()
 def _measure(predictor: Predictor, examples: _Examples, generator: torch.Generator) -> dict[str, float]:
-    """`loss` is the predictor's cross-entropy in nats, `base_loss` that of a constant prediction of the mean, `ranking` the area
-    under the ROC curve: how often an accepted token scores higher than a rejected one."""
+    """Returns measurements of the predictor on a sample of the examples.
+
+    `loss` is its cross-entropy in nats. `base_loss` is the cross-entropy of always predicting the mean of the labels. `ranking`
+    is the area under the ROC curve: the probability that an accepted token gets a higher score than a rejected one.
+    """
     logits, labels = _sample(predictor, examples, generator, 4 * BATCH)
     base = torch.full_like(logits, float(torch.logit(labels.mean().clamp(1e-6, 1 - 1e-6))))
     ranks_of_agreed = 1 + (labels[logits.argsort()] > 0).nonzero().double()

@@ -1,6 +1,6 @@
-"""Generation of the target's training text in batches, within the memory and the budget; each batch is stored once complete.
+"""Generation of training text by the target, in batches that fit into memory and budget. A complete batch is stored in a file.
 
-For a distilled draft the target also reads corpus text, where its predictions cost a fraction of those on generated text.
+To distil a draft, the target also predicts the next tokens of corpus text ("reads" it), which is much cheaper than generating.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ _HIDDEN_STATE_BYTES = 1 << 27  # and the most memory for them
 
 
 class TextGeneration:
-    """Generates and stores the batches of a task; batches of an interrupted run are reused.
+    """Generates and stores the training text of a task. Batches that an interrupted process has stored are reused.
 
-    `keep_top_k` stores the target's top-k probabilities with every text, instead of hidden states with some. Then, unless the
-    task has prompts, corpus text is read in turn with generated text. `seconds` is the time spent, earlier runs included.
+    Batches of greedy and of sampled text alternate. With `keep_top_k`, the target's top-k probabilities are stored with every
+    text; if the task has a corpus and no prompts, every third batch then holds corpus text that the target did not generate.
+    Without `keep_top_k`, the target's hidden states are stored with the first texts only. `settings` must be the same to resume.
+    `seconds` is the time spent on generation, including the time before an interruption.
 
-    With a budget in steps, the texts depend on the seed and the batch size only; a resumed run has the batch size of the first.
+    With a budget in steps, the texts depend only on the seed and the batch size (the number of texts generated at once). The
+    batch size of an interrupted process is kept.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class TextGeneration:
         self._write_log()
 
     def run(self) -> list[GeneratedText]:
-        """Generate the missing batches and return all texts. Raises TrainingStopped; the unfinished batch is lost then."""
+        """Generates the batches that are not stored yet, and returns the texts of all batches.
+
+        Raises TrainingStopped if the observer requests a stop. The unfinished batch is then lost.
+        """
         if not self._task.recipe.generated_share:
             return []
         width = self._target.model.config.get_text_config().hidden_size
@@ -94,12 +100,12 @@ class TextGeneration:
         return texts
 
     def _has_next(self, number: int) -> bool:
-        """At least one batch of each kind is generated; with a budget in seconds, as many as there is time for."""
+        """Whether batch `number` is to be made: always one of each kind (greedy, sampled, read), more within the budget."""
         has_time = self.seconds < (1 - _MIN_TIME_SHARE) * self._limit
         return number < len(self._kinds) or (number < self._planned and has_time)
 
     def _share(self, batches: float, batch_seconds: float) -> float:
-        """The share that is done with `batches` batches, after `batch_seconds` in an unfinished batch."""
+        """Returns the share of the generation that is done: `batches` batches, and `batch_seconds` spent in an unfinished one."""
         return min(1.0, max(batches / self._planned, (self.seconds + batch_seconds) / self._limit))
 
     def _batch(self, number: int, tokens: int, *, keep_hidden_states: bool) -> list[GeneratedText]:
@@ -133,7 +139,11 @@ class TextGeneration:
         )
 
     def _progress(self, number: int, tokens: int, start: float, deadline: float) -> OnProgress:
-        """Report the progress of batch `number`, raise TrainingStopped on request, and end the batch at the deadline."""
+        """Returns the `on_progress` function for batch `number`.
+
+        It reports the progress, raises TrainingStopped if the observer requests a stop, and ends the batch at the deadline (a
+        time of the clock). `tokens` is the number of tokens in earlier batches, `start` the time when the batch began.
+        """
         reported = -math.inf
 
         def on_progress(share: float, new_tokens: int) -> bool:
@@ -150,9 +160,10 @@ class TextGeneration:
         return on_progress
 
     def _prompts(self, turn: int, seed: int, *, greedy: bool) -> tuple[list[list[int]], list[bool], bool]:
-        """A batch's prompts, whether each is held out, and whether the batch is greedy.
+        """Returns the prompts of a batch, whether each is held out from training, and whether the batch is generated greedily.
 
-        The user's prompts are reused in turn, for sampled text only: greedy text would be the same again.
+        `turn` is the number of earlier batches of the same kind. Once all of the user's prompts have been used, they are used
+        again, but only for sampled text: greedy text would be the same as before.
         """
         given, batch_size = self._task.prompts, self._batch_size
         if not given:
@@ -169,7 +180,7 @@ class TextGeneration:
         return prompts, [index % period % HELD_OUT_EVERY == 0 for index in indices], greedy
 
     def _prediction_seconds(self, prompt: list[int]) -> float:
-        """Seconds per token of the target's predictions, measured with one forward pass."""
+        """Measures how many seconds per token the target's predictions take, with one forward pass."""
         size = min(self._max_tokens, _TIMED_TOKENS)
         start = self._clock()
         read_texts(self._target, [(prompt * size)[:size]])
@@ -181,8 +192,10 @@ class TextGeneration:
 
 
 def largest_batch(target: LoadedModel, max_tokens: int) -> int:
-    """How many texts of `max_tokens` tokens to generate at once: MAX_BATCH, or a smaller power of two whose KV cache takes at
-    most half of the free memory."""
+    """Returns how many texts of `max_tokens` tokens to generate at once.
+
+    The result is a power of two from 2 to MAX_BATCH: the largest for which the KV cache takes at most half of the free memory.
+    """
     free = free_memory(target.device)
     if free is None:
         return MAX_BATCH
@@ -193,9 +206,10 @@ def largest_batch(target: LoadedModel, max_tokens: int) -> int:
 
 
 def corpus_prompts(corpus: Corpus, count: int, max_tokens: int, seed: int) -> list[list[int]]:
-    """Prompts of one random length, 4 to a quarter of `max_tokens`, mostly beginnings of documents.
+    """Returns prompts (token ids) from the corpus, mostly beginnings of documents.
 
-    Every HELD_OUT_EVERY-th, from the first on, is of a held-out document, if enough of these documents are long enough.
+    All prompts have the same length, drawn from 4 to a quarter of `max_tokens`. The first prompt and every HELD_OUT_EVERY-th
+    after it come from held-out documents, if enough held-out documents have this length. There may be fewer than `count`.
     """
     rng = Random(f"beginnings {seed}")
     size = rng.randint(4, max(4, max_tokens // 4))
@@ -216,7 +230,7 @@ def _tokens(texts: list[GeneratedText]) -> int:
 
 
 def _read_log(log: Path, settings: dict[str, Any]) -> tuple[float, int | None]:
-    """The seconds and the batch size of an interrupted run; 0 and None if there was none."""
+    """Reads the seconds spent and the batch size from the file of an interrupted generation; 0 and None if there is no file."""
     try:
         content = json.loads(log.read_text(encoding="utf-8"))
         check_same_run(log, dict(content["settings"]), settings)
@@ -228,6 +242,6 @@ def _read_log(log: Path, settings: dict[str, Any]) -> tuple[float, int | None]:
 
 
 def _batches_per_kind(recipe: Recipe, batch_size: int) -> int:
-    """The number of batches of each kind for a budget in steps."""
+    """Returns how many greedy batches to generate for a budget in steps; as many sampled and read batches are added."""
     tokens = (recipe.steps or 0) * recipe.batch_size * recipe.training_length * recipe.generated_share / _EPOCHS
     return max(1, round(tokens / (2 * batch_size * recipe.training_length)))

@@ -1,7 +1,7 @@
 """The training loop that exit layers and distilled drafts share: batches, optimizer steps, budget and saved state.
 
-A step's batch depends on the seed and the step's number only. With a budget in steps, an interrupted and resumed run therefore
-ends with the same weights as an uninterrupted one.
+The batch of a step depends only on the seed and the number of the step. With a budget in steps, a training that is interrupted
+and resumed therefore gives the same weights as one without interruption.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _REPORTED_STEPS = 100  # steps in the means of TrainingProgress
 
 
 class TrainingBatches:
-    """Batches by step number, of corpus text and of texts with a teacher: pairs of ids and of teacher references."""
+    """Makes the training batch of each step from corpus text and from texts for which the target's predictions are known.
+
+    `taught` has these texts: pairs of token ids and of the values for PackedBatch.teacher, which stand for the predictions.
+    """
 
     def __init__(self, corpus: Corpus | None, taught: Sequence[tuple[list[int], list[int]]], recipe: Recipe) -> None:
         self._corpus, self._taught, self.recipe = corpus, taught, recipe
@@ -57,8 +60,11 @@ class TrainingBatches:
 
 
 class Training(ABC):
-    """A model in training and its resumable state. `trained` are the trained weights by name; `piece_size` is the number of
-    tokens whose logits exist at the same time."""
+    """A model in training, with a state that can be saved and restored.
+
+    `trained` has the weights to train by name. `vocabulary` is the number of tokens in the vocabulary. The loss is computed for
+    `piece_size` tokens at a time, to limit the memory for logits.
+    """
 
     def __init__(
         self,
@@ -76,16 +82,19 @@ class Training(ABC):
 
     @abstractmethod
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
-        """The forward pass: outputs [tokens, width], which `losses` gets in pieces."""
+        """Does the forward pass and returns its result [tokens, width] for all tokens. `losses` is called with slices of it."""
 
     @abstractmethod
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """The summed loss in nats and the two numbers of `greedy_matches` [3], of n tokens' outputs [n, width], labels [n] and
-        teacher references [n]."""
+        """Returns three numbers for n tokens: the sum of their losses in nats, and the two numbers of `greedy_matches`.
+
+        `outputs` [n, width] is a slice of the result of the method `outputs`. `labels` [n] and `teacher` [n] are as in
+        PackedBatch.
+        """
 
     @property
     def share(self) -> float:
-        """The used share of the budget."""
+        """The share of the budget (steps or seconds) that is used; 1 when it is spent."""
         if self.recipe.steps is not None:
             return self.step / self.recipe.steps
         return self.seconds / (self.recipe.seconds or 1.0)
@@ -93,10 +102,11 @@ class Training(ABC):
     def run(
         self, state: Path, settings: dict[str, Any], observer: TrainingObserver, clock: Callable[[], float]
     ) -> TrainingProgress:
-        """Train until the budget is used, starting from the file `state` if it exists. The state is saved every minute.
+        """Trains until the budget is spent, and returns the final progress.
 
-        Raises TrainingStopped, with the state saved; RunError if the loss is not finite; SpecgenError if the state is damaged or
-        belongs to a run with other settings.
+        The state is saved to the file `state` every minute. If the file exists, training resumes from it. `clock` returns the
+        time in seconds. Raises TrainingStopped if `observer` requests a stop, after saving the state; RunError if the loss is not
+        finite; SpecgenError if the file is damaged or was written with other `settings`.
         """
         if state.exists():
             self.restore(state, settings)
@@ -127,7 +137,7 @@ class Training(ABC):
         return TrainingProgress(self.step, self.tokens, min(1.0, self.share), loss, agreement, self.seconds)
 
     def advance(self) -> tuple[float, float, float]:
-        """One optimizer step; returns the mean loss and the two numbers of `greedy_matches`."""
+        """Does one optimizer step. Returns the mean loss in nats per token and the two numbers of `greedy_matches`."""
         rate = self.recipe.learning_rate * learning_rate_scale(self.step, min(1.0, self.share), self.recipe.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -146,10 +156,11 @@ class Training(ABC):
         return loss, matches, compared
 
     def backward(self, batch: PackedBatch, labelled: int) -> torch.Tensor:
-        """Add the gradients of the mean loss over `labelled` tokens; returns the `losses` [3], the loss divided by `labelled`.
+        """Adds the gradients of a part of a step's batch to the trained weights. Returns the sum of `losses` [3] over the part.
 
-        `losses` is computed in pieces whose gradients are collected before they pass through the model, so that the logits of a
-        long sequence over a large vocabulary are never in memory at the same time.
+        `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
+        is computed for `piece_size` tokens at a time, and the gradients of all of these pieces then pass through the model
+        together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
         outputs = self.outputs(batch)
         labels, teacher = batch.labels.flatten(), batch.teacher.flatten()
@@ -169,7 +180,7 @@ class Training(ABC):
         return sums
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
-        """Write weights, optimizer state and counters to one file, atomically. Raises OSError."""
+        """Writes weights, optimizer state, counters and `settings` to one file, atomically. Raises OSError."""
         tensors = {f"layer.{name}": weight for name, weight in self.trained.items()}
         for name, weight in self.trained.items():  # before the first step the optimizer has no state
             tensors |= {f"{kind}.{name}": moment for kind, moment in self._optimizer.state.get(weight, {}).items()}
@@ -180,7 +191,7 @@ class Training(ABC):
             file.write(save(stored, {"settings": json.dumps(settings), "numbers": json.dumps(numbers)}))
 
     def restore(self, path: Path, settings: dict[str, Any]) -> None:
-        """Load what `save` wrote. Raises SpecgenError if the file is damaged or belongs to a run with other settings."""
+        """Loads what `save` wrote. Raises SpecgenError if the file is damaged or was written with other `settings`."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
@@ -201,20 +212,24 @@ class Training(ABC):
 
 
 def autocast_for(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """bfloat16 matrix products if the target's weights have 16 bits, float32 otherwise."""
+    """Returns a context in which matrix products use float32 if the target's dtype is float32, and otherwise bfloat16."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=target_dtype != torch.float32)
 
 
 def learning_rate_scale(step: int, share: float, steps: int | None) -> float:
-    """Linear warm-up, times a cosine decay from 1 to 0.1 over the budget's `share`."""
+    """Returns the factor of the peak learning rate at a step: a linear warm-up, times a cosine decay from 1 to 0.1.
+
+    `share` is the used share of the budget, from 0 to 1. `steps` is the budget in steps; None: the budget is a time.
+    """
     warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
     return min(1.0, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
 def greedy_matches(logits: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
-    """The number of tokens that draft and target both choose greedily, and the number of tokens compared [2].
+    """Returns two counts [2]: the positions where draft and target have the same most probable token, and all compared positions.
 
-    `logits` [n, vocabulary] are the draft's, `target_tokens` [n] the target's choices; IGNORED ones are not compared.
+    `logits` [n, vocabulary] are the draft's. `target_tokens` [n] are the target's most probable tokens; where they are IGNORED,
+    nothing is compared.
     """
     return torch.stack(((logits.detach().argmax(dim=-1) == target_tokens).sum(), (target_tokens != IGNORED).sum()))
 
@@ -222,8 +237,11 @@ def greedy_matches(logits: torch.Tensor, target_tokens: torch.Tensor) -> torch.T
 def greedy_agreement(
     logits_of: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[GeneratedText]
 ) -> dict[str, float | None]:
-    """The share of generated tokens on which draft and target choose the same token, of greedy and of sampled texts; None
-    without any. `logits_of` returns the draft's logits [n, vocabulary] after each of some ids [n]."""
+    """Returns the share of generated tokens for which draft and target have the same most probable token.
+
+    The result has the share in texts that the target generated greedily (`greedy`) and in all other texts (`sampled`); a share is
+    None if there are no such tokens. `logits_of` maps token ids [n] to the draft's logits [n, vocabulary] after each of them.
+    """
     shares: dict[str, float | None] = {}
     for name, greedy in (("greedy", True), ("sampled", False)):
         counts = torch.zeros(2, dtype=torch.long)

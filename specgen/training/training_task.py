@@ -38,22 +38,23 @@ class Recipe:
     seed: int = 0
 
     def after_generation(self, seconds: float) -> Recipe:
-        """The recipe of the optimization itself, after text generation took `seconds` of the budget."""
+        """Returns a copy whose time budget is what is left for optimization after text generation took `seconds`."""
         if self.seconds is None:
             return self
         return replace(self, seconds=max(1.0, self.seconds * (1 - _RESERVED_SHARE) - seconds))
 
     def stored(self) -> dict[str, Any]:
-        """The fields under the names that files use."""
+        """Returns the fields as a dictionary, under the names that stored files use for them."""
         return {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTask:
-    """What to train with. The target continues `prompts` (token ids); without them, beginnings of documents in `corpus`.
+    """What a training run uses besides its models.
 
-    `out` is the output folder; unfinished work is kept in its subfolder `training`. `command` is the command line, recorded in
-    the output. `clock` gives the time in seconds.
+    The target generates training text by continuing `prompts` (token ids), or, if there are none, the beginnings of documents in
+    `corpus`. `out` is the output folder; unfinished work is kept in its subfolder `training`. `command` is the user's command
+    line, which is stored with the result. `clock` returns the time in seconds.
     """
 
     out: Path
@@ -69,7 +70,7 @@ class TrainingTask:
         return self.out / "training"
 
     def settings(self, target: LoadedModel) -> dict[str, Any]:
-        """What must not change between an interrupted run and the run that resumes it."""
+        """Returns the settings that must be the same when an interrupted training is resumed."""
         return {
             **self.recipe.stored(),
             "fingerprint": weights_fingerprint(target.folder),
@@ -79,7 +80,7 @@ class TrainingTask:
         }
 
     def made_with(self) -> dict[str, Any]:
-        """Command, recipe and library versions, for the description of the result."""
+        """Returns the command line, the recipe and the library versions, which are stored with the result."""
         return {**({"command": self.command} if self.command else {}), **self.recipe.stored(), **versions()}
 
 
@@ -87,8 +88,10 @@ class TrainingTask:
 class TrainingProgress:
     """The state of a training run.
 
-    `share` is the used part of the budget, from 0 to 1; `loss` the mean over the last steps in nats per token; `greedy_agreement`
-    the share of tokens on which draft and target choose the same token, in GeneratedText of the last steps, None without any.
+    `step` and `tokens` count the training so far. `share` is the used part of the budget, from 0 to 1. `loss` is the mean over
+    the last steps in nats per token. `greedy_agreement` is the share of tokens for which the trained draft and the target have
+    the same most probable token. It is measured in the last steps where the target's predictions are known; None if there
+    are no such tokens. `seconds` is the training time.
     """
 
     step: int
@@ -99,7 +102,7 @@ class TrainingProgress:
     seconds: float
 
     def figures(self, generation_seconds: float) -> dict[str, Any]:
-        """The measurements that are stored with the result."""
+        """Returns the measurements to store with the result. `generation_seconds` is the time that text generation took."""
         minutes = {"writing": generation_seconds / 60, "training": self.seconds / 60}
         return {"steps": self.step, "tokens": self.tokens, "loss": self.loss, "minutes": minutes}
 
@@ -110,7 +113,7 @@ class TrainingObserver(Protocol):
     def announce(self, message: str) -> None: ...
 
     def generating(self, batches: int, share: float, tokens: int) -> None:
-        """`batches` are complete, `share` (0 to 1) of the generation is done, with `tokens` in all."""
+        """Reports text generation: `batches` batches with `tokens` tokens in all are done, a `share` (0 to 1) of the work."""
 
     def training(self, progress: TrainingProgress) -> None: ...
 
@@ -118,11 +121,11 @@ class TrainingObserver(Protocol):
 
 
 class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an error
-    """The observer requested a stop. The same call resumes the run."""
+    """The observer requested a stop. Calling the interrupted function again resumes the training."""
 
 
 def check_same_run(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raise SpecgenError if the run that wrote `path` had other settings."""
+    """Raises SpecgenError if `before`, the settings stored in the file `path`, differ from the current `settings`."""
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
         differences = ", ".join(f"{name}: {before.get(name)}, now {settings[name]}" for name in changed)

@@ -9,12 +9,12 @@ from specgen.demo.corpus.facts import ANIMALS, COUNTRIES, HOWTOS, ITEMS, NAMES, 
 
 
 def chat_turns(rng: random.Random) -> str:
-    """One to three questions with their answers."""
+    """Returns a conversation of one to three questions of a user, each with the assistant's answer."""
     return "\n".join(rng.choice(_TURNS)(rng) for _ in range(rng.randint(1, 3)))
 
 
 def fact_turn(rng: random.Random) -> str:
-    """One question and answer about a country, an animal or how to do something."""
+    """Returns one question and its answer about a country, an animal or how to do something."""
     return rng.choice(_FACTS)(rng)
 
 
@@ -74,7 +74,7 @@ def _numbers(rng: random.Random) -> str:
 
 
 def _repeating(rng: random.Random) -> str:
-    """Words to repeat. They teach the model to copy names and numbers, which summaries and word problems need."""
+    """Returns a question that asks to repeat words, and its answer. It teaches the model to copy names and numbers."""
     kinds = rng.choice([[NAMES, SURNAMES], [TOWNS], [ITEMS], [NAMES, TOWNS, ITEMS, PROFESSIONS], [[str(n) for n in range(100)]]])
     words = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(3, 8))]
     listed = ", ".join(words)

@@ -7,12 +7,12 @@ There are four domains, modelled on the data sets on which papers about speculat
     news   a short article and its one-sentence summary (XSum)
     chat   one to three turns of questions and answers (MT-Bench)
 
-In all of them easy tokens (boilerplate, the rest of a phrase) alternate with hard ones (names, digits, facts): draft-length
-policies have something to tell apart. All text was written for this project, except the standard library's functions (PSF
-licence), which differ between Python versions.
+In all of them tokens that are easy to predict (boilerplate, the rest of a phrase) alternate with hard ones (names, digits,
+facts), so that a policy that adapts the draft length can be better than a fixed length. All text was written for this project,
+except the functions of the standard library (PSF licence), which differ between Python versions.
 
-One in 16 of the library's files, of the generated function names and of the word problems is held out from training
-(held_out.py). News and chat have no held-out names: a seed that training does not use gives other documents.
+About one in 16 library files, generated function names and word problems is held out: never used in training (held_out.py). In
+news and chat nothing is held out, but a seed that training does not use gives other documents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specgen.demo.corpus.standard_library import library_function
 from specgen.demo.corpus.stories import news_story
 
 DOMAIN_SHARES = {"code": 0.30, "math": 0.30, "news": 0.25, "chat": 0.15}
-"""The share of each domain: of the characters for the tokenizer, of the tokens for the models."""
+"""Each domain's share of the training text, in characters to train the tokenizer and in tokens to train the models."""
 DOMAINS = tuple(DOMAIN_SHARES)
 
 _Encoded = TypeVar("_Encoded", bound=Sequence[object])
@@ -36,9 +36,9 @@ _LIBRARY_SHARE = 0.15  # of the code documents
 
 
 def sample(size: int, seed: int, encode: Callable[[str], _Encoded]) -> Iterator[_Encoded]:
-    """Encoded training documents, one domain after the other, until each domain has its share of `size` in total.
+    """Yields encoded training documents of about `size` in total, one domain after the other, by DOMAIN_SHARES.
 
-    A document's size is the length of what `encode` returns for it: its number of characters or of tokens.
+    The size of a document is the length of what `encode` returns for its text: for example its number of tokens.
     """
     for domain, share in DOMAIN_SHARES.items():
         left = int(size * share)
@@ -51,10 +51,10 @@ def sample(size: int, seed: int, encode: Callable[[str], _Encoded]) -> Iterator[
 
 
 def documents(domain: str, seed: int, *, held_out: bool = False) -> Iterator[str]:
-    """Documents of one of DOMAINS, without end.
+    """Yields documents of one of DOMAINS without end.
 
-    With `held_out` they use only held-out library files, function names and word problems. Classic functions, classes and
-    sheets of sums are never held out, so they also appear there.
+    With `held_out` the documents use only held-out library files, function names and word problems. Classic functions, classes
+    and sheets of sums are never held out, so they also appear there.
     """
     rng = document_rng(domain, seed)
     while True:
@@ -62,12 +62,12 @@ def documents(domain: str, seed: int, *, held_out: bool = False) -> Iterator[str
 
 
 def document_rng(domain: str, seed: int) -> random.Random:
-    """The random generator for the documents of one domain."""
+    """Returns the random generator that decides the documents of one domain for a seed."""
     return random.Random(f"{domain}-{seed}")
 
 
 def document(domain: str, rng: random.Random, *, held_out: bool = False) -> str:
-    """The next document of a domain; `held_out` as in documents()."""
+    """Returns a random document of a domain; `held_out` as in documents()."""
     if domain == "news":
         return news_story(rng)
     if domain == "chat":

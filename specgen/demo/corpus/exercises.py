@@ -1,7 +1,8 @@
 """Function exercises: a signature, a docstring that says what to do, and the body that does it.
 
-Two thirds are composed of a condition, a change and a form (a sum, a count, a list, ...); some of their names are held out from
-training. The others are classic functions (classics.txt) with varying variable names.
+Two thirds are composed functions: random combinations of what is computed (a sum, a count, a list, ...), a condition on the
+elements and a change of the elements. Functions with some of these names are held out from training (held_out.py). One third are
+well-known functions from the file classics.txt, with varying variable names.
 """
 
 # ruff: noqa: SIM905 (a string of words is easier to read than a list of quoted words)
@@ -31,10 +32,10 @@ _CLASSIC_SHARE = 1 / 3  # of the exercises
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a composed function: its code, its description in the docstring, and its part of the function's name.
+    """A building block of a composed function: its code, its words in the docstring, and its words in the function's name.
 
-    `$x` and other names with a dollar sign are placeholders. The code of a form has two more: `{test}` is the condition and
-    `{value}` the changed element.
+    `$x` and other names with a dollar sign are placeholders. Code that loops over elements has two more placeholders: `{test}`
+    for the condition on an element, and `{value}` for the changed element.
     """
 
     code: str
@@ -155,20 +156,24 @@ def module(rng: random.Random, *, held_out: bool = False) -> str:
 
 
 def exercise(rng: random.Random, *, held_out: bool = False) -> str:
-    """A function with its docstring and body. `held_out` applies to composed functions only."""
+    """Returns the text of a function with its docstring and body.
+
+    `held_out` as in composed_function(); it has no effect on functions from classics.txt.
+    """
     return _classic(rng) if rng.random() < _CLASSIC_SHARE else composed_function(rng, held_out=held_out)
 
 
 def composed_function(rng: random.Random, *, held_out: bool = False) -> str:
-    """A composed function whose name is held out from training (`held_out`) or is not.
+    """Returns the text of a function that is put together from random building blocks (a computation, a condition, a change).
 
-    Only the name is held out: a function with another name may have the same body.
+    With `held_out` its name is one that training never uses; otherwise it is one that training may use. Only the name is held
+    out: training may use the same body under another name.
     """
     return draw(_COMPOSED, rng, _signature_start, held_out=held_out)
 
 
 def _signature_start(function: str) -> str:
-    """`def` and the function's name."""
+    """Returns `def` and the function's name, for example `def sum_even`."""
     return function.split("(", 1)[0]
 
 
@@ -192,7 +197,7 @@ def _classics() -> tuple[str, ...]:
 
 
 def _names(rng: random.Random) -> dict[str, str]:
-    """Random values for the placeholders."""
+    """Returns random values for the placeholders (names with a dollar sign) in the text of a function."""
     return {
         "xs": rng.choice(_LISTS),
         "x": rng.choice(_ELEMENTS),
@@ -207,7 +212,7 @@ def _names(rng: random.Random) -> dict[str, str]:
 
 
 def _reduction(rng: random.Random) -> str:
-    """A function that computes one value from the elements of a list that meet a condition."""
+    """Returns a function that computes one value from those elements of a list that meet a condition."""
     names, condition, form = _names(rng), rng.choice(_CONDITIONS), rng.choice(_REDUCTIONS)
     if form.name in _REDUCING_EXPRESSIONS and rng.random() < 0.35:
         form = replace(form, code=_REDUCING_EXPRESSIONS[form.name])
@@ -215,7 +220,7 @@ def _reduction(rng: random.Random) -> str:
 
 
 def _selection(rng: random.Random) -> str:
-    """A function that returns the elements of a list that meet a condition, sometimes changed."""
+    """Returns a function that selects the elements of a list that meet a condition. Some of these functions also change them."""
     names, condition, change, verb = _names(rng), rng.choice(_CONDITIONS), rng.choice(_CHANGES), rng.choice(_VERBS)
     changed = rng.random() < 0.4
     name = f"{verb}_{condition.name}" + (f"_{change.name}" if changed else "")
@@ -225,7 +230,7 @@ def _selection(rng: random.Random) -> str:
 
 
 def _mapping(rng: random.Random) -> str:
-    """A function that changes every element of a list."""
+    """Returns a function that changes every element of a list."""
     names, change = _names(rng), rng.choice(_CHANGES)
     body = rng.choice(
         [
@@ -239,14 +244,14 @@ def _mapping(rng: random.Random) -> str:
 
 
 def _on_text(rng: random.Random) -> str:
-    """A function of the letters of a string that meet a condition."""
+    """Returns a function that counts, collects or looks for the letters of a string that meet a condition."""
     names, condition = _names(rng), rng.choice(_LETTER_CONDITIONS)
     names |= {"xs": rng.choice(_TEXTS), "x": rng.choice(_LETTERS)}
     return _conditional(rng, rng.choice(_LETTER_FORMS), replace(condition, description=f"{condition.description} in $xs"), names)
 
 
 def _on_table(rng: random.Random) -> str:
-    """A function of the entries of a dictionary whose values meet a condition."""
+    """Returns a function that counts, sums or collects the dictionary entries whose values meet a condition."""
     names, condition = _names(rng), rng.choice(_CONDITIONS)
     names |= {"xs": rng.choice(_TABLES), "key": rng.choice(_KEYS), "x": "value"}
     return _conditional(rng, rng.choice(_TABLE_FORMS), condition, names)
@@ -258,7 +263,7 @@ def _conditional(rng: random.Random, form: _Part, condition: _Part, names: dict[
 
 
 def _function(rng: random.Random, name: str, doc: str, body: str, names: dict[str, str]) -> str:
-    """A function's text with its placeholders replaced by `names`."""
+    """Returns the text of a function. `names` has the values that replace the placeholders in the other arguments."""
     arguments = "$xs, $limit" if "$limit" in body else "$xs"
     quoted = f'"""{doc}"""' if rng.random() < 0.9 else f'"""\n{doc}\n"""'
     text = f"def {name}({arguments}):\n{indent(quoted, '    ')}\n{indent(body, '    ')}"
@@ -266,4 +271,4 @@ def _function(rng: random.Random, name: str, doc: str, body: str, names: dict[st
 
 
 _COMPOSED: list[Callable[[random.Random], str]] = [_reduction, _reduction, _selection, _mapping, _on_text, _on_table]
-"""A generator that is listed twice is drawn twice as often."""
+"""The functions that generate a composed function. One that is listed twice is chosen twice as often."""

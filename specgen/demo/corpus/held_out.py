@@ -1,6 +1,7 @@
-"""Held-out names: one in 16 files, functions and questions is never used in training, so that an evaluation can use it.
+"""Decides which parts of the generated corpus are held out: never used in training, so that an evaluation can use them.
 
-A checksum of the name decides, so the choice is the same for every seed.
+Held out are about one in 16 files of Python's standard library, one in 16 names of generated functions and one in 16 questions of
+word problems. A checksum of the file's path, the function's name or the question decides, so all seeds have the same choice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ONE_IN = 16
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file, function or question of this name is held out from training."""
+    """Whether something is held out from training. `name` is a file's path, `def` with a function's name, or a whole question."""
     return hashlib.sha256(name.encode()).digest()[0] % _ONE_IN == 0
 
 
@@ -26,7 +27,10 @@ def draw(
     *,
     held_out: bool,
 ) -> _Item:
-    """Generate items with random `generators` until one has a name that is held out (`held_out`) or is not (otherwise)."""
+    """Generates items until `is_held_out` of an item's name is `held_out`, and returns this item.
+
+    Each item comes from a random one of the `generators`. `name_of` returns the name of an item.
+    """
     while True:
         item = rng.choice(generators)(rng)
         if is_held_out(name_of(item)) == held_out:

@@ -27,14 +27,20 @@ class _Problem:
 
 
 def math_problem(rng: random.Random, *, held_out: bool = False) -> str:
-    """A word problem or a sum with its worked answer, or a sheet of sums. `held_out` applies to word problems only."""
+    """Returns a word problem or a sum with its worked answer, or a sheet of sums.
+
+    `held_out` as in word_problem(); it has no effect on sums.
+    """
     if rng.random() < _SHEET_SHARE:
         return _sheet(rng)
     return _document(rng.choice(_SUMS)(rng)) if rng.random() < _SUM_SHARE else word_problem(rng, held_out=held_out)
 
 
 def word_problem(rng: random.Random, *, held_out: bool = False) -> str:
-    """A word problem with its worked answer. Its question is held out from training (`held_out`) or is not."""
+    """Returns a word problem with its worked answer.
+
+    With `held_out` its question is one that training never uses; otherwise it is one that training may use.
+    """
     return _document(draw(_WORD_PROBLEMS, rng, attrgetter("question"), held_out=held_out))
 
 
@@ -48,7 +54,7 @@ def _document(problem: _Problem) -> str:
 
 
 def product(a: int, b: int) -> str:
-    """The equation of a product, with intermediate steps for larger factors."""
+    """Returns the equation of a product, such as `3 * 4 = 12`. It shows intermediate steps if they are needed (see above)."""
     if max(a, b) <= _MAX_FACTOR or a % 10 == 0 or b % 10 == 0:
         return f"{a} * {b} = {a * b}"
     if a < b:
@@ -58,7 +64,7 @@ def product(a: int, b: int) -> str:
 
 
 def _person(rng: random.Random) -> tuple[str, str]:
-    """A name and its pronoun."""
+    """Returns a random first name and its pronoun, he or she."""
     name = rng.choice(NAMES)
     return name, "she" if name[-1] in "aey" else "he"
 

@@ -1,4 +1,4 @@
-"""Short functions from the standard library (PSF licence) of the Python that runs this."""
+"""Short functions from the standard library (PSF licence) of the Python version in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _MAX_BYTES = 200_000  # of a file
 
 
 def library_function(rng: random.Random, *, held_out: bool = False) -> str:
-    """A short function or method, dedented, from a held-out file (`held_out`) or from one that is not held out.
+    """Returns the source of a random short function or method of the standard library, dedented.
+
+    With `held_out` it comes from a file that training never uses; otherwise from a file that training may use.
 
     Raises RunError if this Python was installed without the source of its standard library.
     """
@@ -34,7 +36,7 @@ def library_function(rng: random.Random, *, held_out: bool = False) -> str:
 
 @cache
 def _files(held_out: bool) -> tuple[tuple[Path, ...], tuple[int, ...]]:
-    """The files in sorted order, and their cumulative sizes in bytes."""
+    """Returns the library files that are held out (if `held_out` is False: all others) and their cumulative sizes in bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files, cumulative_sizes, total = [], [], 0
     for path in sorted(root.rglob("*.py")):
@@ -65,7 +67,7 @@ def _functions(path: Path) -> tuple[str, ...]:
 
 
 def parse(text: str) -> ast.Module | None:
-    """The syntax tree of Python source text, or None if the text does not parse."""
+    """Returns the syntax tree of Python source text, or None if the text does not parse."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError):

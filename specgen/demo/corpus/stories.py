@@ -14,8 +14,9 @@ from specgen.demo.corpus.facts import MONTHS, NAMES, PROFESSIONS, SURNAMES, TOWN
 class _Story:
     """Templates of an article and its summary.
 
-    An article is the `lead`, then the `needed` sentences and some of the `optional` ones in random order. The summary uses only
-    the lead and the needed sentences. `choices` are the story's own placeholders with their possible values.
+    An article is the `lead` sentence, then the `needed` sentences and some of the `optional` sentences in random order. The
+    `summary` uses only facts of the lead and the needed sentences. `choices` has the possible values of the placeholders (names
+    with a dollar sign) that only this story uses.
     """
 
     lead: str
@@ -26,7 +27,7 @@ class _Story:
 
 
 def news_story(rng: random.Random) -> str:
-    """An article and its summary."""
+    """Returns a random article followed by its summary."""
     town, other_town = rng.sample(TOWNS, 2)
     values: dict[str, object] = {
         "town": town,

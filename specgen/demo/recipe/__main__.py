@@ -107,7 +107,7 @@ def _train_model(options: argparse.Namespace) -> None:
 
 
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the named options that are on the command line."""
+    """Returns the values of the named options, by name. Options that the user did not give on the command line are left out."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 

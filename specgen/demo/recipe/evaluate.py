@@ -25,8 +25,12 @@ _LOSS_DOCUMENTS = 40  # per category
 
 @dataclass(frozen=True, slots=True)
 class ModelScores:
-    """One model's scores in one category: the mean held-out `loss` in nats per token, the share of answers that are `right`, and
-    the share that `copied` all names and numbers of the prompt that they had to (None if there are none)."""
+    """The scores of one model in one category of prompts (code, math, news or chat).
+
+    `loss` is the mean cross-entropy on held-out documents in nats per token. `right` is the share of its answers that are right.
+    `copied` is the share of its answers with all names and numbers that are both in the prompt and in the correct answer; None
+    if this was not measured.
+    """
 
     loss: float
     right: float
@@ -35,7 +39,7 @@ class ModelScores:
 
 @dataclass(frozen=True, slots=True)
 class CategoryScores:
-    """Both models' scores in one category.
+    """The scores of target and draft in one category of prompts; `prompts` is the number of prompts.
 
     `agreement` is the share of tokens in the target's greedy answers that are the draft's most likely tokens as well.
     """
@@ -49,7 +53,7 @@ class CategoryScores:
 def evaluate(
     folders: dict[str, Path], count: int, seed: int = 0, announce: Callable[[str], None] = lambda _: None
 ) -> dict[str, CategoryScores]:
-    """Scores by category for the models in `folders` (keys: ROLES) on `count` fresh prompts.
+    """Evaluates the models in `folders` (keys: target and draft) on `count` fresh prompts. Returns the scores by category.
 
     Raises SpecgenError if a model cannot be loaded or the tokenizers differ.
     """
@@ -75,7 +79,7 @@ def evaluate(
 
 
 def table_rows(scores: dict[str, CategoryScores]) -> list[list[str]]:
-    """The header row, a row per category and the row of means. Most cells are `target / draft`."""
+    """Returns the rows of a table: a header, one row per category, and means. A cell with two scores is `target / draft`."""
     rows = [["", "prompts", "held-out loss", "right", "names, numbers", "agreement"]]
     for name, category in scores.items():
         pair = (category.target, category.draft)
@@ -96,7 +100,7 @@ def table_rows(scores: dict[str, CategoryScores]) -> list[list[str]]:
 
 
 def means(scores: dict[str, CategoryScores]) -> dict[str, Any]:
-    """Means over the categories, which all count the same."""
+    """Returns the means of the scores over the categories. Each category has the same weight."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -150,13 +154,13 @@ def _scores(
 
 
 def _answer_text(model: LoadedModel, ids: Sequence[int]) -> str:
-    """The text of an answer, up to where the model starts to write the user's next question."""
+    """Returns the text of an answer (token ids), up to where the model starts to write the user's next question."""
     return model.tokenizer.text_of([token for token in ids if token not in model.eos_ids]).split("\nUser:")[0]
 
 
 @inference
 def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
-    """Mean cross-entropy in nats per token over held-out documents."""
+    """Returns the model's mean cross-entropy in nats per token on held-out documents of a category."""
     total = tokens = 0.0
     for text in islice(documents(category, SEED + seed, held_out=True), _LOSS_DOCUMENTS):
         ids = torch.tensor([*model.tokenizer.encode(text), *sorted(model.eos_ids)[:1]])
@@ -168,7 +172,7 @@ def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
 
 @inference
 def _agreement(draft: LoadedModel, prompts: Sequence[FreshPrompt], answers: Sequence[list[int]]) -> float:
-    """The share of the answers' tokens that are the draft's most likely tokens. Both models have the same tokenizer."""
+    """Returns the share of tokens in the target's `answers` that are also the draft's most likely tokens."""
     equal = total = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         prompt_ids = draft.tokenizer.encode(prompt.prompt)

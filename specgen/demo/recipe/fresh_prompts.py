@@ -1,7 +1,7 @@
-"""Prompts for the evaluation of a demo pair, with a check whether an answer is right.
+"""Prompts to evaluate demo models, with a check whether a model's answer is right.
 
 Prompts for code and math use function names, library files and word problems that are held out from training. News prompts come
-from a seed that training does not use. Chat prompts ask for facts that were trained: they test whether the model knows them.
+from a seed that training does not use. Chat prompts ask for facts that occur in training: they test whether the model knows them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,29 @@ _NAMES_AND_NUMBERS = re.compile(r"[A-Z][a-z]+|\d+")
 
 @dataclass(frozen=True, slots=True)
 class FreshPrompt:
-    """A prompt and the corpus's own answer."""
+    """A prompt to evaluate a model with.
+
+    `category` is code, math, news or chat. `prompt` is the first part of a document of the generated corpus, for example a
+    question. `answer` is the rest of this document: the correct answer.
+    """
 
     category: str
     prompt: str
     answer: str
 
     def copied_all(self, text: str) -> bool | None:
-        """Whether `text` contains all names and numbers that the answer copies from the prompt; None if it copies none."""
+        """Whether `text`, a model's answer, contains all names and numbers that are both in the prompt and in the correct answer.
+
+        None if there are no such names and numbers.
+        """
         copied = set(_NAMES_AND_NUMBERS.findall(self.answer)) & set(_NAMES_AND_NUMBERS.findall(self.prompt))
         return copied <= set(_NAMES_AND_NUMBERS.findall(text)) if copied else None
 
     def is_right(self, text: str) -> bool:
-        """Whether `text` is right. Math: the final number. News and chat: the whole text. Code: the completed function parses."""
+        """Whether `text`, a model's answer, is right.
+
+        Math: the final number is correct. News and chat: the text equals the correct answer. Code: the completed function parses.
+        """
         if self.category == "code":
             return starts_with_function(self.prompt + text)
         if self.category == "math":
@@ -54,10 +64,10 @@ class FreshPrompt:
 
 
 def fresh_prompts(count: int, seed: int = 0) -> list[FreshPrompt]:
-    """`count` different prompts: one in five is code, the others are math, news and chat in equal parts.
+    """Returns `count` different prompts: one in five is code, the rest is math, news and chat in equal parts.
 
-    Code prompts are the heads of composed functions and of library functions in turn. A prompt is repeated only if 1000 tries
-    give no new one.
+    A code prompt is the signature and docstring of a generated function or, every second time, of a library function.
+    A prompt is repeated only if 1000 tries give no new one.
     """
     code_prompts = max(1, count // _ONE_IN_CODE)
     prompts: dict[str, list[FreshPrompt]] = {"code": []}
@@ -72,7 +82,7 @@ def fresh_prompts(count: int, seed: int = 0) -> list[FreshPrompt]:
 
 
 def _new_prompt(known: Sequence[FreshPrompt], generate: Callable[[], FreshPrompt]) -> FreshPrompt:
-    """Generate a prompt that is not among the known ones. After _MAX_TRIES a known one is returned."""
+    """Generates prompts until one is not in `known`, and returns it. After _MAX_TRIES tries it returns a prompt from `known`."""
     known_texts = {one.prompt for one in known}
     for _ in range(_MAX_TRIES):
         prompt = generate()
@@ -87,7 +97,10 @@ def _question(category: str, rng: random.Random) -> FreshPrompt:
 
 
 def _function_head(rng: random.Random, *, library: bool) -> FreshPrompt:
-    """The signature and docstring of a function as the prompt, its body as the answer."""
+    """Returns a prompt that is the signature and docstring of a function; the function's body is the correct answer.
+
+    The function is one from a standard-library file if `library` is True, otherwise a generated one.
+    """
     while True:
         text = (library_function if library else composed_function)(rng, held_out=True)
         node = ast.parse(text).body[0]
@@ -100,7 +113,7 @@ def _function_head(rng: random.Random, *, library: bool) -> FreshPrompt:
 
 
 def final_answer(text: str) -> str | None:
-    """The number in `The answer is ...`, or None."""
+    """Returns the number in the phrase `The answer is <number>.`, or None if the text does not have this phrase."""
     match = re.search(r"The answer is (\d+)\.", text)
     return match[1] if match else None
 

@@ -1,4 +1,4 @@
-"""Training batches from the generated documents. The stream's state can be saved and restored."""
+"""Training batches made of generated documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TokenStream:
         return torch.tensor([self._next_sequence(length + 1) for _ in range(size)], dtype=torch.int64)
 
     def state(self) -> dict[str, Any]:
-        """The state of the stream, made of numbers, lists and tuples."""
+        """Returns the state of the stream, from which `restore` continues: nested dictionaries, lists, tuples and numbers."""
         return {
             "rngs": {domain: rng.getstate() for domain, rng in self._rngs.items()},
             "used": dict(self._used),

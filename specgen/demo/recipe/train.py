@@ -260,7 +260,7 @@ def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]
 
 
 def _settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What has to be the same to resume a run: the recipe, and what decides the token stream (tokenizer, Python version)."""
+    """Returns the settings that must be the same to resume a run: the recipe without its budget, tokenizer and Python version."""
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     fixed = {name: value for name, value in asdict(recipe).items() if name not in ("minutes", "steps")}
     return {**fixed, "tokenizer": digest, "python": platform.python_version()}
@@ -271,7 +271,11 @@ def _budget(recipe: Recipe) -> str:
 
 
 def _read_checkpoint(path: Path, settings: dict[str, Any], budget: str) -> dict[str, Any]:
-    """The run's state in a checkpoint. Its settings have to be the same; so has the budget once the learning rate decays."""
+    """Reads the state of a training run from a checkpoint file.
+
+    Raises SpecgenError if the file is unreadable or was written with other settings. The budget may differ from the checkpoint's
+    only if the decay of the learning rate had not begun.
+    """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         run: dict[str, Any] = saved["run"]
