@@ -1,4 +1,4 @@
-"""A run: the generation of one output with one method. Holds its parts and checks when the output ends."""
+"""A run is the generation of one output with one method. `Run` holds the models' and method's parts, and checks where it ends."""
 
 from __future__ import annotations
 

@@ -199,8 +199,9 @@ class TraceStatistics:
         ]
 
     def bounds(self) -> Bounds | None:
-        """Compares SVIP's estimate and the lower bounds with the recorded acceptance probabilities. None if the trace does not
-        contain the acceptance probability and KL(q||p) of any token."""
+        """Compares SVIP's estimate of the acceptance probability, and the lower bounds on it, with the recorded probabilities.
+
+        None unless the trace has the acceptance probability and KL(q||p) of at least one token."""
         tokens = [token for token in self.tokens if token.is_recorded]
         if not tokens:
             return None

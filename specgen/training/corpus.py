@@ -1,4 +1,4 @@
-"""Training text as token ids: the user's files, or the demo pair's corpus."""
+"""Training text as token ids: the user's files, or the corpus on which the bundled models were trained."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ class Recorder:
         return continued
 
     def _chosen(self, logits: torch.Tensor) -> list[Drafted]:
-        """Returns the token that the draft model chooses from each row of its logits [rows, vocabulary], with signals."""
+        """Returns the token that the draft model chooses from each row of its logits [rows, vocabulary], with its
+        signals (the numbers, such as entropy, that length policies read)."""
         if self._sampling.greedy:
             return _with_signals(logits, logits.argmax(dim=-1))
         draft_probs = logits_ops.warp(logits, self._sampling)

@@ -1,4 +1,7 @@
-"""Tries the settings of each method until a deadline, in simulated runs; sets of layers to skip are tried in real runs."""
+"""Searches for each method's fastest settings until a deadline, in runs simulated from recorded drafts and measured costs.
+
+Sets of layers to skip cannot be simulated, so they are tried in real runs.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ _ONE_IN = 16
 
 
 def is_held_out(name: str) -> bool:
-    """Whether something is held out from training. `name` is a file's path, `def` with a function's name, or a whole question."""
+    """Whether a document is held out from training.
+
+    `name` identifies it: the path of a file, `def NAME` for a single function, or the full text of a question."""
     return hashlib.sha256(name.encode()).digest()[0] % _ONE_IN == 0
 
 
