@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def prediction(self) -> Prediction:
-        """The method's predicted speedups over all prompts; an empty Prediction in the row of a category or without predictions."""
+        """The method's predicted speedups over all prompts; empty in the row of a category or without predictions."""
         return Prediction() if self.category or self.result.prediction is None else self.result.prediction
 
 

@@ -64,7 +64,8 @@ def by_speed(candidates: Sequence[Candidate]) -> list[Candidate]:
 class TuningOutcome:
     """The result of a tuning.
 
-    `methods` has the best settings of each method, plain decoding included, sorted by expected speed, fastest first. `prompts` is the
+    `methods` has the best settings of each method, plain decoding included,
+    sorted by expected speed, fastest first. `prompts` is the
     number of prompts. `costs` has the seconds of a round (`RoundCosts.as_dict`), by what a round runs: `echo` (the target alone),
     `model` (the draft model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single passes, None
     without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token, given that it
