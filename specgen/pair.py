@@ -355,13 +355,6 @@ class Pair:
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
         return runner.log_likelihood(prompt_ids, token_ids)
 
-    def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
-        """Returns the target's logits [vocabulary] after prompt and `token_ids`, from one forward pass without a KV cache.
-
-        With them, the tokens of a run can be checked independently of specgen's caching.
-        """
-        return self.target.reference_logits(prompt_ids, token_ids)
-
     def warm_up(self) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 

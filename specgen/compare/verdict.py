@@ -102,7 +102,7 @@ def judge(
     reference_id, token_id = (answer[position] if position < len(answer) else None for answer in (reference, other))
     if reference_id is None or token_id is None:
         return Difference(prompt_index, repeat, position, reference_id, token_id, None, FLOAT32_TIE)
-    logits = pair.reference_logits(prompt_ids, reference[:position])
+    logits = pair.target.reference_logits(prompt_ids, reference[:position])
     gap = float(logits[reference_id] - logits[token_id])
     threshold = tie_threshold(pair.target.dtype_name, float(logits.max()))
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)

@@ -93,8 +93,6 @@ class SimulatedVerifier:
     token was recorded as one that differs from the output.
     """
 
-    lossless = True
-
     def __init__(self, reference: ReferenceOutput) -> None:
         self._token_ids = reference.token_ids
 
