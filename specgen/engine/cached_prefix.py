@@ -3,59 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
-import torch
-
-from specgen.engine.attention_masks import AttentionMasks, Mask, depths
-from specgen.engine.kv_cache import KVCache
-from specgen.errors import SpecgenError
+from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
 from specgen.types import Context
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the mask's and the activations' memory
-NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
-
-
-class TreeNodes(NamedTuple):
-    """The drafted tokens of a tree, and for each token the index of its parent (-1: the context).
-
-    For a chain, in which each token follows the one before, `parents` is a `range`.
-    """
-
-    tokens: list[int]
-    parents: Sequence[int]
-
-
-def chain_parents(length: int) -> range:
-    """Returns the parent indices of a chain of `length` tokens: -1, 0, 1, ... A range is cheap to make, slice and compare."""
-    return range(-1, length - 1)
-
-
-NO_NODES = TreeNodes([], chain_parents(0))
-
-
-class ForwardPass(NamedTuple):
-    """The inputs of one forward pass over some of the tokens of a context followed by a draft.
-
-    `first` and `last` say which: the pass runs tokens `first` to `last - 1` and writes their keys and values to the same indices
-    of `cache`. `positions` [n] are the positions of these tokens, `mask` is their attention mask.
-    """
-
-    context: Context
-    draft: TreeNodes
-    first: int
-    last: int
-    positions: torch.Tensor
-    mask: Mask
-    cache: KVCache
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """The ids [1, n] of the tokens to run, on the model's device."""
-        length = len(self.context)
-        first, last = max(self.first - length, 0), max(self.last - length, 0)
-        ids = self.context.ids[self.first : self.last] + self.draft.tokens[first:last]
-        return torch.tensor([ids], device=self.positions.device)
 
 
 class CachedPrefix:
@@ -65,12 +17,9 @@ class CachedPrefix:
     then. The cache indices of draft nodes start at `committed`, so `draft` is emptied before `committed` changes.
     """
 
-    def __init__(self, model: Any, cache: KVCache) -> None:
+    def __init__(self, cache: Cache, rope_boundary: int | None) -> None:
         self.cache = cache
-        self._rope_boundary = context_limits(model.config)[1]
-        self._dtype: torch.dtype = model.dtype
-        self._masks = AttentionMasks(model)
-        self._positions = torch.arange(64, device=model.device)
+        self._rope_boundary = rope_boundary
         self.clear()
 
     def clear(self) -> None:
@@ -121,7 +70,7 @@ class CachedPrefix:
         length = len(path)
         self.draft = NO_NODES
         if path[-1] != length - 1:
-            self.cache.gather([self.committed + node for node in path], self.committed, self._positions.device)
+            self.cache.gather([self.committed + node for node in path], self.committed)
         self.committed += length
         if isinstance(cached.parents, range):
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
@@ -198,22 +147,9 @@ class CachedPrefix:
         return PREFILL_CHUNK
 
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
-        """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the KV cache's length to `first`.
-
-        A token's position is its cache index. A tree node's position is the context's length plus the node's depth.
-        """
-        if last > self._positions.shape[0]:
-            self._positions = torch.arange(max(last, self.cache.capacity), device=self._positions.device)
-        positions, tree = self._positions[:last], None
-        if not isinstance(draft.parents, range):
-            tree = len(context), draft.parents
-            nodes = torch.tensor(depths(draft.parents), device=positions.device) + len(context)
-            positions = torch.cat((positions[: len(context)], nodes))
-        mask = self._masks(first, positions, tree, self._dtype)
-        if mask is None and tree is not None:
-            raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
+        """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the KV cache's length to `first`."""
         self.cache.length = first
-        return ForwardPass(context, draft, first, last, positions[first:], mask, self.cache)
+        return ForwardPass(context, draft, first, last, self.cache, self._uses_long_rope(context))
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
@@ -222,21 +158,3 @@ def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int |
     if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit
     return next((index for index in range(limit) if left[index] != right[index]), limit)
-
-
-def context_limits(config: Any) -> tuple[int, int | None]:
-    """Returns a model's longest context and its rope boundary, both in tokens, from its config.
-
-    The longest context is `NO_LIMIT` if the config states none. The rope boundary is the length beyond which a LongRoPE model
-    uses other rotary frequencies; None for other models.
-    """
-    config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
-    rope = getattr(config, "rope_parameters", None) or {}
-    parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    rope_types = {entry.get("rope_type") for entry in parameters}
-    key = "original_max_position_embeddings"
-    original = next((entry[key] for entry in parameters if key in entry), getattr(config, key, None))
-    if "dynamic" in rope_types:  # beyond it the frequencies change with every token
-        return original or limit, None
-    return limit, original if "longrope" in rope_types else None

@@ -6,25 +6,62 @@ Target and draft are two model runners on the same model. Both start from the hi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
-from specgen.engine.cached_prefix import CachedPrefix, ForwardPass
-from specgen.engine.decoder_layers import (
-    DecoderLayers,
-    LayersForward,
-    check_exit_depth,
-    check_llama_structure,
-    decoder_of,
-    layer_types,
-)
-from specgen.engine.exit_layer import ExitLayer, Predictor
-from specgen.engine.kv_cache import KVCache, KVCacheLayer
+from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.exit_parts import Predictor, check_exit_depth
+from specgen.engine.forward_pass import Cache, ForwardPass, LayerPart
 from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import ExitLayers, Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.types import Context
+
+
+class CacheWithHiddenStates:
+    """A KV cache that also keeps each token's hidden state. Implements `forward_pass.Cache`."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self._hidden: torch.Tensor | None = None  # [capacity, width]
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.cache.length = length
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        self.cache.capacity = capacity
+
+    def gather(self, indices: Sequence[int], start: int) -> None:
+        self.cache.gather(indices, start)
+        if self._hidden is not None:
+            self._hidden[start : start + len(indices)] = self._hidden[list(indices)]
+
+    def write_hidden(self, first: int, hidden: torch.Tensor) -> None:
+        """Keeps the hidden states [n, width] of the tokens `first`, `first` + 1, ..."""
+        end = first + hidden.shape[0]
+        if self._hidden is None or end > self._hidden.shape[0]:
+            old = self._hidden
+            larger = hidden.new_zeros(max(end, self.capacity, 0 if old is None else 2 * old.shape[0]), hidden.shape[1])
+            if old is not None:
+                larger[:first] = old[:first]
+            self._hidden = larger
+        self._hidden[first:end] = hidden
+
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """Returns the hidden states [`last` - `first`, width] of the tokens `first` to `last` - 1."""
+        assert self._hidden is not None
+        return self._hidden[first:last]
 
 
 class SharedFirstLayers:
@@ -33,16 +70,14 @@ class SharedFirstLayers:
     The cache also stores the hidden states after these layers, so they are computed once per token.
     """
 
-    def __init__(self, model: Any, depth: int) -> None:
-        layers, types = decoder_of(model).layers[:depth], layer_types(model)[:depth]
-        self._forward = LayersForward(model, DecoderLayers(layers, types, nn.Identity(), nn.Identity()))
-        self.cache = KVCache(depth)
-        self._hidden = KVCacheLayer(self.cache)  # keys [1, 1, capacity, width]: the hidden states; values of width 0
-        self.cache.layers.append(self._hidden)  # so that the cache gathers it with its layers
-        self.cached = CachedPrefix(model, self.cache)
+    def __init__(self, model: Model, depth: int) -> None:
+        self._forward = model.layers_forward([LayerPart(index) for index in range(depth)], with_head=False)
+        self._kv_cache = model.new_cache(range(depth))
+        self.cache = CacheWithHiddenStates(self._kv_cache)
+        self.cached = CachedPrefix(self.cache, model.shape.rope_boundary)
 
     def hidden_states(self, upper: ForwardPass) -> torch.Tensor:
-        """Returns the hidden states [1, n, width] after the first N layers, of the tokens that the forward pass `upper` runs.
+        """Returns the hidden states [n, width] after the first N layers, of the tokens that the forward pass `upper` runs.
 
         `upper` is a pass of the later layers or of the exit layer. The result is valid until the next call.
         """
@@ -50,36 +85,36 @@ class SharedFirstLayers:
         if upper.last > self.cached.committed:  # otherwise all tokens of the pass are cached, and a cached draft can stay
             self.cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)
             for lower in self.cached.missing_passes(upper.context, upper.draft, upper.last):
-                hidden_states = self._forward(lower, lower.last - lower.first).logits[None, None]
-                self._hidden.update(hidden_states, hidden_states[..., :0])
-        hidden: torch.Tensor = self._hidden.keys[:, 0, upper.first : upper.last]
-        return hidden
+                output = self._forward(lower._replace(cache=self._kv_cache), lower.last - lower.first)
+                assert output.hidden_states is not None
+                self.cache.write_hidden(lower.first, output.hidden_states)
+        return self.cache.hidden(upper.first, upper.last)
 
 
 class EarlyExit:
     """Two runners on one model, whose exit layer comes after the first `depth` layers: `draft` proposes, `target` verifies.
 
     `predictor` predicts the acceptance of drafted tokens; None if none was trained. `penalties` are the penalties on the logits
-    of target and draft (None: none). Raises SpecgenError for a model without Llama's structure (`decoder_layers`), and for a
+    of target and draft (None: none). Raises SpecgenError for a model whose layers cannot be run one by one, and for a
     depth that leaves no layers before or after the exit.
     """
 
     def __init__(
         self,
-        model: Any,
-        exit_layer: ExitLayer,
+        model: Model,
+        exit_layer: ExitLayers,
         depth: int,
         predictor: Predictor | None = None,
         *,
         penalties: tuple[PenaltyProcessor | None, PenaltyProcessor | None] = (None, None),
     ) -> None:
-        check_llama_structure(model)
-        check_exit_depth(model, depth)
+        model.check_layers("early exit")
+        check_exit_depth(model.shape.num_layers, depth)
         self._first_layers = SharedFirstLayers(model, depth)
-        self.target, self.draft = (
-            ModelRunner(model, processor, LayersForward(model, layers, self._first_layers.hidden_states))
-            for processor, layers in zip(penalties, (DecoderLayers.upper(model, depth), exit_layer), strict=True)
-        )
+        source, later = self._first_layers.hidden_states, range(depth, model.shape.num_layers)
+        verify = model.layers_forward([LayerPart(index) for index in later], source)
+        self.target = ModelRunner(model, penalties[0], verify, model.new_cache(later))
+        self.draft = ModelRunner(model, penalties[1], exit_layer.forward(source), exit_layer.new_cache())
         self.acceptance_predictor = None if predictor is None else ExitAcceptancePredictor(self.target, predictor)
 
     def reserve(self, capacity: int) -> None:

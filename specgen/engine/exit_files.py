@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from specgen import demo
-from specgen.engine.decoder_layers import check_exit_depth
-from specgen.engine.exit_layer import ExitLayer, Predictor
+from specgen.engine.exit_parts import MAX_LAYERS, Predictor, check_exit_depth
 from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.model import ExitLayers
 from specgen.engine.model_loading import LoadedModel
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import load_yaml, whole_file, write_whole
@@ -67,12 +67,12 @@ _DESCRIPTION = TypeAdapter(Description)
 class Exit:
     """A trained exit layer on its target's device, with its predictor of acceptance (None if none was trained)."""
 
-    layer: ExitLayer
+    layer: ExitLayers
     predictor: Predictor | None
     description: Description
 
 
-def save_exit(folder: Path, layer: ExitLayer, predictor: Predictor | None, description: Description) -> Path:
+def save_exit(folder: Path, layer: torch.nn.Module, predictor: Predictor | None, description: Description) -> Path:
     """Writes `exit.safetensors` and `exit.yaml` into `folder`, the weights in bfloat16. Returns the path of the weights.
 
     Each file is written completely or not at all. Raises OSError.
@@ -104,19 +104,21 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
             f"the exit layer {weights} was trained for {description.target} ({description.fingerprint}), not for {target.name}",
             _TRAIN,
         )
-    layer = ExitLayer.of(target.model, description.layers)
-    check_exit_depth(target.model, description.after, f"the exit layer {weights}")
+    if not 0 <= description.layers <= MAX_LAYERS:
+        raise SpecgenError(f"the exit has {description.layers} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+    check_exit_depth(target.model.shape.num_layers, description.after, f"the exit layer {weights}")
     tensors = _read_tensors(weights, description_path.name, description.fingerprint)
-    head = layer.head
-    if not description.own_head:
-        layer.head, head = torch.nn.Identity(), target.model.lm_head
-    _fill(layer, "exit.", tensors, weights)
-    layer.head = head
-    predictor = None
-    if description.predictor:
-        predictor = Predictor(target.model.config.get_text_config().hidden_size)
-        _fill(predictor, "predictor.", tensors, weights)
-        predictor.to(target.device).requires_grad_(False)
+    if description.own_head != ("exit.head.weight" in tensors):
+        raise SpecgenError(f"the exit layer {weights} does not fit its description", _RETRAIN)
+    if any(not weight.isfinite().all() for weight in tensors.values()):
+        raise SpecgenError(f"the exit layer {weights} holds NaN", f"Its training diverged. {_RETRAIN}")
+    try:
+        layer = target.model.exit_layers(_part(tensors, "exit."), description.layers)
+        predictor = _predictor(_part(tensors, "predictor."), target) if description.predictor else None
+    except (ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise SpecgenError(f"the exit layer {weights} does not fit its description", _RETRAIN) from error
     return Exit(layer, predictor, description)
 
 
@@ -212,18 +214,15 @@ def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, t
     return tensors
 
 
-def _fill(module: torch.nn.Module, prefix: str, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Copies the tensors whose names start with `prefix` into the module's parameters. The module keeps its dtype and device.
+def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names start with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    Raises SpecgenError, which names the file `path`, for missing or unknown tensors, wrong shapes, NaN and infinity.
-    """
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    try:
-        module.load_state_dict(found)
-    except RuntimeError as error:
-        raise SpecgenError(f"the exit layer {path} does not fit its description", _RETRAIN) from error
-    if any(not weight.isfinite().all() for weight in module.state_dict().values()):
-        raise SpecgenError(f"the exit layer {path} holds NaN", f"Its training diverged. {_RETRAIN}")
+
+def _predictor(tensors: dict[str, torch.Tensor], target: LoadedModel) -> Predictor:
+    predictor = Predictor(target.model.shape.hidden_size)
+    predictor.load_state_dict(tensors)
+    return predictor.to(target.device).requires_grad_(False)
 
 
 def _rounded(values: dict[str, Any]) -> Any:

@@ -6,20 +6,16 @@ after them. The drafted tokens' keys and values are reused while the draft grows
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-import torch
-from torch import nn
-
-from specgen.engine.cached_prefix import chain_parents
-from specgen.engine.decoder_layers import DecoderLayers, LayersForward, check_llama_structure
+from specgen.engine.forward_pass import LayerPart, ModelOutput, chain_parents
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
@@ -64,17 +60,15 @@ class SkippedLayers:
 class LayerSkippingRunner(ModelRunner):
     """Runs the target without the layers in `skips`, to draft chains. Shares the KV cache of the runner `target`.
 
-    `model` is the target's model. Raises SpecgenError for a model without Llama's structure (`decoder_layers`).
+    `model` is the target's model. Raises SpecgenError if its layers cannot be run one by one.
     """
 
-    def __init__(self, target: ModelRunner, model: Any, skips: SkippedLayers, penalties: PenaltyProcessor | None = None) -> None:
-        check_llama_structure(model, "layer skipping")
-        whole = DecoderLayers.upper(model, 0)
-        run = [index for index in range(len(whole.layers)) if index not in skips.attention & skips.mlp]
-        layers = [_without(whole.layers[index], index in skips.attention, index in skips.mlp) for index in run]
-        types = [whole.layer_types[index] for index in run]
-        kept = DecoderLayers(layers, types, whole.norm, whole.head, model.config.get_text_config())
-        super().__init__(model, penalties, LayersForward(model, kept), target.cache)
+    def __init__(self, target: ModelRunner, model: Model, skips: SkippedLayers, penalties: PenaltyProcessor | None = None) -> None:
+        model.check_layers("layer skipping")
+        layers = range(model.shape.num_layers)
+        parts = [LayerPart(index, index not in skips.attention, index not in skips.mlp) for index in layers]
+        forward = model.layers_forward([part for part in parts if part.attention or part.mlp])
+        super().__init__(model, penalties, forward, target.cache)
         self._target = target
         self._shared_at = -1  # the number returned by the target's `share_prefix` when this runner last used the shared cache
 
@@ -90,29 +84,3 @@ class LayerSkippingRunner(ModelRunner):
             self._cached.set_committed(context, committed)
             self._shared_at = shared_at
         return super().logits(context, draft, start=start)
-
-
-class _NoAttention(nn.Module):
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(hidden_states), None
-
-
-class _NoMLP(nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden_states)
-
-
-def _without(layer: nn.Module, attention: bool, mlp: bool) -> nn.Module:
-    """Returns `layer` without its attention or without its MLP; shares all weights with `layer`.
-
-    The part left out is replaced by a module that returns zeros, which add nothing to the residual stream.
-    """
-    if not attention and not mlp:
-        return layer
-    part = copy.copy(layer)
-    part._modules = dict(layer._modules)
-    name, empty = ("self_attn", _NoAttention()) if attention else ("mlp", _NoMLP())
-    if name not in part._modules:
-        raise SpecgenError(f"the target's layers have no {name} to skip", "Skip whole layers, or take another method")
-    part._modules[name] = empty
-    return part

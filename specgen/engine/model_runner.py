@@ -5,55 +5,19 @@ Callers pass the whole sequence and get logits; the runner finds out which of th
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from specgen.engine.cached_prefix import CachedPrefix, ForwardPass, TreeNodes, chain_parents, context_limits
+from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.forward_pass import Cache, ForwardFunction, ModelOutput, TreeNodes, chain_parents
 from specgen.engine.inference_mode import inference
-from specgen.engine.kv_cache import KVCache
 from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
 from specgen.types import Context
 
 _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
-
-
-class ModelOutput(NamedTuple):
-    """The output of a forward pass for n tokens: `logits` [n, vocabulary], valid until the runner's next call.
-
-    `hidden_states` [n, width] are the LM head's inputs. They are None if the model was run by its own `forward`, which does not
-    return them.
-    """
-
-    logits: torch.Tensor
-    hidden_states: torch.Tensor | None = None
-
-
-ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
-"""A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
-output for this number of tokens, the last ones of the pass."""
-
-
-class FullModelForward:
-    """Runs a forward pass through the whole model, by the model's own `forward` in transformers."""
-
-    def __init__(self, model: Any) -> None:
-        accepted = inspect.signature(model.forward).parameters
-        self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
-        self._model = model
-
-    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        options = {"position_ids": forward_pass.positions[None], "logits_to_keep": logits_to_keep}
-        output = self._model(
-            input_ids=forward_pass.input_ids,
-            attention_mask=forward_pass.mask,
-            past_key_values=forward_pass.cache,
-            use_cache=True,
-            **{name: options[name] for name in self._options},
-        )
-        return ModelOutput(output.logits[0][-logits_to_keep:])
 
 
 class DraftRunner(Protocol):
@@ -79,26 +43,24 @@ class ModelRunner:
     """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
 
     Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits
-    (None: no change). `forward` runs the layers instead of the model's own `forward`. `cache` is another runner's KV cache to
+    (None: no change). `forward` runs some of the layers instead of the whole model. `cache` is another runner's KV cache to
     share; None makes a new one. `context_limit` is the longest context in tokens.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         penalties: PenaltyProcessor | None = None,
         forward: ForwardFunction | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> None:
-        self.context_limit = context_limits(model.config)[0]
-        self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
-        head = model.get_output_embeddings()
-        self.vocab_size: int = self.num_embeddings if head is None else head.weight.shape[0]
-        self.device: torch.device = model.device
-        self.cache = KVCache(model.config.get_text_config().num_hidden_layers) if cache is None else cache
-        self._forward = FullModelForward(model) if forward is None else forward
+        self.context_limit = model.shape.context_limit
+        self.num_embeddings, self.vocab_size = model.num_embeddings, model.vocab_size
+        self.device = model.device
+        self.cache = model.new_cache() if cache is None else cache
+        self._forward = model.forward() if forward is None else forward
         self._penalties = penalties
-        self._cached = CachedPrefix(model, self.cache)
+        self._cached = CachedPrefix(self.cache, model.shape.rope_boundary)
         self._hidden: tuple[int, torch.Tensor] | None = None  # the last call's `start` and hidden states
         self._forward_count = 0
 

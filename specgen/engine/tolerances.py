@@ -6,8 +6,7 @@ in float32. In 16-bit dtypes it is proportional to the largest logit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -26,20 +25,22 @@ def tie_threshold(dtype: str, largest: float) -> float:
     return _NARROW_TIES[dtype] * abs(largest) if dtype in _NARROW_TIES else FLOAT32_TIE
 
 
-def logits_error(compute: Callable[[], torch.Tensor], model: Any, ids: Sequence[int]) -> str | None:
-    """Compares logits with those of the model's own forward pass over the tokens `ids`. Returns None if they agree.
+def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor]) -> str | None:
+    """Compares logits with those of the model's own forward pass. Returns None if they agree.
 
-    `compute()` returns the logits [n, vocabulary] to check, which follow the last n tokens. If they differ by more than rounding
-    explains, or if computing them fails, returns the end of a message, such as "do not give its own logits". NaN in the model's
+    `compute()` returns the logits [n, vocabulary] to check, `reference()` those of the model's own pass, [n or more, vocabulary],
+    of which the last n are compared. If they differ by more than rounding explains, or if computing them fails, returns the end of a message, such as "do not give its own logits". NaN in the model's
     own logits is ignored here, because decoding reports damaged weights.
     """
     try:
         logits = compute().float()
-        own = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -len(logits) :].float()
+        own = reference()
+        is_float32 = own.dtype == torch.float32
+        own = own[-len(logits) :].float()
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return f"end in {type(error).__name__}"
-    allowed = (_FLOAT32_ERROR if model.dtype == torch.float32 else _NARROW_ERROR) * float(own.abs().max())
+    allowed = (_FLOAT32_ERROR if is_float32 else _NARROW_ERROR) * float(own.abs().max())
     agree = bool(own.isnan().any()) or float((logits - own).abs().max()) <= allowed
     return None if agree else "do not give its own logits"

@@ -58,11 +58,9 @@ class KVCache(Cache):  # type: ignore[misc]
         self.capacity = 64
         super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
 
-    def gather(self, indices: Sequence[int], start: int, device: torch.device) -> None:
-        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer, on `device`.
-
-        `indices` must be ascending, and no entry may move to a higher index.
-        """
+    def gather(self, indices: Sequence[int], start: int) -> None:
+        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
+        device = next((layer.keys.device for layer in self.layers if layer.keys is not None), None)
         source = torch.tensor(indices, device=device)
         for layer in self.layers:
             layer.gather(source, start)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from specgen.engine.attention_masks import AttentionMasks, LayerMasks
-from specgen.engine.decoder_layers import DecoderLayers, check_exit_depth, check_llama_structure, decoder_of
+from specgen.engine.exit_parts import MAX_LAYERS, check_exit_depth
+from specgen.engine.transformers_backend.attention_masks import AttentionMasks, LayerMasks
+from specgen.engine.transformers_backend.decoder_layers import DecoderLayers, check_llama_structure, decoder_of
 from specgen.errors import SpecgenError
-
-MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 
 
 class ExitLayer(DecoderLayers):
@@ -42,47 +41,6 @@ class ExitLayer(DecoderLayers):
         return made.requires_grad_(False).eval()
 
 
-class Predictor(nn.Module):
-    """Predicts the probability theta_M = sigmoid(w . [W_i h_T, h_D] + b_i) that the i-th token of a draft (i from 1) is accepted.
-
-    h_T is the target's hidden state (after the norm) from which the last committed token was predicted. h_D is the exit layer's
-    hidden state from which the drafted token was predicted. b_i is a bias. W_i only occurs in the product of w's first half and
-    W_i, so this vector is trained instead, one per position i. All positions from the tenth on share the same parameters.
-    """
-
-    POSITIONS = 10
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.target_weights = nn.Parameter(torch.zeros(self.POSITIONS, width))
-        self.draft_weights = nn.Parameter(torch.zeros(width))
-        self.bias = nn.Parameter(torch.zeros(self.POSITIONS))
-
-    def offsets(self, target_hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the part of the sigmoid's argument that depends on the target's hidden state [..., width].
-
-        The result [..., POSITIONS] has one number per position of a drafted token.
-        """
-        return nn.functional.linear(target_hidden.to(self.bias.dtype), self.target_weights, self.bias)
-
-    def logits(self, offsets: torch.Tensor, draft_hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the sigmoid's argument [..., n] for n drafted tokens, for training.
-
-        `offsets` [..., POSITIONS] is from `offsets`, `draft_hidden` [..., n, width] are the exit layer's hidden states, and
-        `positions` [..., n] are the tokens' positions in the draft, from 1.
-        """
-        index = positions.clamp(1, self.POSITIONS) - 1
-        return draft_hidden.to(self.bias.dtype) @ self.draft_weights + offsets.gather(-1, index)
-
-    def score(self, offsets: torch.Tensor, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Returns theta_M, a scalar tensor, of one drafted token at `position` of the draft (from 1).
-
-        `offsets` [POSITIONS] is from `offsets`; `draft_hidden` [width] is the hidden state from which the token was predicted.
-        """
-        offset = offsets[min(position, self.POSITIONS) - 1]
-        return torch.sigmoid(draft_hidden.to(self.bias.dtype) @ self.draft_weights + offset)
-
-
 class FirstLayers:
     """The embedding and the first `depth` layers of a model, frozen, for training an exit layer.
 
@@ -92,7 +50,7 @@ class FirstLayers:
     def __init__(self, model: Any, depth: int) -> None:
         """Changes `model`: removes its later layers, its norm and its LM head, so that their memory is freed."""
         decoder = decoder_of(model)
-        check_exit_depth(model, depth)
+        check_exit_depth(len(decoder.layers), depth)
         self.masks = AttentionMasks(model)
         decoder.layers = decoder.layers[:depth]
         decoder.norm = nn.Identity()

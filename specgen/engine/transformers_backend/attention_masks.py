@@ -20,14 +20,6 @@ Mask = LayerMasks | None
 _MAX_BUFFERED = 64  # tokens per forward pass
 
 
-def depths(parents: Sequence[int]) -> list[int]:
-    """Returns each tree node's depth from `parents`, the nodes' parent indices (-1: the context, whose children have depth 0)."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
-
-
 class ChainMasks:
     """Makes causal masks for a few new tokens after many cached ones, at a cost that does not grow with the cached ones.
 

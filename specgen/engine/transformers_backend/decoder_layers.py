@@ -6,17 +6,15 @@ an `lm_head`, and no other computation between these modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from specgen.engine.attention_masks import AttentionMasks, Mask
-from specgen.engine.cached_prefix import ForwardPass
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelOutput
 from specgen.engine.tolerances import logits_error
+from specgen.engine.transformers_backend.attention_masks import AttentionMasks, Mask
 from specgen.errors import SpecgenError
 
 
@@ -87,25 +85,6 @@ class DecoderLayers(nn.Module):
         return logits, hidden_states
 
 
-class LayersForward:
-    """A forward function for `ModelRunner` that runs only `layers` of a model.
-
-    `inputs` computes the hidden states [1, n, width] that enter the first of these layers; None takes the token embeddings.
-    """
-
-    def __init__(self, model: Any, layers: DecoderLayers, inputs: Callable[[ForwardPass], torch.Tensor] | None = None) -> None:
-        decoder = decoder_of(model)
-        self._layers, self._rotary = layers, decoder.rotary_emb
-        self._inputs = inputs or (lambda forward_pass: decoder.embed_tokens(forward_pass.input_ids))
-
-    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        hidden_states = self._inputs(forward_pass)
-        rotary = self._rotary(hidden_states, forward_pass.positions[None])
-        mask, cache = forward_pass.mask, forward_pass.cache
-        logits, hidden_states = self._layers(hidden_states, rotary, mask, cache, logits_to_keep=logits_to_keep)
-        return ModelOutput(logits[0], hidden_states[0])
-
-
 def decoder_of(model: Any) -> Any:
     """Returns the decoder inside a causal language model (`model.model` for Llama).
 
@@ -148,23 +127,12 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
         rotary = decoder.rotary_emb(embeddings, positions[None])
         return DecoderLayers.upper(model, 0).forward(embeddings, rotary, mask)[0][0]
 
-    if why := logits_error(logits, model, ids):
+    def reference() -> torch.Tensor:
+        own: torch.Tensor = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+        return own
+
+    if why := logits_error(logits, reference):
         raise _refusal(model, feature, f"its layers, run one by one, {why}")
-
-
-def check_exit_depth(model: Any, depth: int, name: str = "the exit") -> None:
-    """Raises SpecgenError unless an exit after the first `depth` layers has at least one layer before and one after it.
-
-    `name` is what the message calls the exit.
-    """
-    count = len(decoder_of(model).layers)
-    if not 1 <= depth < count:
-        raise SpecgenError(f"{name} is after layer {depth} of {count}", f"It can be after layer 1 to {count - 1}")
-
-
-def default_exit_depth(model: Any) -> int:
-    """Returns N, the number of layers before EESD's exit: 7 % of all, at least 1. The paper has 5 of 80 and 3 of 40."""
-    return max(1, round(0.07 * len(decoder_of(model).layers)))
 
 
 def _refusal(model: Any, feature: str, why: str) -> SpecgenError:

@@ -1,0 +1,116 @@
+"""The input and the output of one forward pass, in the form that all backends (native, transformers) share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from specgen.types import Context
+
+
+class TreeNodes(NamedTuple):
+    """The drafted tokens of a tree, and for each token the index of its parent (-1: the context).
+
+    For a chain, in which each token follows the one before, `parents` is a `range`.
+    """
+
+    tokens: list[int]
+    parents: Sequence[int]
+
+
+def chain_parents(length: int) -> range:
+    """Returns the parent indices of a chain of `length` tokens: -1, 0, 1, ... A range is cheap to make, slice and compare."""
+    return range(-1, length - 1)
+
+
+NO_NODES = TreeNodes([], chain_parents(0))
+
+
+class Cache(Protocol):
+    """A KV cache with one entry per token in each layer. The first `length` entries are valid when a forward pass begins.
+
+    Buffers that are allocated later have room for at least `capacity` tokens.
+    """
+
+    length: int
+    capacity: int
+
+    def gather(self, indices: Sequence[int], start: int) -> None:
+        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer.
+
+        `indices` must be ascending, and no entry may move to a higher index.
+        """
+
+
+class ForwardPass(NamedTuple):
+    """One forward pass over some of the tokens of a context followed by a draft.
+
+    `first` and `last` say which: the pass runs tokens `first` to `last - 1` and writes their keys and values to the same indices
+    of `cache`. A committed token's position is its index; a draft node's position is the context's length plus its depth.
+    `long_rope`: a LongRoPE model uses its frequencies for long contexts.
+    """
+
+    context: Context
+    draft: TreeNodes
+    first: int
+    last: int
+    cache: Any
+    long_rope: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the tokens to run."""
+        length = len(self.context)
+        if self.first >= length:
+            return self.draft.tokens[self.first - length : self.last - length]
+        return self.context.ids[self.first : self.last] + self.draft.tokens[: max(self.last - length, 0)]
+
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.draft.parents, range)
+
+
+class ModelOutput(NamedTuple):
+    """The output of a forward pass for n tokens: `logits` [n, vocabulary], valid until the runner's next call.
+
+    `hidden_states` [n, width] are the LM head's inputs. They are None if the model was run by transformers' own `forward`, which
+    does not return them.
+    """
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+
+
+ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
+"""A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
+output for this number of tokens, the last ones of the pass."""
+
+class LayerPart(NamedTuple):
+    """A decoder layer to run, by its index in the model. Its attention or its MLP may be left out."""
+
+    index: int
+    attention: bool = True
+    mlp: bool = True
+
+
+HiddenSource = Callable[[ForwardPass], torch.Tensor]
+"""A function that returns the hidden states [n, width] that enter a model's later layers in a forward pass over n tokens."""
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Returns each tree node's depth from `parents`, the nodes' parent indices (-1: the context, whose children have depth 0)."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def positions(forward_pass: ForwardPass) -> list[int] | range:
+    """Returns the positions of the tokens that the forward pass runs; a range unless the draft is a tree."""
+    context, draft, first, last = forward_pass[:4]
+    if forward_pass.is_chain:
+        return range(first, last)
+    length = len(context)
+    return [*range(first, min(last, length)), *(length + depth for depth in depths(draft.parents)[max(first - length, 0) :])]

@@ -1,0 +1,76 @@
+"""Builds a native model from its safetensors files, one layer after the other, so that no weight is in memory twice for long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.inputs import layer_kinds
+from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer_weights import bias_of, layer_weights
+from specgen.engine.native.native_model import NativeModel, NativeParts
+from specgen.engine.native.products import DenseProduct, ProductFactory
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, layer_tensors
+from specgen.engine.native.weight_files import WeightFiles
+
+
+def load_native(
+    folder: Path, name: str, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+) -> NativeModel:
+    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`.
+
+    Raises SpecgenError for missing, damaged or unsuitable tensors.
+    """
+    with torch.no_grad():
+        files = WeightFiles(folder, name, device)
+        names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
+        files.check_complete(_required(architecture, names))
+        factory = ProductFactory(device, dtype, model_bytes=files.bytes)
+        parts = _parts(architecture, files, factory, dtype)  # the head before the layers: packing needs it twice for a moment
+        files.close()
+        kinds = layer_kinds(architecture)
+        layers = []
+        for index, tensors in enumerate(names):
+            weights = layer_weights(architecture, tensors, files.take, dtype)
+            layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factory))
+            del weights
+            files.close()
+        return NativeModel(
+            architecture, layers, parts, dtype, min_rows=factory.min_rows, exact=exact, num_parameters=files.numbers_taken
+        )
+
+
+def _required(architecture: Architecture, names: list[LayerTensors]) -> list[str]:
+    """Returns the names of all tensors that every model of this architecture has, without its LM head and biases."""
+    required = [FINAL_NORM]
+    for layer in names:
+        for field in (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm, layer.output, layer.down):
+            if field is not None:
+                required.append(field)
+        required += [*layer.qkv, *layer.gate_up]
+    return required
+
+
+def _parts(architecture: Architecture, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype) -> NativeParts:
+    """Returns the embedding, the final norm and the LM head.
+
+    A tied model's files have one of the two tables, which serves as both, or both, and then each serves its own purpose, as in
+    transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
+    """
+    shape = architecture.vocab_size, architecture.hidden_size
+    files.check_complete([] if architecture.tied and EMBEDDING not in files else [EMBEDDING])
+    files.check_complete([] if architecture.tied and HEAD not in files else [HEAD])
+    stored = files.take(EMBEDDING if EMBEDDING in files else HEAD, shape)
+    own_head = files.take(HEAD, shape) if EMBEDDING in files and HEAD in files else None
+    matrix = (stored if own_head is None else own_head).to(dtype)
+    head = factory(matrix)
+    if own_head is None and isinstance(head, DenseProduct):
+        embedding = matrix
+    else:
+        embedding = stored.to(dtype) if files.are_copied else stored
+    width = shape[1:]
+    norm = (files.take(FINAL_NORM, width).float() + architecture.norm_weight_offset).to(dtype)
+    bias = files.take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
+    return NativeParts(embedding, norm, bias, head)

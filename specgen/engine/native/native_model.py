@@ -1,0 +1,216 @@
+"""The native decoder: one implementation for all Llama-like families, driven by what config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_shape import ModelShape, of_architecture
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
+from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer_weights import bias_of, layer_weights
+from specgen.engine.native.products import Product, ProductFactory
+from specgen.engine.native.tensor_names import FINAL_NORM, layer_tensors
+
+EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
+
+
+class NativeParts(NamedTuple):
+    """The weights of a native model outside of its layers.
+
+    `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the final norm's weight, `norm_bias`
+    its bias or None.
+    """
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    norm_bias: torch.Tensor | None
+    head: Product
+
+
+class NativeModel:
+    """A model with its weights. Implements `engine.model.Model`.
+
+    `min_rows` is the least number of tokens per forward pass: passes over fewer are padded, because they would take longer.
+    `exact` pads passes so that a token's logits have the same bits whichever tokens are run with it, in drafts without trees.
+    """
+
+    backend = "native"
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Sequence[NativeLayer],
+        parts: NativeParts,
+        dtype: torch.dtype,
+        *,
+        min_rows: int = 1,
+        exact: bool = False,
+        num_parameters: int = 0,
+    ) -> None:
+        self.architecture, self.layers, self.parts = architecture, layers, parts
+        self.shape: ModelShape = of_architecture(architecture)
+        self.dtype, self.device = dtype, parts.norm.device
+        self.num_embeddings = parts.embedding.shape[0]
+        self.vocab_size = parts.head.out_features
+        self.num_parameters = num_parameters
+        self.min_rows, self.exact = max(min_rows, EXACT_ROWS if exact else 1), exact
+        self.inputs = InputMaker(architecture, dtype, self.device, min_rows=self.min_rows, exact=exact)
+        self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
+
+    def new_cache(self, layers: range | None = None) -> KVBuffer:
+        """Returns an empty KV cache for the layers with these indices; None: all."""
+        layers = range(len(self.layers)) if layers is None else layers
+        return KVBuffer(
+            len(layers),
+            self.architecture.num_kv_heads,
+            self.architecture.head_size,
+            self.dtype,
+            self.device,
+            first_layer=layers.start,
+        )
+
+    def forward(self) -> ForwardFunction:
+        return self.layers_forward([LayerPart(index) for index in range(len(self.layers))])
+
+    def layers_forward(
+        self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
+    ) -> ForwardFunction:
+        """Returns a function that runs some layers, or parts of them; see `engine.model.Model`."""
+        chosen = [self.layers[part.index] for part in layers]
+        skips = any(not (part.attention and part.mlp) for part in layers)
+        return NativeForward(self, chosen, self.parts if with_head else None, inputs, parts=layers if skips else None)
+
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+        """Returns the embeddings [n, width] of the tokens `ids`."""
+        table = self.parts.embedding
+        if len(ids) == 1:
+            rows = table[ids[0]][None]
+        else:
+            rows = table.index_select(0, torch.tensor(ids, device=self.device))
+        return self.scaled(rows.to(self.dtype))
+
+    def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
+
+    def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts | None = None) -> ModelOutput:
+        """Returns logits [n, vocabulary] and hidden states after the norm, for the last layer's output [n, width]."""
+        architecture, parts = self.architecture, self.parts if parts is None else parts
+        if architecture.norm == "rms":
+            normed = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], parts.norm, architecture.norm_eps)
+        else:
+            normed = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], parts.norm, parts.norm_bias, architecture.norm_eps)
+        logits = parts.head(normed)
+        if architecture.logit_scale != 1.0:
+            logits = logits * architecture.logit_scale
+        if (cap := architecture.logit_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return ModelOutput(logits, normed)
+
+    def check_layers(self, feature: str) -> None:
+        """Does nothing: the layers can always be run one by one."""
+
+    def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> NativeExit:
+        """Returns a trained exit layer; see `engine.model.Model`."""
+        return NativeExit(self, tensors, count)
+
+    @inference
+    def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        inputs = self.inputs.without_cache(len(ids))
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, inputs)
+        return self.norm_and_head(hidden).logits
+
+
+class NativeForward:
+    """Runs `layers` on forward passes of a `ModelRunner`. `parts` has the norm and head after them; None: neither.
+
+    `inputs` returns the hidden states that enter the first layer; None takes the token embeddings. `parts_run` says for each
+    layer whether its attention and its MLP are run; None: all are.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        layers: Sequence[NativeLayer],
+        parts: NativeParts | None,
+        inputs: HiddenSource | None,
+        parts_run: Sequence[LayerPart] | None = None,
+    ) -> None:
+        self._model, self._layers, self._parts = model, layers, parts
+        self._inputs, self._parts_run = inputs, parts_run
+
+    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        model = self._model
+        count = forward_pass.last - forward_pass.first
+        inputs = model.inputs(forward_pass)
+        hidden = self._hidden(forward_pass, inputs.rows)
+        if self._parts_run is None:
+            for layer in self._layers:
+                hidden = layer(hidden, inputs)
+        else:
+            for layer, part in zip(self._layers, self._parts_run, strict=True):
+                hidden = layer(hidden, inputs, attention=part.attention, mlp=part.mlp)
+        if self._parts is None:
+            return ModelOutput(hidden[:count], hidden[:count])
+        begin = count - logits_to_keep
+        if inputs.rows == 1 or begin == 0 and count == inputs.rows:
+            return model.norm_and_head(hidden, self._parts)
+        first = max(0, min(begin, inputs.rows - max(logits_to_keep, model.min_rows)))
+        output = model.norm_and_head(hidden[first : first + max(logits_to_keep, model.min_rows)], self._parts)
+        kept = slice(begin - first, begin - first + logits_to_keep)
+        return ModelOutput(output.logits[kept], None if output.hidden_states is None else output.hidden_states[kept])
+
+    def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
+        """Returns the hidden states [`rows`, width] that enter the first layer; rows after the pass's tokens are padding."""
+        if self._inputs is None:
+            ids = forward_pass.ids
+            return self._model.embed(ids if len(ids) == rows else ids + [0] * (rows - len(ids)))
+        hidden = self._inputs(forward_pass)
+        return hidden if hidden.shape[0] == rows else torch.nn.functional.pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
+
+
+class NativeExit:
+    """A trained exit layer of EESD, made of native layers. Implements `engine.model.ExitLayers`."""
+
+    def __init__(self, model: NativeModel, tensors: Mapping[str, torch.Tensor], count: int) -> None:
+        self._model = model
+        architecture, dtype, left = model.architecture, model.dtype, dict(tensors)
+
+        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            tensor = left.pop(name, tensors.get(name))
+            if tensor is None or tuple(tensor.shape) != shape:
+                raise ValueError(f"the exit layer has no {name} of shape {shape}")
+            return tensor.to(model.device)
+
+        with torch.no_grad():
+            sizes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+            factory = ProductFactory(model.device, dtype, model_bytes=sizes)
+            width = (architecture.hidden_size,)
+            norm = (take(FINAL_NORM, width).float() + architecture.norm_weight_offset).to(dtype)
+            bias = take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
+            head = model.parts.head
+            if EXIT_HEAD in tensors:
+                head = factory(take(EXIT_HEAD, (model.vocab_size, architecture.hidden_size)).to(dtype))
+            self._parts = model.parts._replace(norm=norm, norm_bias=bias, head=head)
+            kinds, first = layer_kinds(architecture), len(architecture.layers) - count
+            self._layers = []
+            for index in range(count):
+                weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype)
+                kind = kinds.index(architecture.layers[first + index])
+                self._layers.append(NativeLayer(architecture, index, kind, weights, factory))
+        if left:
+            raise ValueError(f"the exit layer has unknown tensors: {', '.join(sorted(left))}")
+
+    def new_cache(self) -> KVBuffer:
+        return self._model.new_cache(range(len(self._layers)))
+
+    def forward(self, inputs: HiddenSource) -> ForwardFunction:
+        return NativeForward(self._model, self._layers, self._parts, inputs)

@@ -1,0 +1,101 @@
+"""Reads single tensors of a model from its safetensors files, which are mapped into memory: only what is used is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specgen.errors import SpecgenError
+
+_PREFIX = "model."
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+_COPIED_BYTES = 1 << 26  # smaller models are copied, so that a file that is written again cannot change them
+_AGAIN = "Download or save it again"
+
+
+class WeightFiles:
+    """The tensors of a model by name. `name` is the model's, for messages.
+
+    Names are given without the prefix `model.` that most files have; the LM head's has none in either. Raises SpecgenError for
+    files that cannot be read.
+    """
+
+    def __init__(self, folder: Path, name: str, device: torch.device) -> None:
+        self._name, self._device = name, device
+        self._open: dict[Path, Any] = {}
+        with self._reading():
+            self._paths = _paths(folder)
+            self.bytes = sum(path.stat().st_size for path in set(self._paths.values()))
+        self.numbers_taken = 0
+        self._prefix = _PREFIX if any(key.startswith(_PREFIX) for key in self._paths) else ""
+
+    def __contains__(self, name: str) -> bool:
+        return self._key(name) in self._paths
+
+    def check_complete(self, names: Collection[str]) -> None:
+        """Raises SpecgenError if tensors with these names are missing."""
+        missing = sorted(self._key(name) for name in names if name not in self)
+        if missing:
+            raise SpecgenError(f"{self._name} lacks {len(missing)} of its tensors (the first: {missing[0]})", _AGAIN)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns the tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the model is small.
+
+        Raises SpecgenError if it is missing, or has another shape than the config says.
+        """
+        self.check_complete([name])
+        key = self._key(name)
+        with self._reading():
+            tensor: torch.Tensor = self._file(self._paths[key]).get_tensor(key)
+        if tuple(tensor.shape) != shape:
+            stored, expected = (" x ".join(map(str, sizes)) for sizes in (tensor.shape, shape))
+            raise SpecgenError(f"{self._name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise SpecgenError(f"{self._name}: {key} is stored as {dtype}", "Take weights in float32, bfloat16 or float16")
+        self.numbers_taken += tensor.numel()
+        if self._device.type != "cpu":
+            return tensor.to(self._device)
+        return tensor.clone() if self.are_copied else tensor
+
+    @property
+    def are_copied(self) -> bool:
+        """Whether tensors are copies instead of views of the mapped files: always on an accelerator, and for small models."""
+        return self._device.type != "cpu" or self.bytes < _COPIED_BYTES
+
+    def close(self) -> None:
+        """Closes the files, which frees the memory of pages that no tensor uses any more. They are opened again when needed."""
+        self._open.clear()
+
+    def _key(self, name: str) -> str:
+        return name if name.startswith("lm_head.") else self._prefix + name
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+            raise SpecgenError(f"cannot read the weights of {self._name}: {reason}", _AGAIN) from error
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor: all in `model.safetensors`, or as the index says."""
+    single = folder / _SINGLE
+    if single.is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    files = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return {key: folder / Path(name).name for key, name in files.items()}
