@@ -1,0 +1,125 @@
+"""Reads typed fields from config.json, and keeps account of the fields that were read, so that no unknown one is ignored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specgen.engine.native.description import UnsupportedConfig
+
+_IRRELEVANT = """
+    model_type architectures transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash
+    use_cache cache_implementation attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict torchscript
+    use_bfloat16 tf_legacy_loss chunk_size_feed_forward pretraining_tp is_decoder gradient_checkpointing
+    initializer_range attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop embd_pdrop
+    classifier_dropout id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
+    model_max_length max_sequence_length max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens renormalize_logits sequence_bias guidance_scale num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    unsloth_version unsloth_fixed transformers.js_config is_llama_config
+    """
+_OPTIONAL_FEATURES = """
+    is_encoder_decoder add_cross_attention tie_encoder_decoder pruned_heads use_bidirectional_attention use_mrope
+    attention_bias mlp_bias lm_head_bias use_bias use_qkv_bias use_qk_norm qk_layernorm use_parallel_residual use_sliding_window
+    rope_interleaved
+    """
+
+# Fields that do not change the logits of any family: they concern training, generation, other tasks or the file itself.
+IRRELEVANT = frozenset(_IRRELEVANT.split())
+
+# Fields that switch something on which only some families have; switched off, they are harmless in all.
+OPTIONAL_FEATURES = frozenset(_OPTIONAL_FEATURES.split())
+
+
+class Fields:
+    """The fields of a config, read by name with a default for an absent one.
+
+    All methods raise `UnsupportedConfig` for a value of the wrong type or out of range. `prefix` is put before the names in
+    errors.
+    """
+
+    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
+        self._config, self._prefix = config, prefix
+        self._known: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """Returns the field's value as it is."""
+        self._known.add(name)
+        return self._config.get(name, default)
+
+    def ignore(self, *names: str) -> None:
+        """Declares fields that do not change the computation of this family."""
+        self._known.update(names)
+
+    def refuse(self, name: str) -> UnsupportedConfig:
+        """Returns the exception to raise for the field's value."""
+        return UnsupportedConfig(self._prefix + name, self._config.get(name))
+
+    def integer(self, name: str, default: int, minimum: int = 1, maximum: int = 1 << 31) -> int:
+        value = self.raw(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.refuse(name)
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """Returns a number of at least 1, or None where the field is null."""
+        return None if self.raw(name, default) is None else self.integer(name, default or 0)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a finite number, an int as it is. If `default` is None, the field has to be there."""
+        value = self.raw(name, default)
+        if not is_number(value):
+            raise self.refuse(name)
+        return value  # type: ignore[no-any-return]
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Returns a number above 0. If `default` is None, the field has to be there."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.refuse(name)
+        return value
+
+    def optional_positive(self, name: str, default: float | None = None) -> float | None:
+        """Returns a number above 0, or None where the field is null."""
+        return None if self.raw(name, default) is None else self.positive(name, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.raw(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name)
+        return value
+
+    def numbers(self, name: str, length: int) -> Sequence[float]:
+        """Returns a list of `length` numbers above 0."""
+        value = self.raw(name)
+        if not isinstance(value, list) or len(value) != length or not all(is_number(entry) and entry > 0 for entry in value):
+            raise self.refuse(name)
+        return value
+
+    def section(self, name: str) -> Fields | None:
+        """Returns the fields of the object `name`; None if it is absent, null or empty."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(name)
+        return Fields(value, f"{self._prefix}{name}.") if value else None
+
+    def refuse_unknown(self) -> None:
+        """Raises `UnsupportedConfig` for the first field that was neither read nor ignored, is not null, and may matter."""
+        for name, value in self._config.items():
+            switched_off = name in OPTIONAL_FEATURES and not value
+            if name not in self._known and name not in IRRELEVANT and value is not None and not switched_off:
+                raise self.refuse(name)
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite number that float32 can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**127 and not math.isnan(value)
