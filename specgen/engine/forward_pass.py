@@ -87,6 +87,7 @@ ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
 """A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
 output for this number of tokens, the last ones of the pass."""
 
+
 class LayerPart(NamedTuple):
     """A decoder layer to run, by its index in the model. Its attention or its MLP may be left out."""
 

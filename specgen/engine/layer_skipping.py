@@ -63,7 +63,9 @@ class LayerSkippingRunner(ModelRunner):
     `model` is the target's model. Raises SpecgenError if its layers cannot be run one by one.
     """
 
-    def __init__(self, target: ModelRunner, model: Model, skips: SkippedLayers, penalties: PenaltyProcessor | None = None) -> None:
+    def __init__(
+        self, target: ModelRunner, model: Model, skips: SkippedLayers, penalties: PenaltyProcessor | None = None
+    ) -> None:
         model.check_layers("layer skipping")
         layers = range(model.shape.num_layers)
         parts = [LayerPart(index, index not in skips.attention, index not in skips.mlp) for index in layers]

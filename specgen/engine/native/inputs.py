@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specgen.engine.forward_pass import ForwardPass, positions
-from specgen.engine.native.architecture import Architecture, LayerKind
+from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.attention import WIDE
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
@@ -59,17 +59,15 @@ class InputMaker:
             else:
                 mask = self._tree_mask(forward_pass, at, kind.window)
             kinds.append(KindInputs(rotation, mask, entries))
-        return PassInputs(1, rows, attended, count, kinds, cache.first_layer, self._exact and is_chain)
+        return PassInputs(rows, attended, count, kinds, None, cache.first_layer, self._exact and is_chain)
 
     def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
         """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""
         kinds = [
-            KindInputs(
-                self._rotation(kind, 0, count, None, long_rope), self._chain_mask(kind.window, 0, count, 0, count), None
-            )
+            KindInputs(self._rotation(kind, 0, count, None, long_rope), self._chain_mask(kind.window, 0, count, 0, count), None)
             for kind in self._kinds
         ]
-        return PassInputs(1, count, count, count, kinds)
+        return PassInputs(count, count, count, kinds)
 
     def _keys(self, window: int | None, first: int, last: int, is_chain: bool) -> tuple[int, int]:
         """Returns the range of cache entries that attention reads."""
@@ -79,16 +77,14 @@ class InputMaker:
             return 0, -(-last // EXACT_KEYS) * EXACT_KEYS
         return (0 if window is None else max(0, first + 1 - window)), last
 
-    def _rotation(
-        self, kind: LayerKind, first: int, rows: int, at: Sequence[int] | None, long_rope: bool
-    ) -> torch.Tensor | None:
+    def _rotation(self, kind: LayerKind, first: int, rows: int, at: Sequence[int] | None, long_rope: bool) -> torch.Tensor | None:
         if kind.rotary is None:
             return None
         table = self._tables[kind.rotary]
         if at is None:
-            return table.rows(first, first + rows, long=long_rope)[None, :, None]
+            return table.rows(first, first + rows, long=long_rope)[:, None]
         padded = [*at, *[0] * (rows - len(at))]
-        return table.gather(torch.tensor(padded, device=self._device), long=long_rope)[None, :, None]
+        return table.gather(torch.tensor(padded, device=self._device), long=long_rope)[:, None]
 
     def _chain_mask(self, window: int | None, first: int, rows: int, start: int, end: int) -> torch.Tensor | None:
         if rows == 1 and end == first + 1:  # one token sees all keys: those that its window excludes are not read

@@ -11,8 +11,8 @@ import torch
 class LayerEntries(NamedTuple):
     """What one forward pass writes to and reads from one layer of a KV cache.
 
-    `written` [2, batch, kv heads, n, head size] is the part of the buffer for the keys (index 0) and values (1) of the pass's n
-    tokens. `keys` and `values` [batch, kv heads, m, head size] are the part that attention reads, the n tokens included.
+    `written` [2, kv heads, n, head size] is the part of the buffer for the keys (index 0) and values (1) of the pass's n
+    tokens. `keys` and `values` [kv heads, m, head size] are the part that attention reads, the n tokens included.
     """
 
     written: torch.Tensor
@@ -21,41 +21,41 @@ class LayerEntries(NamedTuple):
 
 
 class KVBuffer:
-    """The KV cache of some layers of a model, in one buffer [layers, 2, batch, kv heads, capacity, head size] filled with zeros.
+    """The KV cache of some layers of a model, in one buffer [layers, 2, kv heads, capacity, head size] filled with zeros.
 
-    `first_layer` is the index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that
+    A cache for a batch of sequences has the key-value heads of all sequences, one sequence after the other. `first_layer` is the index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that
     a rollback is possible. Entries after the first `length` are never read before they are written again: masks hide them, and
     they are finite, so they do not change what attention computes.
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, *, first_layer: int = 0, batch: int = 1
+        self, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, *, first_layer: int = 0
     ) -> None:
         self.length = 0
         self.capacity = 64
         self.first_layer = first_layer
-        self._shape = (layers, 2, batch, kv_heads, 0, head_size)
-        self._data = torch.zeros(self._shape, dtype=dtype, device=device)
+        self._data = torch.zeros(layers, 2, kv_heads, 0, head_size, dtype=dtype, device=device)
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
         """Returns, for each layer, the views for a pass that writes entries `first` to `last - 1` and reads `start` to `end - 1`.
 
         Enlarges the buffer if necessary.
         """
-        if max(last, end) > self._data.shape[4]:
+        if max(last, end) > self._data.shape[3]:
             self._enlarge(max(last, end))
         data = self._data
-        keys, values = data[:, :, :, :, start:end].unbind(1)
-        return list(map(LayerEntries, data[:, :, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)))
+        keys, values = data[:, :, :, start:end].unbind(1)
+        return list(map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)))
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         source = torch.tensor(indices, device=self._data.device)
-        self._data[:, :, :, :, start : start + len(indices)] = self._data.index_select(4, source)
+        self._data[:, :, :, start : start + len(indices)] = self._data.index_select(3, source)
 
     def _enlarge(self, needed: int) -> None:
         """Copies the valid entries to a buffer with room for `needed` tokens at least, and for `capacity`."""
-        capacity = max(needed, self.capacity, 2 * self._data.shape[4])  # doubled: few copies as it grows
-        larger = self._data.new_zeros(*self._shape[:4], capacity, self._shape[5])
-        larger[:, :, :, :, : self.length] = self._data[:, :, :, :, : self.length]
+        old = self._data
+        capacity = max(needed, self.capacity, 2 * old.shape[3])  # doubled: few copies as it grows
+        larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+        larger[:, :, :, : self.length] = old[:, :, :, : self.length]
         self._data = larger

@@ -12,18 +12,19 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from specgen.engine.native.architecture import Architecture, LayerKind
-from specgen.engine.native.attention import attend
+from specgen.engine.native.description import Architecture
+from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer_weights import LayerWeights
 from specgen.engine.native.products import Product
+from specgen.engine.native.residual import Residual
 
 
 class KindInputs(NamedTuple):
     """What the layers of one kind (sliding window, rotary frequencies) need in one forward pass.
 
-    `rotation` [batch or 1, n, 1, R/2] holds complex numbers (None: no rotary embedding), `mask` is as for `attention.attend`, and
-    `entries` are those of each layer in the KV cache (None: no cache).
+    `rotation` [batch * rows, 1, R/2] holds complex numbers (None: no rotary embedding), `mask` is as for `attention.attend` or
+    `attend_batch`, and `entries` are those of each layer in the KV cache (None: no cache).
     """
 
     rotation: torch.Tensor | None
@@ -32,18 +33,18 @@ class KindInputs(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """The inputs of one forward pass over `rows` tokens (padding included) of each of `batch` sequences.
+    """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of each of `batch` sequences.
 
     `kinds` has the inputs for each kind of layer. `attended` is the number of tokens that attention is computed for, `written` the
     number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
     `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens.
     """
 
-    batch: int
     rows: int
     attended: int
     written: int
     kinds: Sequence[KindInputs]
+    batch: int | None = None
     first_layer: int = 0
     fused: bool = False
 
@@ -75,39 +76,31 @@ class NativeLayer:
         self._down = make_product(weights.down, weights.down_bias, scale)
         self._activation = _ACTIVATIONS[architecture.activation]
 
-    def __call__(
-        self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True
-    ) -> torch.Tensor:
-        """Returns the layer's output [batch * rows, width] for the hidden states `hidden`. May leave out attention or MLP."""
+    def __call__(self, residual: Residual, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> None:
+        """Adds the outputs of attention and MLP, or of one of them, to the residual stream of `batch` * `rows` tokens."""
         architecture = self._architecture
         if architecture.parallel:
-            normed = self._pre_norm(hidden)
+            normed = residual.normed()
             if attention:
-                hidden = self._output.add_to(hidden, self._attention(normed, inputs))
-            return self._down.add_to(hidden, self._mlp(normed)) if mlp else hidden
-        scale = architecture.residual_scale
+                residual.add_product(self._output, self._attention(normed, inputs))
+            if mlp:
+                residual.add_product(self._down, self._mlp(normed))
+            return
+        pre = architecture.pre_norms
         if attention:
-            mixed = self._attention(self._pre_norm(hidden), inputs)
-            if self._attention_post_norm is None:
-                hidden = self._output.add_to(hidden, mixed)
-            else:
-                hidden = hidden.add(self._norm(self._output(mixed), self._attention_post_norm), alpha=scale)
+            mixed = self._attention(residual.normed() if pre else residual.values, inputs)
+            self._add(residual, self._output, mixed, self._attention_post_norm)
         if mlp:
-            inner = self._mlp(self._pre_norm(hidden))
-            if self._mlp_post_norm is None:
-                hidden = self._down.add_to(hidden, inner)
-            else:
-                hidden = hidden.add(self._norm(self._down(inner), self._mlp_post_norm), alpha=scale)
-        return hidden
+            inner = self._mlp(residual.normed() if pre else residual.values)
+            self._add(residual, self._down, inner, self._mlp_post_norm)
 
-    def _pre_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._norm(hidden, None) if self._architecture.pre_norms else hidden
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        architecture = self._architecture
-        if architecture.norm == "rms":
-            return functional.rms_norm(hidden, hidden.shape[-1:], weight, architecture.norm_eps)
-        return functional.layer_norm(hidden, hidden.shape[-1:], weight, None, architecture.norm_eps)
+    def _add(self, residual: Residual, product: Product, x: torch.Tensor, post_norm: torch.Tensor | None) -> None:
+        if post_norm is None:
+            residual.add_product(product, x)
+        else:
+            architecture = self._architecture
+            branch = functional.rms_norm(product(x), post_norm.shape, post_norm, architecture.norm_eps)
+            residual.add(branch, architecture.residual_scale)
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
         """Returns the input of the MLP's second product."""
@@ -120,48 +113,65 @@ class NativeLayer:
     def _attention(self, normed: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns the attention's output [batch * rows, heads * head size] before the output product."""
         rotation, mask, entries = inputs.kinds[self.kind]
-        heads = self._qkv(normed).view(inputs.batch, inputs.rows, self._heads + 2 * self._kv_heads, self._size)
-        rotated = self._heads + self._kv_heads
+        heads = self._qkv(normed).view(normed.shape[0], self._heads + 2 * self._kv_heads, self._size)
         if self._architecture.qk_norm is not None:
-            heads = self._normed_heads(heads, rotated)
+            heads = self._normed_heads(heads)
         if rotation is not None:
-            heads = self._rotate(heads, rotated, rotation)
-        query = heads[:, : inputs.attended, : self._heads]
+            self._rotate(heads, rotation)
+        if inputs.batch is not None:
+            return self._batch_attention(heads, inputs)
+        query, new = heads.narrow(1, 0, self._heads), heads.narrow(1, self._heads, 2 * self._kv_heads)
         if entries is None:
-            keys, values = heads[:, :, self._heads : rotated].transpose(1, 2), heads[:, :, rotated:].transpose(1, 2)
+            keys, values = new.transpose(0, 1).split(self._kv_heads)
         else:
             written, keys, values = entries[self.index - inputs.first_layer]
-            new = heads[:, : inputs.written, self._heads :]
-            written.copy_(new.unflatten(2, (2, self._kv_heads)).permute(2, 0, 3, 1, 4))
-        mixed = attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
+            if inputs.written != inputs.rows:
+                new = new.narrow(0, 0, inputs.written)
+            written.copy_(new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3))
         if inputs.attended == inputs.rows:
-            return mixed
-        return functional.pad(mixed, (0, 0, 0, inputs.rows - inputs.attended))  # only without a batch
+            return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
+        mixed = attend(query.narrow(0, 0, inputs.attended), keys, values, mask, self._score_cap, fused=inputs.fused)
+        return functional.pad(mixed, (0, 0, 0, inputs.rows - inputs.attended))
 
-    def _rotate(self, heads: torch.Tensor, rotated: int, rotation: torch.Tensor) -> torch.Tensor:
-        """Multiplies pairs of numbers of query and key heads with the complex numbers `rotation`, in place."""
-        part = heads[:, :, :rotated, : self._rotary_size]
+    def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        """Returns what `_attention` does, for several sequences. `heads` is [batch * rows, all heads, head size]."""
+        _, mask, entries = inputs.kinds[self.kind]
+        assert inputs.batch is not None
+        assert mask is not None
+        heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
+        query, keys, values = heads.split((self._heads, self._kv_heads, self._kv_heads), dim=2)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if entries is not None:
+            written, all_keys, all_values = entries[self.index - inputs.first_layer]
+            written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
+            keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
+        return attend_batch(query, keys, values, mask, self._score_cap).flatten(0, 1)
+
+    def _rotate(self, heads: torch.Tensor, rotation: torch.Tensor) -> None:
+        """Multiplies pairs of numbers of query and key heads with the complex numbers `rotation` [rows, 1, R/2], in place."""
+        part = heads.narrow(1, 0, self._heads + self._kv_heads)
+        if self._rotary_size != self._size:
+            part = part.narrow(2, 0, self._rotary_size)
+        pairs = part.unflatten(2, (-1, 2))
         if part.dtype == torch.float32:
-            torch.view_as_complex(part.unflatten(3, (-1, 2))).mul_(rotation)
+            torch.view_as_complex(pairs).mul_(rotation)
         else:
-            product = torch.view_as_complex(part.float().unflatten(3, (-1, 2))).mul_(rotation)
-            part.copy_(torch.view_as_real(product).flatten(3))
-        return heads
+            pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
 
-    def _normed_heads(self, heads: torch.Tensor, rotated: int) -> torch.Tensor:
+    def _normed_heads(self, heads: torch.Tensor) -> torch.Tensor:
         """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2, StableLM, Cohere)."""
-        eps, weight = self._architecture.norm_eps, self._qk_norm
+        eps, weight, rotated = self._architecture.norm_eps, self._qk_norm, self._heads + self._kv_heads
         assert weight is not None
-        part = heads[:, :, :rotated]
+        part = heads.narrow(1, 0, rotated)
         if self._architecture.qk_norm == "head":
             normed = functional.rms_norm(part, part.shape[-1:], None, eps)
         elif self._architecture.qk_norm == "heads_own":
             normed = functional.layer_norm(part, part.shape[-1:], None, None, eps)
         else:  # over all query heads at once, and over all key heads
-            both = part.split((self._heads, self._kv_heads), dim=2)
-            normed = torch.cat([functional.rms_norm(one, one.shape[-2:], None, eps) for one in both], dim=2)
+            both = part.split((self._heads, self._kv_heads), dim=1)
+            normed = torch.cat([functional.rms_norm(one, one.shape[-2:], None, eps) for one in both], dim=1)
         if torch.is_grad_enabled():
-            return torch.cat((normed * weight, heads[:, :, rotated:]), dim=2)
+            return torch.cat((normed * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)
         torch.mul(normed, weight, out=part)
         return heads
 

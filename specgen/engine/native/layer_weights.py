@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specgen.engine.native.architecture import Architecture
-from specgen.engine.native.tensor_names import LayerTensors
+from specgen.engine.native.description import Architecture
+from specgen.engine.native.tensor_names import LayerTensors, bias_of
 
 TakeTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Returns the tensor with this name, on the model's device; raises SpecgenError if it is missing or has another shape."""
@@ -37,16 +37,24 @@ class LayerWeights:
     mlp_post_norm: torch.Tensor | None = None
 
 
-def layer_weights(architecture: Architecture, names: LayerTensors, take: TakeTensor, dtype: torch.dtype) -> LayerWeights:
-    """Returns the weights, in `dtype`, of the layer whose tensors have the given names."""
-    return _Fusion(architecture, names, take, dtype).weights()
+def layer_weights(
+    architecture: Architecture, names: LayerTensors, take: TakeTensor, dtype: torch.dtype, norm_gain: float = 1.0
+) -> LayerWeights:
+    """Returns the weights, in `dtype`, of the layer whose tensors have the given names.
+
+    `norm_gain` is a factor on the weights of the norms before attention and MLP (see `residual`).
+    """
+    return _Fusion(architecture, names, take, dtype, norm_gain).weights()
 
 
 class _Fusion:
     """Fuses the tensors of one layer."""
 
-    def __init__(self, architecture: Architecture, names: LayerTensors, take: TakeTensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, architecture: Architecture, names: LayerTensors, take: TakeTensor, dtype: torch.dtype, norm_gain: float
+    ) -> None:
         self._architecture, self._names, self._take, self._dtype = architecture, names, take, dtype
+        self._norm_gain = norm_gain
         self._width, self._size = architecture.hidden_size, architecture.head_size
         self._heads, self._kv_heads = architecture.num_heads, architecture.num_kv_heads
 
@@ -75,7 +83,9 @@ class _Fusion:
         bias = None if bias is None else self._arranged(bias.float()[:, None], scale)[:, 0]
         return self._with_norm(self._names.attention_norm, weight, bias)
 
-    def _stacked(self, names: tuple[str, ...], rows: int, columns: int, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _stacked(
+        self, names: tuple[str, ...], rows: int, columns: int, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the rows of several matrices as one matrix [`rows`, `columns`], and the same for their biases [`rows`]."""
         parts = self._row_counts(names, rows)
         matrices = [self._take(name, (count, columns)) for name, count in zip(names, parts, strict=True)]
@@ -115,7 +125,7 @@ class _Fusion:
             if self._architecture.norm_has_bias:
                 shift = weight.float() @ self._take(bias_of(name), (self._width,)).float()
                 bias = shift if bias is None else bias + shift
-            weight = weight * self._norm_weight(name, (self._width,))  # float32
+            weight = weight * (self._norm_weight(name, (self._width,)) * self._norm_gain)  # float32
         return weight.to(self._dtype), None if bias is None else bias.to(self._dtype)
 
     def _norm_weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -141,8 +151,3 @@ class _Fusion:
             return self._norm_weight(names, (size,)).expand(heads, size)
         shape = (heads * size,) if kind == "all" else (heads, size)
         return self._norm_weight(names, shape).view(heads, size)
-
-
-def bias_of(name: str) -> str:
-    """Returns the name of the bias that belongs to a weight."""
-    return name.removesuffix("weight") + "bias"

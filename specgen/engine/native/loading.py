@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from pathlib import Path
 
 import torch
 
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import bias_of, layer_weights
+from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, layer_tensors
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, bias_of, layer_tensors
 from specgen.engine.native.weight_files import WeightFiles
 
 
@@ -28,32 +29,57 @@ def load_native(
         names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
         files.check_complete(_required(architecture, names))
         factory = ProductFactory(device, dtype, model_bytes=files.bytes)
-        parts = _parts(architecture, files, factory, dtype)  # the head before the layers: packing needs it twice for a moment
+        gain = norm_gain(architecture, dtype, device)
+        parts = _parts(
+            architecture, files, factory, dtype, gain
+        )  # the head before the layers: packing needs it twice for a moment
         files.close()
         kinds = layer_kinds(architecture)
         layers = []
         for index, tensors in enumerate(names):
-            weights = layer_weights(architecture, tensors, files.take, dtype)
+            weights = layer_weights(architecture, tensors, files.take, dtype, gain)
             layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factory))
             del weights
             files.close()
         return NativeModel(
-            architecture, layers, parts, dtype, min_rows=factory.min_rows, exact=exact, num_parameters=files.numbers_taken
+            architecture,
+            layers,
+            parts,
+            dtype,
+            norm_gain=gain,
+            min_rows=factory.min_rows,
+            exact=exact,
+            num_parameters=files.numbers_taken,
         )
+
+
+def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the gain of the residual stream that the model is run with; see `residual`."""
+    extended = architecture.norm == "rms" and architecture.pre_norms and dtype == torch.float32 and device.type == "cpu"
+    return sqrt(architecture.hidden_size) if extended else 1.0
 
 
 def _required(architecture: Architecture, names: list[LayerTensors]) -> list[str]:
     """Returns the names of all tensors that every model of this architecture has, without its LM head and biases."""
     required = [FINAL_NORM]
     for layer in names:
-        for field in (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm, layer.output, layer.down):
+        for field in (
+            layer.attention_norm,
+            layer.mlp_norm,
+            layer.attention_post_norm,
+            layer.mlp_post_norm,
+            layer.output,
+            layer.down,
+        ):
             if field is not None:
                 required.append(field)
         required += [*layer.qkv, *layer.gate_up]
     return required
 
 
-def _parts(architecture: Architecture, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype) -> NativeParts:
+def _parts(
+    architecture: Architecture, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype, gain: float
+) -> NativeParts:
     """Returns the embedding, the final norm and the LM head.
 
     A tied model's files have one of the two tables, which serves as both, or both, and then each serves its own purpose, as in
@@ -71,6 +97,6 @@ def _parts(architecture: Architecture, files: WeightFiles, factory: ProductFacto
     else:
         embedding = stored.to(dtype) if files.are_copied else stored
     width = shape[1:]
-    norm = (files.take(FINAL_NORM, width).float() + architecture.norm_weight_offset).to(dtype)
+    norm = ((files.take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * gain).to(dtype)
     bias = files.take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
     return NativeParts(embedding, norm, bias, head)

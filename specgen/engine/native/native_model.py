@@ -10,13 +10,14 @@ import torch
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import ModelShape, of_architecture
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import bias_of, layer_weights
+from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.products import Product, ProductFactory
-from specgen.engine.native.tensor_names import FINAL_NORM, layer_tensors
+from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
+from specgen.engine.native.tensor_names import FINAL_NORM, bias_of, layer_tensors
 
 EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
 
@@ -24,8 +25,8 @@ EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
 class NativeParts(NamedTuple):
     """The weights of a native model outside of its layers.
 
-    `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the final norm's weight, `norm_bias`
-    its bias or None.
+    `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the final norm's weight times the
+    model's `norm_gain`, `norm_bias` its bias or None.
     """
 
     embedding: torch.Tensor
@@ -37,7 +38,7 @@ class NativeParts(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `min_rows` is the least number of tokens per forward pass: passes over fewer are padded, because they would take longer.
+    `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward pass: passes over fewer are padded, because they would take longer.
     `exact` pads passes so that a token's logits have the same bits whichever tokens are run with it, in drafts without trees.
     """
 
@@ -50,6 +51,7 @@ class NativeModel:
         parts: NativeParts,
         dtype: torch.dtype,
         *,
+        norm_gain: float = 1.0,
         min_rows: int = 1,
         exact: bool = False,
         num_parameters: int = 0,
@@ -59,7 +61,7 @@ class NativeModel:
         self.dtype, self.device = dtype, parts.norm.device
         self.num_embeddings = parts.embedding.shape[0]
         self.vocab_size = parts.head.out_features
-        self.num_parameters = num_parameters
+        self.num_parameters, self.norm_gain = num_parameters, norm_gain
         self.min_rows, self.exact = max(min_rows, EXACT_ROWS if exact else 1), exact
         self.inputs = InputMaker(architecture, dtype, self.device, min_rows=self.min_rows, exact=exact)
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
@@ -85,7 +87,7 @@ class NativeModel:
         """Returns a function that runs some layers, or parts of them; see `engine.model.Model`."""
         chosen = [self.layers[part.index] for part in layers]
         skips = any(not (part.attention and part.mlp) for part in layers)
-        return NativeForward(self, chosen, self.parts if with_head else None, inputs, parts=layers if skips else None)
+        return NativeForward(self, chosen, self.parts if with_head else None, inputs, layers if skips else None)
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`."""
@@ -99,13 +101,19 @@ class NativeModel:
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
-    def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts | None = None) -> ModelOutput:
-        """Returns logits [n, vocabulary] and hidden states after the norm, for the last layer's output [n, width]."""
-        architecture, parts = self.architecture, self.parts if parts is None else parts
-        if architecture.norm == "rms":
-            normed = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], parts.norm, architecture.norm_eps)
-        else:
-            normed = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], parts.norm, parts.norm_bias, architecture.norm_eps)
+    def residual(self, hidden: torch.Tensor) -> Residual:
+        """Returns a residual stream that begins with the hidden states [n, width]."""
+        if self.norm_gain != 1.0:
+            return ExtendedResidual(hidden, self.architecture.norm_eps)
+        return PlainResidual(hidden, self.architecture.norm_eps, layer_norm=self.architecture.norm == "layer")
+
+    def norm_and_head(self, residual: Residual, parts: NativeParts, first: int = 0, rows: int | None = None) -> ModelOutput:
+        """Returns logits and hidden states after the norm, for `rows` tokens (None: all) from index `first` on."""
+        architecture = self.architecture
+        normed = residual.normed()
+        if rows is not None and rows < normed.shape[0]:
+            normed = normed.narrow(0, first, rows)
+        normed = normed * parts.norm if parts.norm_bias is None else torch.addcmul(parts.norm_bias, normed, parts.norm)
         logits = parts.head(normed)
         if architecture.logit_scale != 1.0:
             logits = logits * architecture.logit_scale
@@ -123,10 +131,10 @@ class NativeModel:
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         inputs = self.inputs.without_cache(len(ids))
-        hidden = self.embed(ids)
+        residual = self.residual(self.embed(ids))
         for layer in self.layers:
-            hidden = layer(hidden, inputs)
-        return self.norm_and_head(hidden).logits
+            layer(residual, inputs)
+        return self.norm_and_head(residual, self.parts).logits
 
 
 class NativeForward:
@@ -151,20 +159,20 @@ class NativeForward:
         model = self._model
         count = forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
-        hidden = self._hidden(forward_pass, inputs.rows)
+        residual = model.residual(self._hidden(forward_pass, inputs.rows))
         if self._parts_run is None:
             for layer in self._layers:
-                hidden = layer(hidden, inputs)
+                layer(residual, inputs)
         else:
             for layer, part in zip(self._layers, self._parts_run, strict=True):
-                hidden = layer(hidden, inputs, attention=part.attention, mlp=part.mlp)
+                layer(residual, inputs, attention=part.attention, mlp=part.mlp)
         if self._parts is None:
-            return ModelOutput(hidden[:count], hidden[:count])
-        begin = count - logits_to_keep
-        if inputs.rows == 1 or begin == 0 and count == inputs.rows:
-            return model.norm_and_head(hidden, self._parts)
-        first = max(0, min(begin, inputs.rows - max(logits_to_keep, model.min_rows)))
-        output = model.norm_and_head(hidden[first : first + max(logits_to_keep, model.min_rows)], self._parts)
+            return ModelOutput(residual.values[:count], residual.values[:count])
+        begin, rows = count - logits_to_keep, max(logits_to_keep, model.min_rows)
+        first = max(0, min(begin, inputs.rows - rows))
+        output = model.norm_and_head(residual, self._parts, first, rows)
+        if first == begin and rows == logits_to_keep:
+            return output
         kept = slice(begin - first, begin - first + logits_to_keep)
         return ModelOutput(output.logits[kept], None if output.hidden_states is None else output.hidden_states[kept])
 
@@ -194,7 +202,7 @@ class NativeExit:
             sizes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
             factory = ProductFactory(model.device, dtype, model_bytes=sizes)
             width = (architecture.hidden_size,)
-            norm = (take(FINAL_NORM, width).float() + architecture.norm_weight_offset).to(dtype)
+            norm = ((take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * model.norm_gain).to(dtype)
             bias = take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
             head = model.parts.head
             if EXIT_HEAD in tensors:
@@ -203,7 +211,7 @@ class NativeExit:
             kinds, first = layer_kinds(architecture), len(architecture.layers) - count
             self._layers = []
             for index in range(count):
-                weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype)
+                weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype, model.norm_gain)
                 kind = kinds.index(architecture.layers[first + index])
                 self._layers.append(NativeLayer(architecture, index, kind, weights, factory))
         if left:
