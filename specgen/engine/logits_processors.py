@@ -29,6 +29,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (None,),
 }
 
+_BLOCK = 2**18  # numbers that the repetition penalty computes at a time on a CPU: larger temporary tensors leave its cache
+
 # Continuations of token sequences: prefix length -> prefix -> the next tokens with their biases.
 _Continuations = dict[int, dict[tuple[int, ...], list[tuple[int, float]]]]
 
@@ -198,10 +200,17 @@ class PenaltyProcessor:
 def _repetition_penalty(logits: torch.Tensor, penalty: float, factors: torch.Tensor | float) -> torch.Tensor:
     """Returns `logits` times `factors` where they are negative and divided by them elsewhere. Each factor is 1 or `penalty`.
 
-    Of product and quotient that is the lower for a penalty above 1, otherwise the higher: cheaper than comparing the logits with 0.
+    Of product and quotient that is the lower for a penalty above 1, otherwise the higher, which is cheaper than comparing with 0.
     """
     choose = torch.minimum if penalty > 1 else torch.maximum
-    return choose(logits * factors, logits / factors)
+    width = logits.shape[-1]
+    if logits.numel() <= max(width, _BLOCK) or logits.device.type != "cpu":
+        return choose(logits * factors, logits / factors)
+    penalised = torch.empty_like(logits)
+    rows = max(1, _BLOCK // width)
+    for block, out in zip(torch.split(logits, rows), torch.split(penalised, rows), strict=True):
+        choose(block * factors, block / factors, out=out)
+    return penalised
 
 
 def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
