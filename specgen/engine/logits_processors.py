@@ -114,11 +114,12 @@ class PenaltyProcessor:
         """Adds the context's new tokens to what is kept of it; begins anew with another or a shorter context."""
         ids = context.ids
         if context is not self._context or len(ids) < self._known:
-            self._context, self._known = context, 0
+            self._context, self._known = None, 0  # an interrupted call begins anew next time
             self._ngrams.clear()
             self._factors.fill_(1.0)
             self._banned.fill_(False)
             self._fill(self._banned, self._forbidden, True)
+            self._context = context
         new = ids[self._known :]
         if not new:
             return
