@@ -1,17 +1,17 @@
 """Applies the penalties of a model's generation config to logits: repetition penalty, suppressed tokens and the like.
 
-They change the logits depending on the tokens before. transformers' processors do this for one position; here they are applied
-to every position of a draft.
+They change a position's logits depending on the tokens before it. The formulas and their order are those of transformers'
+logits processors, but all positions of a draft are computed at once, and the context's part is kept between calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import generation as rules
 
+from specgen.engine.generation_config import GenerationConfig
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
@@ -29,90 +29,214 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (None,),
 }
 
+_BLOCK = 2**18  # numbers that the repetition penalty computes at a time on a CPU: larger temporary tensors leave its cache
 
-class PenaltyProcessor:
-    """Applies the penalties of the generation config `config` to logits.
-
-    A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `width` is
-    the target's vocabulary size.
-    """
-
-    def __init__(self, config: Any, eos_ids: Sequence[int], width: int, device: torch.device) -> None:
-        self._config, self._eos, self._width, self._device = config, list(eos_ids), width, device
-        self._context: Context | None = None
-
-    def __call__(
-        self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
-    ) -> torch.Tensor:
-        """Returns `logits` [n, vocabulary] with the penalties applied, as float32 [n, width].
-
-        The rows are the logits at indices `start`, `start + 1`, ...: index 0 follows the context, index i + 1 draft token i.
-        `tokens` and `parents` are the draft, as for `ModelRunner.logits`. If the model is a draft model with another vocabulary
-        size than the target's `width`, its logits are cut, or padded with -inf.
-        """
-        missing = self._width - logits.shape[-1]
-        logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        self._update_ids(context)
-        committed = self._ids[: len(context)]
-        processed = []
-        for index in range(start, len(tokens) + 1):
-            path: list[int] = []
-            node = index - 1
-            while node >= 0:
-                path.append(tokens[node])
-                node = parents[node]
-            ids = torch.cat((committed, torch.tensor(path[::-1], dtype=torch.long, device=self._device)))
-            processed.append(self._processors(ids[None], logits[index - start][None])[0])
-        return torch.stack(processed)
-
-    def _update_ids(self, context: Context) -> None:
-        """Copies the context's new token ids to a buffer on the device, so that each call transfers only the new ones."""
-        if context is not self._context:
-            self._context, self._length = context, 0
-            self._ids = torch.empty(max(256, 2 * len(context)), dtype=torch.long, device=self._device)
-            self._processors = _processors(self._config, self._eos, context.prompt_length, self._device)
-        if len(context) > self._ids.shape[0]:
-            self._ids = torch.cat((self._ids, torch.empty_like(self._ids)))
-        new = context.ids[self._length :]
-        self._ids[self._length : len(context)] = torch.tensor(new, dtype=torch.long, device=self._device)
-        self._length = len(context)
+# Continuations of token sequences: prefix length -> prefix -> the next tokens with their biases.
+_Continuations = dict[int, dict[tuple[int, ...], list[tuple[int, float]]]]
 
 
-def has_penalties(config: Any, eos_ids: Sequence[int], name: str) -> bool:
+def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str) -> bool:
     """Whether a model's generation config sets penalties, such as a repetition penalty or suppressed tokens.
 
     `name` is the model's name for the message. Raises SpecgenError for a setting that changes logits and is not supported.
     """
     for field, off in _UNSUPPORTED.items():
-        value = getattr(config, field, None)
+        value = getattr(config, field)
         if value not in off:
             raise SpecgenError(
                 f"{name}'s generation_config.json sets {field}={value!r}, which specgen does not support",
-                f"Remove {field} from that file",
+                f"Remove {field} from that file (from config.json if there is no such file)",
             )
-    return len(_processors(config, list(eos_ids), 0, torch.device("cpu"))) > 0
+    lists = config.sequence_bias, config.bad_words_ids, config.suppress_tokens, config.begin_suppress_tokens
+    numbers = config.no_repeat_ngram_size, eos_ids and config.min_length, eos_ids and config.min_new_tokens
+    return config.repetition_penalty not in (None, 1.0) or any(lists) or any(numbers)
 
 
-def _processors(config: Any, eos: list[int], prompt_length: int, device: torch.device) -> Any:
-    """Returns transformers' logits processors for the penalties in `config`.
+class PenaltyProcessor:
+    """Applies the penalties of the generation config `config` to logits.
 
-    They are in the order of transformers' `GenerationMixin._get_logits_processor`.
+    A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `eos_ids`
+    are the tokens that end an output, `width` is the target's vocabulary size. Raises SpecgenError if the config biases or
+    forbids a sequence with a token that the vocabulary lacks.
     """
-    made = rules.LogitsProcessorList()
-    if config.sequence_bias is not None:
-        made.append(rules.SequenceBiasLogitsProcessor(config.sequence_bias))
-    if config.repetition_penalty not in (None, 1.0):
-        made.append(rules.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-    if config.no_repeat_ngram_size:
-        made.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-    if config.bad_words_ids is not None:
-        made.append(rules.NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None))
-    if config.min_length and eos:
-        made.append(rules.MinLengthLogitsProcessor(config.min_length, eos, device=str(device)))
-    if config.min_new_tokens and eos:
-        made.append(rules.MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos, device=str(device)))
-    if config.suppress_tokens:
-        made.append(rules.SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(device)))
-    if config.begin_suppress_tokens:
-        made.append(rules.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=str(device)))
-    return made
+
+    def __init__(self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device) -> None:
+        self._config, self._width, self._device = config, width, device
+        self._eos = sorted(eos_ids)
+        biases = dict(config.sequence_bias or ())
+        single_ends = {(end,) for end in eos_ids}  # an output can always end
+        forbidden = dict.fromkeys((word for word in config.bad_words_ids or () if word not in single_ends), -torch.inf)
+        for field, sequences in ("sequence_bias", biases), ("bad_words_ids", forbidden):
+            if unknown := [token for sequence in sequences for token in sequence if token >= width]:
+                raise SpecgenError(
+                    f"the generation config's {field} names token {unknown[0]}, but the vocabulary has {width:,} tokens",
+                    f"Correct {field} in generation_config.json",
+                )
+        self._bias = self._vector(0.0)
+        for sequence, bias in biases.items():
+            if len(sequence) == 1:
+                self._bias[sequence[0]] = bias
+        self._longer_biases, self._longer_forbidden = _continuations(biases), _continuations(forbidden)
+        self._ngram = config.no_repeat_ngram_size or 0
+        self._reach = max((0, self._ngram - 1, *self._longer_biases, *self._longer_forbidden))  # tokens before a row that matter
+        self._forbidden = [word[0] for word in forbidden if len(word) == 1] + list(config.suppress_tokens or ())
+        self._factors, self._banned = self._vector(1.0), self._vector(False)
+        self._ngrams: dict[tuple[int, ...], set[int]] = {}  # the context's: all but the last token -> last tokens
+        self._context: Context | None = None
+        self._known = 0  # the context's tokens that are in `_factors`, `_banned` and `_ngrams`
+
+    def __call__(
+        self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
+    ) -> torch.Tensor:
+        """Returns `logits` [n, vocabulary] with the penalties applied, as float32 [n, width]. `logits` stays unchanged.
+
+        The rows are the logits at indices `start`, `start + 1`, ...: index 0 follows the context, index i + 1 draft token i.
+        `tokens` and `parents` are the draft, as for `ModelRunner.logits`. If the model is a draft model with another vocabulary
+        size than the target's `width`, its logits are cut, or padded with -inf.
+        """
+        self._follow(context)
+        missing = self._width - logits.shape[-1]
+        logits = logits.float() if missing == 0 else torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        paths = [_path(tokens, parents, index - 1) for index in range(start, len(tokens) + 1)]
+        tail = context.ids[max(0, len(context) - self._reach) :]
+        if self._config.sequence_bias:
+            logits = logits + self._biases(paths, tail)
+        if self._config.repetition_penalty not in (None, 1.0):
+            logits = self._repetition(logits, paths)
+        if self._forbidden or self._ngram == 1:
+            logits = logits.masked_fill(self._banned, -torch.inf)
+        banned = [(row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path, tail)]
+        if places := self._places(banned):
+            logits = logits.reshape(-1).index_fill(0, self._indices(places), -torch.inf).view(-1, self._width)
+        return logits
+
+    def _follow(self, context: Context) -> None:
+        """Adds the context's new tokens to what is kept of it; begins anew with another or a shorter context."""
+        ids = context.ids
+        if context is not self._context or len(ids) < self._known:
+            self._context, self._known = None, 0  # an interrupted call begins anew next time
+            self._ngrams.clear()
+            self._factors.fill_(1.0)
+            self._banned.fill_(False)
+            self._fill(self._banned, self._forbidden, True)
+            self._context = context
+        new = ids[self._known :]
+        if not new:
+            return
+        size = self._ngram
+        if self._config.repetition_penalty is not None:
+            self._fill(self._factors, new, self._config.repetition_penalty)
+        if size == 1:
+            self._fill(self._banned, new, True)
+        elif size:
+            for end in range(max(self._known + 1, size), len(ids) + 1):
+                self._ngrams.setdefault(tuple(ids[end - size : end - 1]), set()).add(ids[end - 1])
+        self._known = len(ids)
+
+    def _biases(self, paths: list[list[int]], tail: list[int]) -> torch.Tensor:
+        """Returns the sequence biases [rows, width] or, if they are the same for all rows, [width]."""
+        if not self._longer_biases:
+            return self._bias
+        found = [(row, *entry) for row, path in enumerate(paths) for entry in _matches(self._longer_biases, tail + path)]
+        if not found:
+            return self._bias
+        values = torch.tensor([bias for _, _, bias in found]).to(self._device, non_blocking=True)
+        places = self._indices(self._places((row, token) for row, token, _ in found))
+        return self._bias.repeat(len(paths)).index_add_(0, places, values).view(-1, self._width)
+
+    def _repetition(self, logits: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
+        penalty = self._config.repetition_penalty
+        assert penalty is not None
+        penalised = _repetition_penalty(logits, penalty, self._factors)
+        if places := self._places((row, token) for row, path in enumerate(paths) for token in path):
+            indices = self._indices(places)
+            drafted = logits.reshape(-1).index_select(0, indices)
+            penalised.view(-1).index_copy_(0, indices, _repetition_penalty(drafted, penalty, penalty))
+        return penalised
+
+    def _row_bans(self, context: Context, path: list[int], tail: list[int]) -> list[int]:
+        """Returns the tokens that may not follow the context and the drafted tokens `path`, besides those in `_banned`."""
+        config, new_tokens = self._config, len(context) - context.prompt_length + len(path)
+        banned: list[int] = []
+        if len(context) + len(path) < (config.min_length or 0) or new_tokens < (config.min_new_tokens or 0):
+            banned += self._eos
+        if new_tokens == 0:
+            banned += config.begin_suppress_tokens or ()
+        if self._reach or self._ngram:
+            recent = tail + path
+            banned += (token for token, _ in _matches(self._longer_forbidden, recent))
+            if self._ngram:
+                banned += self._ngram_bans(recent)
+        return banned
+
+    def _ngram_bans(self, recent: list[int]) -> Iterable[int]:
+        """Returns the tokens that would repeat an n-gram of the context, or one that ends in the drafted part of `recent`.
+
+        `recent` ends with the whole path of drafted tokens, after at least the n - 1 tokens before it.
+        """
+        length = self._ngram - 1
+        if len(recent) < length:
+            return ()
+        prefix = recent[len(recent) - length :]
+        ends = (end for end in range(length, len(recent)) if recent[end - length : end] == prefix)
+        return {*self._ngrams.get(tuple(prefix), ()), *(recent[end] for end in ends)}
+
+    def _places(self, entries: Iterable[tuple[int, int]]) -> list[int]:
+        """Returns the indices of (row, token) pairs in flattened [rows, width], without tokens that the target lacks."""
+        return [row * self._width + token for row, token in entries if token < self._width]
+
+    def _indices(self, places: list[int]) -> torch.Tensor:
+        return torch.tensor(places).to(self._device, non_blocking=True)  # does not wait for the device, unlike `device=`
+
+    def _vector(self, value: float | bool) -> torch.Tensor:
+        return torch.full((self._width,), value, device=self._device)
+
+    def _fill(self, vector: torch.Tensor, tokens: Sequence[int], value: float | bool) -> None:
+        if len(tokens) == 1 and tokens[0] < self._width:  # plain decoding's case: 3 us faster than an index tensor
+            vector[tokens[0]] = value
+        elif places := self._places((0, token) for token in tokens):
+            vector.index_fill_(0, self._indices(places), value)
+
+
+def _repetition_penalty(logits: torch.Tensor, penalty: float, factors: torch.Tensor | float) -> torch.Tensor:
+    """Returns `logits` times `factors` where they are negative and divided by them elsewhere. Each factor is 1 or `penalty`.
+
+    Of product and quotient that is the lower for a penalty above 1, otherwise the higher, which is cheaper than comparing with 0.
+    """
+    choose = torch.minimum if penalty > 1 else torch.maximum
+    width = logits.shape[-1]
+    if logits.numel() <= max(width, _BLOCK) or logits.device.type != "cpu":
+        return choose(logits * factors, logits / factors)
+    penalised = torch.empty_like(logits)
+    rows = max(1, _BLOCK // width)
+    for block, out in zip(torch.split(logits, rows), torch.split(penalised, rows), strict=True):
+        choose(block * factors, block / factors, out=out)
+    return penalised
+
+
+def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """Returns the drafted tokens from the tree's root to `node`, in order; none for node -1."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
+def _continuations(sequences: Mapping[tuple[int, ...], float]) -> _Continuations:
+    """Returns a lookup of the sequences of at least two tokens by their prefix, which is all but their last token."""
+    lookup: _Continuations = {}
+    for (*prefix, last), value in sequences.items():
+        if prefix:
+            lookup.setdefault(len(prefix), {}).setdefault(tuple(prefix), []).append((last, value))
+    return lookup
+
+
+def _matches(lookup: _Continuations, recent: list[int]) -> list[tuple[int, float]]:
+    """Returns the (last token, bias) of all sequences whose prefix `recent` ends with."""
+    return [
+        entry
+        for length, prefixes in lookup.items()
+        if len(recent) >= length
+        for entry in prefixes.get(tuple(recent[len(recent) - length :]), ())
+    ]

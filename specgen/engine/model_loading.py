@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specgen.engine.cached_prefix import context_limits
+from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
@@ -63,8 +65,8 @@ class PreparedModel:
 class LoadedModel:
     """A model with its weights, ready to decode with.
 
-    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
-    generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
+    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`:
+    `generation` changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
     """
 
     name: str
@@ -72,6 +74,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     context_limit: int
+    generation: GenerationConfig
     has_penalties: bool
     folder: Path
 
@@ -82,7 +85,7 @@ class LoadedModel:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
         if not self.has_penalties:
             return None
-        return PenaltyProcessor(self.model.generation_config, sorted(self.eos_ids), vocab_size, device)
+        return PenaltyProcessor(self.generation, self.eos_ids, vocab_size, device)
 
     @inference
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
@@ -153,11 +156,11 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     model = load_weights(prepared.folder, prepared.source, dtype, device)
     if getattr(type(model), "_is_stateful", False):
         raise _recurrent(name, config.model_type)
-    configured = [model.generation_config.eos_token_id, model.config.eos_token_id, prepared.tokenizer.eos_id]
-    eos: Any = next((found for found in configured if found is not None), [])
-    eos_ids = frozenset([eos] if isinstance(eos, int) else eos)
-    penalties = has_penalties(model.generation_config, sorted(eos_ids), name)
-    loaded = LoadedModel(name, model, prepared.tokenizer, eos_ids, context_limits(config)[0], penalties, prepared.folder)
+    config_json = json.loads((prepared.folder / "config.json").read_text(encoding="utf-8"))
+    generation = read_generation_config(prepared.folder, config_json)
+    ends = eos_ids(config_json, generation, model.config.eos_token_id, prepared.tokenizer.eos_id)
+    penalties, limit = has_penalties(generation, ends, name), context_limits(config)[0]
+    loaded = LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder)
     check_rollback(loaded.runner(), model, name)
     return loaded
 

@@ -7,12 +7,15 @@ succeed get no answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specgen.decoding.components import Components
 from specgen.setting_parsing import Settings
+
+if TYPE_CHECKING:
+    from specgen.engine.generation_config import GenerationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class BeginRun:
 
     The serial number of this message becomes the run's number in later messages. `components` are sent without the models;
     `window` is the largest number of tokens in a draft. `offset` (bytes) is where the run's part of the shared memory begins.
-    `penalties` are the arguments of the target's penalty processor; None if the target has no penalties.
+    `penalties` are the target's generation config and end-of-sequence ids; None if the target has no penalties.
     """
 
     prompt_ids: Sequence[int]
@@ -44,7 +47,7 @@ class BeginRun:
     components: Components
     window: int
     offset: int
-    penalties: Mapping[str, Any] | None
+    penalties: tuple[GenerationConfig, frozenset[int]] | None
 
 
 class DraftRequest(NamedTuple):  # pickled faster than a dataclass

@@ -19,6 +19,7 @@ from specgen.workers.process import DraftProcess, cannot_start
 from specgen.workers.shared_drafts import SharedDrafts
 
 if TYPE_CHECKING:
+    from specgen.engine.generation_config import GenerationConfig
     from specgen.engine.model_loading import LoadedModel, PreparedModel
     from specgen.setting_parsing import Settings
 
@@ -40,14 +41,14 @@ class ProcessWorker:
         self._load = LoadModel(draft.name, str(draft.folder), draft.source.trust_remote_code, *names, worker_threads)
         self._process = process
         self._loading = process.send(self._load) if process is not None else 0
-        self.penalties: dict[str, Any] | None = None
+        self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None
         self._region_ends: dict[object, int] = {}  # for each active run the end of its part of the shared memory
         self._threads_before = 0
 
     def follow(self, target: LoadedModel) -> None:
         """Makes the draft model apply the target's penalties (such as a repetition penalty) to its logits too."""
         if target.has_penalties:
-            self.penalties = {"config": target.model.generation_config.to_dict(), "eos_ids": sorted(target.eos_ids)}
+            self.penalties = target.generation, target.eos_ids
 
     def ready(self) -> DraftProcess:
         """Waits until the process has loaded its model and returns it. Starts the process if none is alive."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from specgen import factory
 from specgen.decoding.drafters import ModelDrafter
@@ -96,9 +95,8 @@ class Worker:
         components = request.components
         if self._runner is None:
             penalties = None
-            if given := request.penalties:
-                config = GenerationConfig.from_dict(given["config"])
-                penalties = PenaltyProcessor(config, given["eos_ids"], components.vocab_size, self._model.device)
+            if request.penalties is not None:
+                penalties = PenaltyProcessor(*request.penalties, components.vocab_size, self._model.device)
             self._runner = ModelRunner(self._model, penalties)
         self._runner.reserve(components.capacity)
         shared = SharedDrafts(components, request.window)

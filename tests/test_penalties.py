@@ -1,0 +1,258 @@
+"""generation_config.json and the penalties in it: read and computed as transformers does."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import generation as rules
+
+from specgen.engine import logits_processors
+from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
+from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
+from specgen.errors import SpecgenError
+from specgen.types import Context
+
+WIDTH = 13  # few tokens, so that n-grams and biased sequences occur often
+CPU = torch.device("cpu")
+
+
+def write(folder: Path, generation: Any = None, config: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config or {"model_type": "llama"}))
+    if generation is not None:
+        text = generation if isinstance(generation, str) else json.dumps(generation)
+        (folder / "generation_config.json").write_text(text)
+    return folder
+
+
+def reference_processors(config: Any, eos: list[int], prompt_length: int) -> rules.LogitsProcessorList:
+    """transformers' processors in the order of its `_get_logits_processor`."""
+    made = rules.LogitsProcessorList()
+    if config.sequence_bias is not None:
+        made.append(rules.SequenceBiasLogitsProcessor(config.sequence_bias))
+    if config.repetition_penalty is not None:
+        made.append(rules.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    if config.no_repeat_ngram_size:
+        made.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if config.bad_words_ids is not None:
+        made.append(rules.NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None))
+    if config.min_length and eos:
+        made.append(rules.MinLengthLogitsProcessor(config.min_length, eos))
+    if config.min_new_tokens and eos:
+        made.append(rules.MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos))
+    if config.suppress_tokens is not None:
+        made.append(rules.SuppressTokensLogitsProcessor(config.suppress_tokens))
+    if config.begin_suppress_tokens is not None:
+        made.append(rules.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length))
+    return made
+
+
+def random_settings(rng: random.Random, width: int) -> dict[str, Any]:
+    """The fields of a random generation config, each set or not."""
+
+    def word(shortest: int = 1) -> list[int]:
+        return [rng.randrange(width) for _ in range(rng.randint(shortest, 3))]
+
+    fields: dict[str, Any] = {
+        "sequence_bias": [[word(), rng.uniform(-4, 4)] for _ in range(rng.randint(1, 25))],
+        "repetition_penalty": rng.choice([0.7, 1.2, 1.9]),
+        "no_repeat_ngram_size": rng.randint(1, 4),
+        "bad_words_ids": [word(2), *(word() for _ in range(rng.randint(0, 8)))],
+        "min_length": rng.randint(1, 16),
+        "min_new_tokens": rng.randint(1, 8),
+        "suppress_tokens": [rng.randrange(width + 3) for _ in range(rng.randint(0, 3))],
+        "begin_suppress_tokens": [rng.randrange(width + 3) for _ in range(rng.randint(0, 3))],
+    }
+    chosen = rng.choice([0.2, 0.5, 1.0])
+    return {name: value for name, value in fields.items() if rng.random() < chosen}
+
+
+def random_context(rng: random.Random, context: Context | None) -> Context:
+    """A new context, or `context` as it is, extended or shortened."""
+    change = rng.randrange(5) if context is not None else 0
+    if context is None or change == 0:
+        context = Context(rng.randrange(WIDTH + 2) for _ in range(rng.randint(1, 12)))
+    elif change == 1 and len(context) > context.prompt_length + 1:
+        del context.ids[-2:]
+    elif change > 2:
+        context.extend([rng.randrange(WIDTH + 2) for _ in range(rng.randint(1, 4))])
+    return context
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Several calls of one processor, for chains and trees, other starts, contexts and vocabulary sizes."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(logits_processors, "_BLOCK", rng.choice([1, 2 * WIDTH, 2**18]))
+    generator = torch.Generator().manual_seed(seed)
+    settings, eos = random_settings(rng, WIDTH), rng.sample(range(WIDTH + 1), rng.randint(0, 3))
+    read = read_generation_config(write(tmp_path, settings), {})
+    config = transformers.GenerationConfig.from_pretrained(tmp_path)
+    processor, context = PenaltyProcessor(read, frozenset(eos), WIDTH, CPU), None
+    for _ in range(8):
+        context = random_context(rng, context)
+        tokens = [rng.randrange(WIDTH + 4) for _ in range(rng.choice([0, 0, 1, 3, 7]))]
+        chain = rng.random() < 0.5
+        parents = range(-1, len(tokens) - 1) if chain else [rng.randint(-1, node - 1) for node in range(len(tokens))]
+        start = rng.randint(0, len(tokens))
+        logits = 4 * torch.randn(len(tokens) + 1 - start, rng.choice([WIDTH, WIDTH - 3, WIDTH + 5]), generator=generator)
+        given = logits.clone()
+        found = processor(logits, context, tokens, parents, start)
+        assert torch.equal(logits, given)
+        fitted = torch.nn.functional.pad(logits, (0, WIDTH - logits.shape[1]), value=-torch.inf)
+        reference = reference_processors(config, eos, context.prompt_length)
+        for row, index in enumerate(range(start, len(tokens) + 1)):
+            path, node = [], index - 1
+            while node >= 0:
+                path.insert(0, tokens[node])
+                node = parents[node]
+            ids = torch.tensor([[*context.ids, *path]])
+            assert torch.equal(found[row], reference(ids, fitted[row : row + 1].clone())[0]), (settings, index)
+
+
+def test_half_precision_logits_become_float32() -> None:
+    processor = PenaltyProcessor(GenerationConfig(repetition_penalty=1.5), frozenset(), WIDTH, CPU)
+    logits = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    found = processor(logits, Context([3]), [], [], 0)
+    assert found.dtype == torch.float32
+    assert found[0, 3] == torch.tensor(1.0) / 1.5
+    assert (found[0, :3] == 1).all()
+
+
+@pytest.mark.parametrize("field", ["sequence_bias", "bad_words_ids"])
+def test_sequences_beyond_the_vocabulary_are_refused(field: str) -> None:
+    config = GenerationConfig(sequence_bias=(((3, WIDTH), 1.0),)) if field == "sequence_bias" else None
+    with pytest.raises(SpecgenError, match=rf"{field} names token {WIDTH}"):
+        PenaltyProcessor(config or GenerationConfig(bad_words_ids=((WIDTH,),)), frozenset(), WIDTH, CPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "eos", "expected"),
+    [
+        ({}, {2}, False),
+        ({"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1}, {2}, False),
+        ({"repetition_penalty": 1.1}, {2}, True),
+        ({"suppress_tokens": ()}, {2}, False),
+        ({"begin_suppress_tokens": (5,)}, {2}, True),
+        ({"min_new_tokens": 3}, {2}, True),
+        ({"min_new_tokens": 3, "min_length": 2}, set(), False),
+    ],
+)
+def test_whether_a_config_has_penalties(fields: dict[str, Any], eos: set[int], expected: bool) -> None:
+    assert has_penalties(GenerationConfig(**fields), frozenset(eos), "m") is expected
+
+
+def test_an_unsupported_setting_is_named() -> None:
+    with pytest.raises(SpecgenError, match=r"m's generation_config.json sets penalty_alpha=0.6"):
+        has_penalties(GenerationConfig(penalty_alpha=0.6), frozenset(), "m")
+
+
+SETTINGS: dict[str, Any] = {
+    "eos_token_id": [2, 7],
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 3,
+    "bad_words_ids": [[5], [6, 7]],
+    "sequence_bias": [[[9], 5.0], [[10, 11], -4.0]],
+    "min_length": 4,
+    "min_new_tokens": 2,
+    "suppress_tokens": [1, 2],
+    "begin_suppress_tokens": [3],
+    "num_beams": 2,
+    "temperature": 0.3,
+}
+
+
+def as_lists(value: Any) -> Any:
+    return [as_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("generation", [None, "{damaged", {}, {"repetition_penalty": 1.7, "eos_token_id": 5}, SETTINGS])
+def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path, generation: Any, nested: bool) -> None:
+    config = {"model_type": "llama", "text_config": SETTINGS} if nested else {"model_type": "llama", **SETTINGS}
+    write(tmp_path, generation, config)
+    if isinstance(generation, dict):
+        expected = transformers.GenerationConfig.from_pretrained(tmp_path)
+    else:
+        options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+        expected = transformers.GenerationConfig.from_pretrained(tmp_path, **options)
+    found = read_generation_config(tmp_path, config)
+    assert pickle.loads(pickle.dumps(found)) == found
+    for name in GenerationConfig.__slots__:
+        ours, theirs = as_lists(getattr(found, name)), getattr(expected, name)
+        assert ours == ([theirs] if name == "eos_token_id" and isinstance(theirs, int) else theirs), name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", "big"),
+        ("repetition_penalty", True),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 10**400),
+        ("eos_token_id", "x"),
+        ("eos_token_id", -1),
+        ("eos_token_id", [2, "3"]),
+        ("eos_token_id", False),
+        ("bad_words_ids", [5]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", {"a": 1}),
+        ("sequence_bias", [[[5], "much"]]),
+        ("sequence_bias", [[[-5], 1.0]]),
+        ("sequence_bias", [[[5]]]),
+        ("no_repeat_ngram_size", 2.5),
+        ("min_length", "4"),
+        ("min_new_tokens", -4),
+        ("suppress_tokens", 5),
+        ("begin_suppress_tokens", [[5]]),
+        ("suppress_tokens", [-5] * 1000),
+    ],
+)
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_a_value_of_the_wrong_type_is_refused_in_one_line(tmp_path: Path, field: str, value: Any, file: str) -> None:
+    config = {field: value}
+    write(tmp_path, config if file == "generation_config.json" else None, config)
+    with pytest.raises(SpecgenError, match=rf"/{file} sets {field} to ") as raised:
+        read_generation_config(tmp_path, config)
+    assert repr(value)[:20] in raised.value.message
+    assert "\n" not in str(raised.value)
+    assert len(raised.value.message) < len(str(tmp_path)) + 150
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "default", "tokenizer", "expected"),
+    [
+        ({"eos_token_id": 3}, (5, 6), 4, 7, {5, 6}),
+        ({"eos_token_id": 3}, (), 4, 7, set()),
+        ({"eos_token_id": 3}, None, 4, 7, {3}),
+        ({"eos_token_id": [3, 8]}, None, 4, 7, {3, 8}),
+        ({"text_config": {"eos_token_id": 3}}, None, 4, 7, {3}),
+        ({}, None, 4, 7, {4}),
+        ({}, None, [4, 9], 7, {4, 9}),
+        ({"eos_token_id": None}, None, 4, 7, {7}),
+        ({}, None, None, 7, {7}),
+        ({}, None, None, None, set()),
+    ],
+)
+def test_where_end_of_sequence_ids_come_from(
+    config: dict[str, Any], generation: Any, default: Any, tokenizer: int | None, expected: set[int]
+) -> None:
+    assert eos_ids(config, GenerationConfig(eos_token_id=generation), default, tokenizer) == expected
+
+
+def test_end_of_sequence_ids_that_are_none_are_refused() -> None:
+    with pytest.raises(SpecgenError, match=r"config.json sets eos_token_id to 'x'"):
+        eos_ids({"eos_token_id": "x"}, GenerationConfig(), None, None)
+
+
+def test_reading_a_generation_config_needs_no_torch() -> None:
+    code = "import sys, specgen.engine.generation_config; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
