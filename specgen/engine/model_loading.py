@@ -1,39 +1,35 @@
-"""Loads a causal language model from a folder or the Hugging Face hub, and checks that `ModelRunner` works with it."""
+"""Finds a model's files, chooses the backend that runs it, and loads it."""
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
-from specgen.engine.cached_prefix import context_limits
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
+from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.tokenizer import Tokenizer
-from specgen.engine.tolerances import logits_error
-from specgen.errors import RunError, SpecgenError
+from specgen.engine.model_shape import ModelShape, of_architecture, of_transformers
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig, read_architecture, read_config
+from specgen.engine.native.loading import load_native
+from specgen.engine.tokenizer import Tokenizer, load_tokenizer
+from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
-
-_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where a model comes from. `location` is a Hugging Face id or a folder; `label` replaces it in messages unless it is None.
 
-    `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids downloads.
+    `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids downloads. `backend` says
+    whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. `exact`: a token's logits are
+    computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     """
 
     location: str
@@ -41,10 +37,39 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
     offline: bool = False
+    backend: str = "auto"
+    exact: bool = False
 
     @property
     def name(self) -> str:
         return self.label or self.location
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a model's config.json says. `raw` is its content, `shape` the model's sizes.
+
+    The native decoder runs the model if there is an `architecture`. If it is None, transformers does, with `transformers_config`,
+    and `fallback` says why: the field that the native decoder does not know, or the user's choice.
+    """
+
+    raw: Mapping[str, Any]
+    shape: ModelShape
+    architecture: Architecture | None = None
+    transformers_config: Any = None
+    fallback: str | None = None
+
+    @property
+    def backend(self) -> str:
+        return "transformers" if self.architecture is None else "native"
+
+    @property
+    def default_eos(self) -> int | list[int] | None:
+        """The end-of-sequence ids of a model whose files name none: its family's."""
+        if self.architecture is not None:
+            return self.architecture.default_eos
+        found: int | list[int] | None = self.transformers_config.eos_token_id
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +78,34 @@ class PreparedModel:
 
     source: ModelSource
     folder: Path
-    config: Any
+    config: ModelConfig
+    generation: GenerationConfig
     tokenizer: Tokenizer
 
     @property
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def shape(self) -> ModelShape:
+        return self.config.shape
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids of the tokens that end an output."""
+        return eos_ids(self.config.raw, self.generation, self.config.default_eos, self.tokenizer.eos_id)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with its weights, ready to decode with.
 
-    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`:
-    `generation` changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
+    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
+    generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
     """
 
     name: str
-    model: Any
+    model: Model
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     context_limit: int
@@ -95,16 +130,13 @@ class LoadedModel:
         """
         context = Context(prompt_ids)
         context.extend(token_ids)
-        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-        output = self.model(input_ids=torch.tensor([context.ids], device=self.device), use_cache=False, **options)
-        logits: torch.Tensor = output.logits[0, -1:]
+        logits = self.model.reference_logits(context.ids)[-1:]
         penalties = self.penalties(self.device, logits.shape[-1])
         return (logits if penalties is None else penalties(logits, context, [], [], 0))[0].float()
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return self.model.device
 
     @property
     def dtype_name(self) -> str:
@@ -117,64 +149,84 @@ class LoadedModel:
         would give wrong logits. So a prompt within the boundary gets output only up to the boundary, plus one token: the last
         token of an output is never run through the model.
         """
-        limit, rope_boundary = context_limits(self.model.config)
+        limit, rope_boundary = self.model.shape.context_limit, self.model.shape.rope_boundary
         return min(rope_boundary + 1, limit) if rope_boundary is not None and prompt_length <= rope_boundary else limit
 
 
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
     """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called with one line per step.
 
-    Raises SpecgenError if the model does not exist, is no decoder-only model, or keeps a recurrent state that cannot be rolled
-    back after a rejected draft.
+    Raises SpecgenError if the model does not exist, is no decoder-only model, keeps a recurrent state that cannot be rolled back
+    after a rejected draft, or cannot run on the backend that the source names.
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
-    if not (folder / "config.json").is_file():
-        raise SpecgenError(
-            f"{source.name} is no Hugging Face model: it has no config.json",
-            "Name a model id or a folder made by save_pretrained",
-        )
-    with _reading("configuration", source):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
-    if getattr(config, "is_encoder_decoder", False):
-        raise SpecgenError(f"{source.name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
-    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_TYPES
-    if others:
-        raise _recurrent(source.name, ", ".join(sorted(others)))
-    with _reading("tokenizer", source):
-        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code))
-    return PreparedModel(source, folder, config, tokenizer)
+    config = describe(folder, source)
+    generation = read_generation_config(folder, config.raw)
+    tokenizer = load_tokenizer(folder, config.raw, source.trust_remote_code, source.name)
+    return PreparedModel(source, folder, config, generation, tokenizer)
+
+
+def describe(folder: Path, source: ModelSource) -> ModelConfig:
+    """Reads the config of the model in `folder` and chooses the backend. Raises SpecgenError as `prepare` does."""
+    raw = read_config(folder, source.name)
+    fallback = "chosen by --backend transformers"
+    if source.backend != "transformers":
+        try:
+            if source.trust_remote_code and source.backend == "auto":
+                fallback = "code of the model itself was asked for"
+            else:
+                architecture = read_architecture(raw)
+                return ModelConfig(raw, of_architecture(architecture), architecture)
+        except UnsupportedConfig as error:
+            fallback = str(error)
+            if source.backend == "native":
+                raise SpecgenError(f"{source.name}: {error}", "Take --backend auto or transformers") from error
+    if source.exact:
+        raise SpecgenError(f"--exact needs the native backend, and {source.name} runs on transformers: {fallback}", "Leave it out")
+    from specgen.engine.transformers_backend.loading import read_transformers_config
+
+    config = read_transformers_config(folder, source.name, source.trust_remote_code)
+    return ModelConfig(raw, of_transformers(config), None, config, fallback)
 
 
 def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`, and checks that cached passes with a rollback give the right logits.
+    """Loads a prepared model's weights onto `device`.
 
-    Raises SpecgenError if the check fails or the weights are damaged or no safetensors, RunError if memory is short.
+    Raises SpecgenError if the weights are damaged or no safetensors, or do not work with a KV cache that is rolled back, and
+    RunError if memory is short.
     """
-    name, config = prepared.name, prepared.config
+    name = prepared.name
     announce(f"loading {name}")
-    model = load_weights(prepared.folder, prepared.source, dtype, device)
-    if getattr(type(model), "_is_stateful", False):
-        raise _recurrent(name, config.model_type)
-    config_json = json.loads((prepared.folder / "config.json").read_text(encoding="utf-8"))
-    generation = read_generation_config(prepared.folder, config_json)
-    ends = eos_ids(config_json, generation, model.config.eos_token_id, prepared.tokenizer.eos_id)
-    penalties, limit = has_penalties(generation, ends, name), context_limits(config)[0]
-    loaded = LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder)
-    check_rollback(loaded.runner(), model, name)
-    return loaded
+    model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device)
+    ends, generation = prepared.eos_ids, prepared.generation
+    penalties = has_penalties(generation, ends, name)
+    limit = prepared.shape.context_limit
+    return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder)
 
 
-def model_without_weights(prepared: PreparedModel) -> Any | None:
-    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
-
-    Returns None if building the model fails.
-    """
+def load_weights(
+    folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Loads the weights in `folder` with the backend that `config` names. Raises SpecgenError and RunError as `load_model`."""
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        found = f" (only {others[0]})" if others else ""
+        raise SpecgenError(
+            f"{source.name} has no safetensors weights{found}",
+            "Other formats can run code when read: convert it to safetensors first",
+        )
     try:
-        with quiet_transformers(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=prepared.source.trust_remote_code)
-    except Exception:  # noqa: BLE001  loading the model reports the error
-        return None
+        if config.architecture is not None:
+            return load_native(folder, source.name, config.architecture, dtype, device, exact=source.exact)
+        from specgen.engine.transformers_backend.loading import load_transformers_model
+
+        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        hint = "Try --dtype bfloat16 or a smaller model"
+        raise RunError(f"{source.name} does not fit into the memory of {device}", hint) from error
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
@@ -192,104 +244,3 @@ def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedM
         + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),
         "Take a draft of the target's family, or a method without one: -m lookup",
     )
-
-
-def _recurrent(name: str, what: str) -> SpecgenError:
-    return SpecgenError(
-        f"{name} keeps a state ({what}) that cannot be rolled back after a rejected draft",
-        "Take a model with attention in every layer",
-    )
-
-
-def load_weights(folder: Path, source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only that no tensor is missing.
-
-    Raises SpecgenError for damaged or missing weights and for other formats than safetensors, RunError if memory is short.
-    """
-    if not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
-        found = f" (only {others[0]})" if others else ""
-        raise SpecgenError(
-            f"{source.name} has no safetensors weights{found}",
-            "Other formats can run code when read: convert it to safetensors first",
-        )
-    with _reading("weights", source):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=source.trust_remote_code,
-                output_loading_info=True,
-            )
-            model = model.to(device).eval()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            hint = "Try --dtype bfloat16 or a smaller model"
-            raise RunError(f"{source.name} does not fit into the memory of {device}", hint) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise SpecgenError(
-            f"{source.name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it again"
-        )
-    return model
-
-
-@contextmanager
-def _reading(part: str, source: ModelSource) -> Iterator[None]:
-    """Turns any exception that transformers raises in the `with` block into a SpecgenError with a message of one line.
-
-    `part` says what of the model is read there, for the message.
-    """
-    try:
-        with quiet_transformers():
-            yield
-    except SpecgenError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        if "trust_remote_code" in text:
-            raise SpecgenError(
-                f"{source.name} contains Python code", "If you trust its authors with your machine, add --trust-remote-code"
-            ) from error
-        if "Unrecognized configuration class" in text:
-            raise SpecgenError(f"{source.name} is no causal language model", "Take a decoder-only language model") from error
-        reason = shorten(text, 160, placeholder=" …") or type(error).__name__
-        raise SpecgenError(
-            f"cannot read the {part} of {source.name}: {reason.rstrip('.')}", "Download or save it again"
-        ) from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Switches off transformers' warnings and progress bars in the `with` block."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-@inference
-def check_rollback(runner: ModelRunner, model: Any, name: str) -> None:
-    """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
-
-    Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
-    """
-    ids = [token % runner.num_embeddings for token in (5, 9, 7, 6, 11, 4)]
-
-    def logits_after_rollback() -> torch.Tensor:
-        context = Context(ids[:3])
-        runner.logits(context, [ids[3], ids[0]])
-        context.extend(ids[3:])
-        return runner.logits(context).logits
-
-    if why := logits_error(logits_after_rollback, model, ids):
-        raise SpecgenError(
-            f"{name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
-            "Take a causal language model with attention in every layer",
-        )

@@ -1,0 +1,114 @@
+"""Reads configs and loads models with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.tolerances import logits_error
+from specgen.engine.transformers_backend.quiet import quiet_transformers, reading
+from specgen.engine.transformers_backend.transformers_model import TransformersModel
+from specgen.errors import RunError, SpecgenError
+from specgen.types import Context
+
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
+
+
+def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
+    """Returns transformers' config of the model in `folder`; `name` is used in messages.
+
+    Raises SpecgenError if it cannot be read, or belongs to no decoder-only model with attention in every layer.
+    """
+    with reading("configuration", name):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
+    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_TYPES
+    if others:
+        raise _recurrent(name, ", ".join(sorted(others)))
+    return config
+
+
+def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
+    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
+
+    `config` is transformers' config. Returns None if building the model fails.
+    """
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:  # noqa: BLE001  loading the model reports the error
+        return None
+
+
+def load_transformers_model(folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+    """Loads the model in `folder`, and checks that cached passes with a rollback give the right logits.
+
+    Raises SpecgenError if the check fails, or for damaged or missing weights, and RunError if memory is short.
+    """
+    module = load_module(folder, name, trust_remote_code, dtype, device)
+    if getattr(type(module), "_is_stateful", False):
+        raise _recurrent(name, module.config.model_type)
+    model = TransformersModel(module)
+    _check_rollback(model, name)
+    return model
+
+
+def load_module(folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only that no tensor is missing.
+
+    Raises SpecgenError for damaged or missing weights, RunError if memory is short.
+    """
+    with reading("weights", name):
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+            model = model.to(device).eval()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            hint = "Try --dtype bfloat16 or a smaller model"
+            raise RunError(f"{name} does not fit into the memory of {device}", hint) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise SpecgenError(
+            f"{name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it again"
+        )
+    return model
+
+
+def _recurrent(name: str, what: str) -> SpecgenError:
+    return SpecgenError(
+        f"{name} keeps a state ({what}) that cannot be rolled back after a rejected draft",
+        "Take a model with attention in every layer",
+    )
+
+
+@inference
+def _check_rollback(model: TransformersModel, name: str) -> None:
+    """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
+
+    Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
+    """
+    runner = ModelRunner(model)
+    ids = [token % runner.num_embeddings for token in (5, 9, 7, 6, 11, 4)]
+
+    def logits_after_rollback() -> torch.Tensor:
+        context = Context(ids[:3])
+        runner.logits(context, [ids[3], ids[0]])
+        context.extend(ids[3:])
+        return runner.logits(context).logits
+
+    if why := logits_error(logits_after_rollback, lambda: model.reference_logits(ids)):
+        raise SpecgenError(
+            f"{name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
+            "Take a causal language model with attention in every layer",
+        )

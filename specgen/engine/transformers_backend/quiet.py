@@ -1,0 +1,51 @@
+"""Calls of transformers without its warnings, and with its errors as messages of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import shorten
+
+from transformers.utils import logging as transformers_logging
+
+from specgen.errors import SpecgenError
+
+
+@contextmanager
+def reading(part: str, name: str) -> Iterator[None]:
+    """Turns any exception that transformers raises in the `with` block into a SpecgenError with a message of one line.
+
+    `part` says what of the model is read there, for the message.
+    """
+    try:
+        with quiet_transformers():
+            yield
+    except SpecgenError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            raise SpecgenError(
+                f"{name} contains Python code", "If you trust its authors with your machine, add --trust-remote-code"
+            ) from error
+        if "Unrecognized configuration class" in text:
+            raise SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model") from error
+        reason = shorten(text, 160, placeholder=" …") or type(error).__name__
+        raise SpecgenError(
+            f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it again"
+        ) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Switches off transformers' warnings and progress bars in the `with` block."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
