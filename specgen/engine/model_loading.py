@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from specgen.engine.cached_prefix import context_limits
@@ -19,7 +20,7 @@ from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.tokenizer import Tokenizer
+from specgen.engine.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.tolerances import logits_error
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context
@@ -139,7 +140,8 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
     if others:
         raise _recurrent(source.name, ", ".join(sorted(others)))
     with _reading("tokenizer", source):
-        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code))
+        config_json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tokenizer = load_tokenizer(folder, config_json, source.trust_remote_code)
     return PreparedModel(source, folder, config, tokenizer)
 
 
@@ -180,6 +182,8 @@ def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedM
     One of them may have more tokens, at most 1 %. The sizes of the models' embeddings are not compared, because models of one
     family pad them differently.
     """
+    if target.tokenizer.digest is not None and target.tokenizer.digest == draft.tokenizer.digest:
+        return  # building two large vocabularies takes longer than all the rest
     of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
     smaller, larger = sorted((of_target, of_draft), key=len)
     if len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items():
