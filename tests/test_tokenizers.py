@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
-import specgen
 from specgen import demo
 from specgen.engine import model_loading
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
@@ -147,3 +147,362 @@ def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:
         for skip in (True, False):
             assert ours._backend.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), (text, skip)
     return ours
+
+
+def token(content: str, kind: str | None = None, **flags: bool) -> dict[str, Any]:
+    """The description of an added token; with `kind` as tokenizer_config.json has it outside its list of added tokens."""
+    usual = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    return ({"__type": kind} if kind else {}) | {"content": content} | usual | flags
+
+
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    return token(content, "AddedToken", **flags)
+
+
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "no file": None,
+    "names": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "nulls": {"bos_token": None, "eos_token": "</s>", "pad_token": None, "mask_token": None, "image_token": None},
+    "described names": {"eos_token": added("</s>", lstrip=True), "bos_token": added("<s>")},
+    "new names": {
+        "eos_token": "<new>",
+        "image_token": "<image>",
+        "additional_special_tokens": ["<extra>", added("<other>", rstrip=True), "<new>"],
+    },
+    "added tokens": {
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "added_tokens_decoder": {
+            "0": token("<unk>"),
+            "2": token("</s>", lstrip=True),
+            "1": token("<s>", special=False),
+            "400": token("quick", normalized=True, special=False),
+        },
+    },
+    "added tokens beside the vocabulary": {
+        "eos_token": "<new>",
+        "added_tokens_decoder": {"4": token("<new>", special=False), "3": token("<zz>")},
+        "extra_special_tokens": ["<extra>", "fox"],
+    },
+    "flags without effect": {
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "model_max_length": 3,
+        "padding_side": "left",
+        "truncation_side": "left",
+    },
+    "clean-up": {"clean_up_tokenization_spaces": True},
+    "split": {"split_special_tokens": True, "eos_token": "</s>"},
+    "prefix": {"add_prefix_space": True, "legacy": True},
+    "no prefix": {"add_prefix_space": False, "legacy": False},
+    "named extras": {"extra_special_tokens": {"image_token": "<image>", "audio_token": "<audio>"}},
+    "two lists of extras": {"additional_special_tokens": ["<x>"], "extra_special_tokens": ["<y>"]},
+}
+FILES = {
+    "byte-level": byte_level,
+    "byte-level, NFC, template": lambda: byte_level("NFC", True, True),
+    "first": metaspace,
+    "prepend": lambda: metaspace("prepend"),
+    "gemma": lambda: metaspace("gemma"),
+}
+CASES = [  # file, declared class, model type
+    ("byte-level", "LlamaTokenizerFast", "llama"),
+    ("byte-level, NFC, template", "PreTrainedTokenizerFast", "llama"),
+    ("first", "PreTrainedTokenizer", "phi3"),
+    ("prepend", "LlamaTokenizer", "llama"),
+    ("first", "LlamaTokenizerFast", "smollm3"),
+    ("prepend", "LlamaTokenizer", "mistral"),
+    ("gemma", "GemmaTokenizerFast", "gemma2"),
+    ("gemma", None, "gemma3_text"),
+    ("byte-level", "Qwen2Tokenizer", "qwen3"),
+    ("byte-level, NFC, template", "LlamaTokenizer", "qwen2"),
+    ("byte-level", "GPT2TokenizerFast", "starcoder2"),
+    ("byte-level, NFC, template", "GPT2Tokenizer", "granite"),
+    ("byte-level, NFC, template", "CohereTokenizerFast", "cohere"),
+    ("byte-level, NFC, template", None, "gpt_neox"),
+    ("byte-level", "BloomTokenizerFast", "bloom"),
+]
+
+
+@pytest.mark.parametrize(("file", "declared", "model_type"), CASES)
+def test_byte_pair_tokenizers(tmp_path: Path, file: str, declared: str | None, model_type: str) -> None:
+    for number, settings in enumerate(SETTINGS.values()):
+        named = {**(settings or {}), **({"tokenizer_class": declared} if declared else {})}
+        assert_same(write(tmp_path / str(number), FILES[file](), None if settings is None else named, {"model_type": model_type}))
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram", "WordPiece"])
+def test_other_tokenizers(tmp_path: Path, kind: str) -> None:
+    for number, settings in enumerate(SETTINGS.values()):
+        folder = write(tmp_path / str(number), other_model(kind), settings, {"model_type": "llama"})
+        if settings and "clean_up_tokenization_spaces" in settings:
+            assert load(folder).fallback == f"its {kind} model needs steps of transformers"
+        else:
+            assert_same(folder)
+
+
+@pytest.mark.parametrize("declared", [None, "LlamaTokenizer"])
+def test_the_map_of_special_tokens_counts_without_a_list_of_added_tokens(tmp_path: Path, declared: str | None) -> None:
+    map_ = {"eos_token": token("<eos>", lstrip=True), "additional_special_tokens": ["<q>"], "unk_token": "<unk>"}
+    for number, settings in enumerate(SETTINGS.values()):
+        named = {**(settings or {}), "tokenizer_class": declared}
+        folder = write(tmp_path / str(number), metaspace(), named, {"model_type": "llama"}, special_tokens_map=map_)
+        assert_same(folder)
+
+
+def test_the_class_of_config_json_counts_if_the_tokenizer_declares_none(tmp_path: Path) -> None:
+    folder = write(tmp_path, metaspace("prepend"), {}, {"model_type": "llama", "tokenizer_class": "LlamaTokenizerFast"})
+    assert assert_same(folder).encode("<s> x") != load(write(tmp_path, metaspace("prepend"), {}, {"model_type": "llama"})).encode(
+        "<s> x"
+    )
+
+
+def test_the_table_of_classes_is_that_of_transformers() -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    ours = {model_type: name for model_type, name in CLASS_OF_MODEL_TYPE.items() if name}
+    assert ours == {model_type: auto.TOKENIZER_MAPPING_NAMES[model_type] for model_type in ours}
+    assert not (CLASS_OF_MODEL_TYPE.keys() - ours.keys()) & auto.TOKENIZER_MAPPING_NAMES.keys()
+    wrong = auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & CLASS_OF_MODEL_TYPE.keys()
+    assert wrong == {"qwen2", "phi3"}
+    assert all(auto.tokenizer_class_from_name(name).__name__ == name for name in CLASSES)
+
+
+LLAMA = {"model_type": "llama"}
+UNUSUAL: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # fields of tokenizer_config.json and config.json, the reason
+    ({}, {"model_type": "nystromformer"}, "the tokenizer class of model type nystromformer is not known"),
+    ({"auto_map": {"AutoTokenizer": ["a.B", None]}}, {"model_type": "qwen3"}, "the model has code of its own"),
+    ({"tokenizer_class": "NoSuchTokenizer"}, LLAMA, "its tokenizer class is NoSuchTokenizer"),
+    ({"fix_mistral_regex": True}, {"model_type": "mistral"}, "unusual field: fix_mistral_regex"),
+    ({"chat_control_tokens": []}, LLAMA, "unusual field: chat_control_tokens"),
+    ({"image_token": "<i>", "extra_special_tokens": {"audio_token": "<a>"}}, LLAMA, "several kinds of special tokens"),
+]
+
+
+@pytest.mark.parametrize(("settings", "config", "reason"), UNUSUAL)
+def test_unusual_tokenizers_are_left_to_transformers(
+    tmp_path: Path, settings: dict[str, Any], config: dict[str, Any], reason: str
+) -> None:
+    folder = write(tmp_path, byte_level(), settings, config)
+    tokenizer, reference = load(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.fallback is not None
+    assert reason in tokenizer.fallback
+    assert tokenizer.digest is None
+    assert tokenizer.vocabulary() == reference.get_vocab()
+    assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]
+
+
+def test_other_files_are_left_to_transformers(tmp_path: Path) -> None:
+    folder = write(tmp_path / "vocabulary", "{}", {}, {"model_type": "gpt2"})
+    (folder / "tokenizer.json").unlink()
+    vocabulary = json.loads(byte_level())["model"]["vocab"]
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    assert load(folder).fallback == "there is no tokenizer.json"
+    assert load(folder).vocabulary() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    old = write(tmp_path / "old", byte_level(), {}, LLAMA, added_tokens={"<later>": 450})
+    assert load(old).fallback == "it has an added_tokens.json of the old format"
+    odd = write(tmp_path / "odd", byte_level(), {}, LLAMA, special_tokens_map={"extra_special_tokens": ["<e>"]})
+    assert load(odd).fallback == "special_tokens_map.json has an unusual field: extra_special_tokens"
+    assert load(odd).vocabulary() == AutoTokenizer.from_pretrained(odd).get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", '{"eos_token": {"content": "</s>"}}'),
+        ("tokenizer_config.json", '{"extra_special_tokens": 3}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"split_special_tokens": "yes"}'),
+        ("special_tokens_map.json", "{"),
+    ],
+)
+def test_damaged_files_raise_the_error_of_transformers(tmp_path: Path, file: str, content: str) -> None:
+    folder = write(tmp_path, byte_level(), {}, {"model_type": "qwen3"})
+    (folder / file).write_text(content, encoding="utf-8")
+    with pytest.raises(Exception) as expected:
+        AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(type(expected.value)) as raised:
+        load(folder)
+    assert str(raised.value) == str(expected.value)
+    source = model_loading.ModelSource(str(folder), label="thing")
+    with pytest.raises(SpecgenError, match="cannot read the tokenizer of thing"):
+        model_loading.prepare(source, announce=lambda _: None)
+
+
+def test_one_definition_is_read_once_and_needs_no_comparison(tmp_path: Path) -> None:
+    one, other, third = (
+        load(write(tmp_path / str(number), byte_level(), {"chat_template": str(number), "eos_token": eos}, LLAMA))
+        for number, eos in enumerate(["</s>", "</s>", "<s>"])
+    )
+    assert one._backend is other._backend
+    assert one.digest == other.digest != third.digest
+    assert one.chat("x", None) == one._backend.encode("0", add_special_tokens=False)
+    assert other.chat("x", None) == one._backend.encode("1", add_special_tokens=False)
+
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "namespace": "{%- set ns = namespace(seen=false, n=0) -%}{% for m in messages[::-1] %}{% set ns.n = loop.index0 %}"
+    "{% if m.role == 'user' and not ns.seen %}{% set ns.seen = true %}{{ loop.index }}{% endif %}{% endfor %}{{ ns.n }}",
+    "date": "{{ bos_token }}{{ strftime_now('%Y') }}{% if tools is none and documents is none %}-{% endif %}{{ eos_token }}",
+    "alternation": "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[INST] {{ m.content }} [/INST]{% endfor %}",
+    "no system": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x",
+    "macro": "{% macro one(m, mark='#') %}{{ mark }} {{ m.role | upper }}: {{ m.content }}{% endmacro %}"
+    "{% for m in messages %}{{ one(m) }}\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
+    "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}|{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}"
+    "{{ {'a': '<é>'} | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
+    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}",
+    "whitespace": "  {% if true %}\n    {{ messages[-1].content }}   \n  {% endif %}\n\n{# note #}\n  end  ",
+    "tokens": "{{ bos_token }}|{{ unk_token is defined }}|{{ pad_token is defined }}|{{ image_token }}|{{ cls_token is none }}",
+    "undefined": "{{ nothing }}{{ messages[0].nothing }}{{ nothing.attribute }}",
+    "syntax": "{% for m in messages %}{{ m.content }}",
+    "unknown filter": "{{ messages | nothing }}",
+    "division": "{{ 1 / 0 }}",
+    "underscore attribute": "{{ messages.__class__.__mro__ }}",
+    "underscore method": "{{ ''.__class__.mro()[1].__subclasses__() }}",
+    "underscore name": "{% set ns = namespace(_x=1) %}{{ ns._x }}",
+    "underscore later": "{% set ns = namespace() %}{% set ns.__init__ = 1 %}{{ ns.__init__ }}",
+    "self": "{% set ns = namespace(self=1, x=2) %}{{ ns.self + ns.x }}{{ namespace({'a': 3}).a }}",
+    "mutation": "{{ messages.append(1) }}",
+    "format": "{{ '{0.__class__}'.format(messages) }}",
+    "globals": "{{ raise_exception.__globals__ }}{{ strftime_now.__globals__ }}{{ cycler.__init__.__globals__ }}",
+    "import": "{% import 'os' as os %}{{ os }}",
+    "range": "{{ range(99999999) | list }}",
+}
+CHATS: list[tuple[str, str | None, list[tuple[str, str]]]] = [
+    ("Hello, quick fox?", None, []),
+    ("  é 日本 <|user|> {{ x }} \n", "You are <b>brief</b>.", []),
+    ("third", "", [("one", "first answer"), ("two", "second </s> answer")]),
+    ("", None, [("q", "")]),
+]
+
+
+def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None, "image_token": "<image>"}
+    folder = write(tmp_path, byte_level(with_template=True), {**settings, "chat_template": "x"}, {"model_type": "qwen3"})
+    reference = AutoTokenizer.from_pretrained(folder)
+    refused = set()
+    for name, template in TEMPLATES.items():
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        tokenizer = load(folder)
+        assert tokenizer.fallback is None
+        for prompt, system, before in CHATS:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            for question, answer in before:
+                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages.append({"role": "user", "content": prompt})
+            expected, error = outcome(
+                lambda messages=messages, template=template: reference.apply_chat_template(
+                    messages, chat_template=template, add_generation_prompt=True, return_dict=False
+                )
+            )
+            ids, refusal = outcome(
+                lambda tokenizer=tokenizer, prompt=prompt, system=system, before=before: tokenizer.chat(prompt, system, before)
+            )
+            assert ids == expected, (name, prompt, error, refusal)
+            if error is not None:
+                refused.add(name)
+                assert isinstance(refusal, SpecgenError)
+                assert type(refusal.__cause__) is type(error), (name, error)
+                if name not in ("underscore name", "underscore later"):  # our own words
+                    assert str(refusal.__cause__) == str(error), name
+    assert refused >= {"alternation", "no system", "syntax", "underscore name", "underscore later", "mutation", "import", "range"}
+    assert len(TEMPLATES.keys() - refused) >= 12
+
+
+def outcome(call: Callable[[], list[int]]) -> tuple[list[int] | None, Exception | None]:
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001  templates raise anything
+        return None, error
+
+
+def chat_template_cases(folder: Path) -> None:
+    """Compares the chosen chat template of a folder with transformers'."""
+    reference, tokenizer = AutoTokenizer.from_pretrained(folder), load(folder)
+    assert tokenizer.fallback is None
+    messages = [{"role": "user", "content": "Hi"}]
+    if not reference.chat_template:
+        with pytest.raises(SpecgenError, match="no chat template"):
+            tokenizer.chat("Hi", None)
+        return
+    try:
+        text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except ValueError:
+        with pytest.raises(SpecgenError, match="none is called default: other, tool_use"):
+            tokenizer.chat("Hi", None)
+    else:
+        assert tokenizer.chat("Hi", None) == reference(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "file", "others"),
+    [
+        (None, None, {}),
+        ("", None, {}),
+        ("config {{ messages[0].content }}", None, {}),
+        ("config", "file {{ messages[0].content }}\r\n{{ bos_token }}", {}),
+        ([{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
+        ([{"name": "other", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
+        ({"default": "A", "rag": "B"}, None, {}),
+        ([{"name": "other", "template": "A"}], "file", {}),
+        ("config", None, {"other": "A", "tool_use": "B"}),
+        ("config", "file", {"tool_use": "B"}),
+        ("config", None, {"default": "C"}),
+    ],
+)
+def test_sources_of_chat_templates(tmp_path: Path, configured: Any, file: str | None, others: dict[str, str]) -> None:
+    folder = write(tmp_path, byte_level(), {"bos_token": "<s>", "chat_template": configured}, LLAMA)
+    if file is not None:
+        (folder / "chat_template.jinja").write_text(file, encoding="utf-8", newline="")
+    for name, template in others.items():
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template, encoding="utf-8")
+    chat_template_cases(folder)
+
+
+@pytest.mark.parametrize(("file", "declared", "model_type"), CASES)
+def test_default_special_tokens_are_variables(tmp_path: Path, file: str, declared: str | None, model_type: str) -> None:
+    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    template = "".join(f"{name}={{{{ {name}_token if {name}_token is defined else 'undefined' }}}};" for name in names)
+    settings = {"chat_template": template, **({"tokenizer_class": declared} if declared else {})}
+    chat_template_cases(write(tmp_path, FILES[file](), settings, {"model_type": model_type}))
+
+
+def test_the_demo_tokenizer_needs_no_transformers() -> None:
+    program = """
+import json, sys
+from pathlib import Path
+from specgen.engine.tokenizer import load_tokenizer
+folder = Path(sys.argv[1])
+tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()), trust_remote_code=False)
+ids = tokenizer.encode("def f(x):")
+heavy = {"transformers", "torch", "numpy", "huggingface_hub", "jinja2"} & sys.modules.keys()
+chat = tokenizer.chat("Hi", None)
+print(json.dumps([ids, chat, sorted(heavy), sorted({"transformers", "torch", "numpy"} & sys.modules.keys())]))
+"""
+    folder = demo.folder("target")
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    ids, chat, before, after = json.loads(done.stdout)
+    reference = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert ids == reference("def f(x):")["input_ids"]
+    assert chat == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert (before, after) == ([], [])
+
+
+def test_the_demo_pair_shares_one_tokenizer() -> None:
+    target, draft = (load(Path(demo.folder(role))) for role in ("target", "draft"))
+    assert target.digest == draft.digest
+    assert target.fallback is None

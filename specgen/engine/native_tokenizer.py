@@ -141,7 +141,7 @@ def _special_tokens_map(folder: Path) -> dict[str, Any]:
         raise NotNativeError("it has an added_tokens.json of the old format")
     fields = _json_object(folder / "special_tokens_map.json")
     for key, value in fields.items():
-        if not key.endswith("_token") and key != "additional_special_tokens":
+        if key in _FLAGS or not (key.endswith("_token") or key == "additional_special_tokens"):
             raise NotNativeError(f"special_tokens_map.json has an unusual field: {key}")
         if isinstance(value, dict):
             fields[key] = {**value, "special": True, "__type": "AddedToken"}
