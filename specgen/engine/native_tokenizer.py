@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -218,11 +219,19 @@ def _added_tokens(settings: Mapping[str, Any], source: bytes | Pipeline) -> list
     if "added_tokens_decoder" in settings:
         given = {int(id_): token for id_, token in settings["added_tokens_decoder"].items()}
     elif isinstance(source, bytes):
-        given = {token["id"]: token for token in json.loads(source)["added_tokens"]}
+        given = {token["id"]: token for token in _listed_tokens(source)}
     else:
         given = source.get_added_tokens_decoder()
     tokens = (given[id_] for id_ in sorted(given))
     return [token if isinstance(token, AddedToken) else _added_token(token) for token in tokens]
+
+
+def _listed_tokens(data: bytes) -> list[dict[str, Any]]:
+    """Returns the added tokens of tokenizer.json without parsing its vocabulary and merges, which usually come after them."""
+    start = re.search(rb'"added_tokens"\s*:\s*', data)
+    found = start and json.JSONDecoder().raw_decode(data[start.end() :].decode())[0]
+    listed: list[dict[str, Any]] = found if isinstance(found, list) else json.loads(data)["added_tokens"]
+    return listed
 
 
 def _special_tokens(
