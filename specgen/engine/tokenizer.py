@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Protocol
 
+from specgen.engine.native_tokenizer import read_native
+from specgen.engine.tokenizer_class import NotNativeError
 from specgen.errors import SpecgenError
+
+Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
 _PREFIX = 6  # the first new token is decoded together with this many last tokens of the prompt, which keeps its leading space
 
 
-class Tokenizer:
-    """A Hugging Face tokenizer, wrapped for what specgen needs of it."""
+class Backend(Protocol):
+    """The library that tokenizes. `digest` is the same for two tokenizers with the same definition; None: not known."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    @property
+    def digest(self) -> str | None: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    def vocabulary(self) -> dict[str, int]: ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template.
+
+    `render` turns messages, each with the keys role and content, into the text of the chat template; None: there is no template.
+    `fallback` says why transformers' tokenizer is used; None: the `tokenizers` library is used alone.
+    """
+
+    def __init__(self, backend: Backend, render: Render | None, fallback: str | None = None) -> None:
+        self._backend = backend
+        self._render = render
+        self.fallback = fallback
         self._texts: dict[int, str] = {}
-        anchor = tokenizer.encode("a", add_special_tokens=False)
-        self._anchor: list[int] = anchor[-1:]
-        self._anchor_text = self._decode(self._anchor, skip_special_tokens=False)
+        self._anchor = backend.encode("a", add_special_tokens=False)[-1:]
+        self._anchor_text = backend.decode(self._anchor, skip_special_tokens=False)
 
     @property
     def eos_id(self) -> int | None:
-        eos: int | None = self._tokenizer.eos_token_id
-        return eos
+        return self._backend.eos_id
+
+    @property
+    def digest(self) -> str | None:
+        """A text that two tokenizers share only if their vocabularies and all their tokenizing steps are the same.
+
+        None if transformers' tokenizer is used.
+        """
+        return self._backend.digest
 
     def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
+        return self._backend.vocabulary()
 
     def encode(self, text: str) -> list[int]:
         """Returns the text's token ids, with the special tokens that the tokenizer adds (such as a beginning-of-text token)."""
-        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]  # no warning about long texts
-        return ids
+        return self._backend.encode(text, add_special_tokens=True)
 
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Returns the token ids of a conversation in the model's chat template, up to where the model's next answer starts.
@@ -42,18 +75,17 @@ class Tokenizer:
         `prompt` is the user's last message, `system` the system message (None: none). `before` holds the earlier messages of the
         user, each with the model's answer. Raises SpecgenError if there is no template or it refuses the messages.
         """
-        if not self._tokenizer.chat_template:
+        if self._render is None:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         turns = [{"role": "system", "content": system}] if system is not None else []
         for question, answer in before:
             turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         turns.append({"role": "user", "content": prompt})
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._render(turns)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._backend.encode(text, add_special_tokens=False)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Returns the text of some tokens for display, with leading spaces and the names of special tokens.
@@ -62,21 +94,81 @@ class Tokenizer:
         """
         if len(ids) == 1 and ids[0] in self._texts:
             return self._texts[ids[0]]
-        text = self._decode([*self._anchor, *ids], skip_special_tokens=False)[len(self._anchor_text) :]
+        text = self._backend.decode([*self._anchor, *ids], skip_special_tokens=False)[len(self._anchor_text) :]
         if len(ids) == 1:
             self._texts[ids[0]] = text
         return text
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        return Detokenizer(self._decode, prompt_ids)
+        return Detokenizer(partial(self._backend.decode, skip_special_tokens=True), prompt_ids)
 
-    def _decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
-            text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)  # ten times faster
-        else:
-            text = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Tokenizer:
+    """Loads the tokenizer and the chat template of the model in `folder`, with the results of transformers' AutoTokenizer.
+
+    transformers is imported only if the files need it; then `Tokenizer.fallback` says why. `config` is the parsed config.json.
+    Raises what transformers raises for files that it cannot read either.
+    """
+    try:
+        native, template = read_native(folder, config)
+        if not template:
+            return Tokenizer(native, render=None)
+        return Tokenizer(native, partial(_render, template, native.special_tokens))
+    except NotNativeError as error:
+        fallback = str(error)
+    except Exception as error:  # noqa: BLE001  damaged files: transformers may read them, or reports them
+        fallback = f"its files could not be read: {shorten(str(error), 80, placeholder=' …')}"
+    adapter = _TransformersTokenizer(folder, trust_remote_code)
+    return Tokenizer(adapter, adapter.render if adapter.has_template else None, fallback)
+
+
+def _render(template: str | Mapping[str, str], special_tokens: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
+    from specgen.engine.chat_template import render  # imports jinja2, which takes longer than loading a small tokenizer
+
+    if not isinstance(template, str):
+        if "default" not in template:
+            raise ValueError(f"it has several chat templates and none is called default: {', '.join(sorted(template))}")
+        template = template["default"]
+    return render(template, messages, special_tokens)
+
+
+class _TransformersTokenizer:
+    """A backend by transformers' AutoTokenizer."""
+
+    digest = None
+
+    def __init__(self, folder: Path, trust_remote_code: bool) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        is_plain = backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
+        self._decode: Callable[..., str] = (backend if is_plain else self._tokenizer).decode  # the backend is ten times faster
+
+    @property
+    def eos_id(self) -> int | None:
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
+
+    def vocabulary(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)  # no warning about long texts
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
 class Detokenizer:

@@ -1,0 +1,112 @@
+"""Renders a model's chat template: a jinja2 program from a stranger, run in jinja2's sandbox.
+
+The environment is the one that transformers gives to templates (version 5.23, `utils/chat_template_utils.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]) -> str:
+    """Returns the text of the messages in the template, up to where the model's next answer starts.
+
+    `special_tokens` are the template's variables for them, such as bos_token. Raises any exception, as the template does.
+    """
+    return _compiled(template).render(
+        messages=[dict(message) for message in messages],
+        tools=None,
+        documents=None,
+        add_generation_prompt=True,
+        **special_tokens,
+    )
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(template)
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}` ... `{% endgeneration %}`, which marks answers for training. Here it gives its content."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Any) -> str:
+        content: str = caller()
+        return content
+
+
+class _Dict:
+    """`dict` for templates: makes dictionaries, without the attributes of Python's class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(Namespace):
+    """`namespace` for templates, which refuses names that start with an underscore: they lead to Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may pass a value called self
+        self, *others = args
+        values = dict(*others, **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace of a chat template has no names that start with an underscore: {name!r}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Converts to JSON without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
