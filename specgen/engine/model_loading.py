@@ -31,7 +31,9 @@ _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"
 class ModelSource:
     """Where a model comes from. `location` is a Hugging Face id or a folder; `label` replaces it in messages unless it is None.
 
-    `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids downloads.
+    `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids downloads. `backend` says
+    whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. `exact`: a token's logits are
+    computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     """
 
     location: str
@@ -39,6 +41,8 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
     offline: bool = False
+    backend: str = "auto"
+    exact: bool = False
 
     @property
     def name(self) -> str:
@@ -151,8 +155,6 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     name, config = prepared.name, prepared.config
     announce(f"loading {name}")
     model = load_weights(prepared.folder, prepared.source, dtype, device)
-    if getattr(type(model), "_is_stateful", False):
-        raise _recurrent(name, config.model_type)
     configured = [model.generation_config.eos_token_id, model.config.eos_token_id, prepared.tokenizer.eos_id]
     eos: Any = next((found for found in configured if found is not None), [])
     eos_ids = frozenset([eos] if isinstance(eos, int) else eos)
@@ -275,8 +277,11 @@ def quiet_transformers() -> Iterator[None]:
 def check_rollback(runner: ModelRunner, model: Any, name: str) -> None:
     """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
 
-    Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
+    Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask. Raises
+    it too for a model that keeps a recurrent state.
     """
+    if getattr(type(model), "_is_stateful", False):
+        raise _recurrent(name, model.config.model_type)
     ids = [token % runner.num_embeddings for token in (5, 9, 7, 6, 11, 4)]
 
     def logits_after_rollback() -> torch.Tensor:
