@@ -75,8 +75,7 @@ class Pair:
 
     def load_draft(self) -> None:
         """Loads the draft model's weights in this process, unless it has done so or there is none. Else the first use does it."""
-        if self._draft_runner is None and self.draft is not None:
-            # with the target's penalties too: the draft has to predict the penalised target
+        if self._draft_runner is None and self.draft is not None:  # with the target's penalties: it has to predict their effect
             self._draft_runner = self.draft.runner(self._penalties(self.draft.device))
 
     def drafts_here(self, method: Method) -> bool:
@@ -164,13 +163,14 @@ class Pair:
     ) -> None:
         """Does the slow work that `plan` with the same arguments needs, if any.
 
-        For PEARL it starts the process or thread of the draft model, and measures the window if the setting is `auto`. For layer
-        skipping with `skip=auto` it searches the layers. Results of earlier calls, also of other processes on this machine, are
-        reused. Raises SpecgenError as `plan` does.
+        Loads the draft model, if the method uses it. For PEARL starts its process or thread, and measures the window if the
+        setting is `auto`. For layer skipping with `skip=auto` searches the layers. Results of earlier calls, also of other
+        processes on this machine, are reused. Raises SpecgenError as `plan` does.
         """
         request = self._request(prompt, method, sampling, parameters)
-        worker = self._worker if request.method.schedule == "parallel" else None
-        if worker is not None:
+        if self.drafts_here(request.method):
+            self.load_draft()
+        if request.method.is_parallel and (worker := self._worker) is not None:
             if request.settings.values["window"] == "auto":
                 self.parallel_costs(request.typical_length, request.sampling)
             worker.ready()
