@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run_main
 from families import VOCAB, make_model, near_copy, save
 from processes import is_running, wait_until
 from transformers import BertConfig, BertLMHeadModel
@@ -315,6 +316,31 @@ def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, st
             pair.generate(PROMPT, method, limit)
         assert pair.draft.model.num_parameters() > 0
         assert loaded_here == [draft]
+
+
+@posix
+@pytest.mark.parametrize(
+    ("command", "loaded"),
+    [
+        (["generate", "-m", "pearl", "--set", "window=4", "abc"], []),
+        (["generate", "-m", "ar", "abc"], []),
+        (["generate", "abc"], ["draft"]),
+        (["compare", "-m", "pearl:window=4", "--repeats", "1", "--limit", "1"], []),
+        (["compare", "-m", "pearl:window=4,sd", "--repeats", "1", "--limit", "1"], ["draft"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_command_loads_the_draft_only_if_a_method_needs_it_here(
+    folders: tuple[str, str],
+    loaded_here: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: list[str],
+    loaded: list[str],
+) -> None:
+    code, _, err = run_main(monkeypatch, capfd, *command, "-t", folders[0], "-d", folders[1], "-n", "3", "--device", "cpu", "-q")
+    assert (code, err) == (0, "")
+    assert [Path(name).name for name in loaded_here] == loaded
 
 
 def test_threads_that_need_the_draft_at_once_load_it_once(folders: tuple[str, str], loaded_here: list[str]) -> None:
