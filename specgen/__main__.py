@@ -1,6 +1,6 @@
 """`python -m specgen`."""
 
-from specgen.cli.app import main
+from specgen.cli.app import program
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from specgen import demo
+from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
+from specgen.types import check_backend
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.process_worker import ProcessWorker
 
@@ -28,6 +31,8 @@ def load(
     draft_revision: str | None = None,
     trust_remote_code: bool = False,
     offline: bool = False,
+    backend: str = "auto",
+    exact: bool = False,
     announce: Callable[[str], None] = lambda _: None,
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
@@ -37,15 +42,20 @@ def load(
     If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's device.
     `announce` is called with a short description of each step. `process` is a process started earlier to run PEARL's draft model,
     to save time; None starts one when PEARL first runs. `exit_layer` is the file or folder of EESD's trained exit layer; None
-    takes the one that was trained for this target on this machine, or the bundled target's. Raises SpecgenError.
+    takes the one that was trained for this target on this machine, or the bundled target's. `backend` says whose forward pass
+    runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute
+    a token's logits alike, so that plain and speculative decoding see equal bits. The draft model's weights are loaded when they
+    are first needed in this process. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
     if (target is None and revision is not None) or (draft is None and draft_revision is not None):
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
+    check_backend(backend)
     target_device = pick_device(device)
     other_device = target_device if draft_device is None else pick_device(draft_device)
-    sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline)
+    sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
+    sources[0] = replace(sources[0], exact=exact)
     try:
         pair = _load(sources, (target_device, other_device), dtype, announce, process)
     except BaseException:
@@ -70,16 +80,17 @@ def model_sources(
     draft_revision: str | None,
     trust_remote_code: bool,
     offline: bool,
+    backend: str = "auto",
 ) -> list[ModelSource]:
     """Returns where to load the target from, then the draft model if there is one.
 
     If `target` is None, these are the two models that come with specgen.
     """
     if target is None:
-        return [ModelSource(str(demo.folder(role)), f"demo/{role}") for role in demo.ROLES]
-    sources = [ModelSource(target, None, revision, trust_remote_code, offline)]
+        return [ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend) for role in demo.ROLES]
+    sources = [ModelSource(target, None, revision, trust_remote_code, offline, backend)]
     if draft is not None:
-        sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline))
+        sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline, backend))
     return sources
 
 
@@ -111,10 +122,10 @@ def _load(
         worker = ProcessWorker(process, *placed[1])
     elif process is not None:
         process.close()
-    loaded = [load_model(*entry, announce) for entry in placed]
+    loaded = load_model(*placed[0], announce)
     if worker is not None:
-        worker.follow(loaded[0])
-    return Pair(loaded[0], loaded[1] if len(loaded) == 2 else None, worker)
+        worker.follow(loaded)
+    return Pair(loaded, DeferredModel(*placed[1]) if len(placed) == 2 else None, worker)
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:

@@ -16,6 +16,7 @@ from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.decoder_layers import check_llama_structure
+from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
@@ -44,7 +45,7 @@ class Pair:
     def __init__(
         self,
         target: LoadedModel,
-        draft: LoadedModel | None,
+        draft: DraftModel | None,
         worker: ProcessWorker | None = None,
         exit_layer: Exit | None = None,
     ) -> None:
@@ -55,11 +56,8 @@ class Pair:
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
-        width = target.runner().vocab_size
-        self._target_runner = target.runner(target.penalties(target.device, width))
+        self._target_runner = target.runner(target.penalties(target.device, target.runner().vocab_size))
         self._draft_runner: ModelRunner | None = None
-        if draft is not None:  # with the target's penalties too: the draft has to predict the penalised target
-            self._draft_runner = draft.runner(target.penalties(draft.device, width))
         self._early_exit: EarlyExit | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._parallel_costs: dict[tuple[Any, ...], ParallelCosts] = {}
@@ -71,8 +69,19 @@ class Pair:
 
     @property
     def runners(self) -> tuple[ModelRunner, ModelRunner | None]:
-        """The model runners of the target and of the draft model (None if there is none), to time forward passes with."""
+        """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
+        self.load_draft()
         return self._target_runner, self._draft_runner
+
+    def load_draft(self) -> None:
+        """Loads the draft model's weights in this process, unless it has done so or there is none. Else the first use does it."""
+        if self._draft_runner is None and self.draft is not None:  # with the target's penalties: it has to predict their effect
+            self._draft_runner = self.draft.runner(self._penalties(self.draft.device))
+
+    def drafts_here(self, method: Method) -> bool:
+        """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
+        in_worker = method.is_parallel and self._process_worker is not None
+        return self.draft is not None and method.needs_draft_model and not in_worker
 
     @cached_property
     def exit_layer(self) -> Exit | None:
@@ -154,13 +163,14 @@ class Pair:
     ) -> None:
         """Does the slow work that `plan` with the same arguments needs, if any.
 
-        For PEARL it starts the process or thread of the draft model, and measures the window if the setting is `auto`. For layer
-        skipping with `skip=auto` it searches the layers. Results of earlier calls, also of other processes on this machine, are
-        reused. Raises SpecgenError as `plan` does.
+        Loads the draft model, if the method uses it. For PEARL starts its process or thread, and measures the window if the
+        setting is `auto`. For layer skipping with `skip=auto` searches the layers. Results of earlier calls, also of other
+        processes on this machine, are reused. Raises SpecgenError as `plan` does.
         """
         request = self._request(prompt, method, sampling, parameters)
-        worker = self._worker if request.method.schedule == "parallel" else None
-        if worker is not None:
+        if self.drafts_here(request.method):
+            self.load_draft()
+        if request.method.is_parallel and (worker := self._worker) is not None:
             if request.settings.values["window"] == "auto":
                 self.parallel_costs(request.typical_length, request.sampling)
             worker.ready()
@@ -182,10 +192,9 @@ class Pair:
         """
         request = self._request(prompt, method, sampling, parameters)
         chosen, settings, sampling = request.method, request.settings, request.sampling
-        self._reserve(request.capacity)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
-        components = replace(self._components(sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
+        components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
         worker = costs = None
         if chosen.needs_exit_layer:
             components = self._with_early_exit(chosen, components)
@@ -240,18 +249,16 @@ class Pair:
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.max_tokens(len(prompt_ids)))
         return RunRequest(chosen, settings, sampling, prompt_ids, limit)
 
-    def _reserve(self, capacity: int) -> None:
-        for runner in (self._target_runner, self._draft_runner):
+    def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Components:
+        """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
+
+        Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
+        """
+        target, draft = self.runners if self.drafts_here(method) else (self._target_runner, None)
+        for runner in (target, draft):
             if runner is not None:
                 runner.reserve(capacity)
-
-    def _components(self, sampling: SamplingParams, capacity: int) -> Components:
-        """Returns what every run is assembled from: both model runners and the sampling, without seed and end-of-sequence ids.
-
-        `capacity` is the number of tokens (prompt and output) to reserve memory for.
-        """
-        width = self._target_runner.vocab_size
-        return Components(self._target_runner, self._draft_runner, sampling, frozenset(), width, 0, capacity)
+        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity)
 
     # early exit and layer skipping
 
@@ -304,46 +311,38 @@ class Pair:
                     seconds += sum(round_.seconds.values())
         return tokens / seconds if seconds else 0.0
 
-    def _penalties(self) -> PenaltyProcessor | None:
-        return self.target.penalties(self.target.device, self._target_runner.vocab_size)
+    def _penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:
+        return self.target.penalties(device or self.target.device, self._target_runner.vocab_size)
 
     # parallel decoding
 
     @property
     def _worker(self) -> DraftWorker | None:
         """The process or thread that runs the draft model during the target's passes (PEARL); None without a draft model."""
-        if self._process_worker is None and self._thread_worker is None and self._draft_runner is not None:
-            self._thread_worker = ThreadWorker(self._draft_runner)
+        if self._process_worker is None and self._thread_worker is None and (draft := self.runners[1]) is not None:
+            self._thread_worker = ThreadWorker(draft)
         return self._process_worker or self._thread_worker
 
     def parallel_costs(self, context_length: int, sampling: SamplingParams | None = None) -> ParallelCosts:
         """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
         `context_length` is in tokens; `sampling` None is greedy decoding. Measured once for all lengths and samplings with the
-        same `_bucket`. Starts the process or thread of the draft model. Needs a draft model.
+        same `preparation.bucket`. Starts the process or thread of the draft model. Needs a draft model.
         """
         sampling, worker = SamplingParams() if sampling is None else sampling, self._worker
         assert worker is not None
         assert self.draft is not None
         bucket = self._bucket(context_length, sampling)
         if bucket not in self._parallel_costs:
-            capacity = context_length + LONGEST_WINDOW
-            self._reserve(capacity)
-            components = self._components(sampling, capacity)
+            components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
             self._parallel_costs[bucket] = preparation.parallel_costs(
                 self.target, self.draft, worker, components, context_length, bucket
             )
         return self._parallel_costs[bucket]
 
     def _bucket(self, context_length: int, sampling: SamplingParams) -> tuple[Any, ...]:
-        """Returns a key of the measured pass times: runs with equal keys share them.
-
-        It holds the context length rounded up to a power of two, which processing the logits get (temperature, top-k, top-p,
-        penalties), and whether the draft model runs in a process.
-        """
-        longest = 1 << (context_length - 1).bit_length()
-        warped = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self.target.has_penalties
-        return longest, *warped, self._process_worker is not None
+        in_process = self._process_worker is not None
+        return preparation.bucket(context_length, sampling, has_penalties=self.target.has_penalties, in_process=in_process)
 
     # measuring and judging outputs
 
@@ -356,18 +355,20 @@ class Pair:
         return runner.log_likelihood(prompt_ids, token_ids)
 
     def warm_up(self) -> None:
-        """Runs some forward passes, so that the first measured one is not slower than the others.
+        """Runs some forward passes, so that the first measured one is not slower than the others. Does not load the draft model.
 
         If the target is on the CPU, also sets torch's number of threads (`torch.set_num_threads`) to what suits this pair. This
         changes the whole process, so a library that uses specgen should not call it; specgen's command line does.
         """
 
+        target, draft = self._target_runner, self._draft_runner
+
         def a_round() -> None:
             context = Context([0, 1])
-            if self._draft_runner is not None:
+            if draft is not None:
                 for length in range(4):
-                    self._draft_runner.logits(context, [1] * length, start=length)
-            self._target_runner.logits(context, [1] * 4)
+                    draft.logits(context, [1] * length, start=length)
+            target.logits(context, [1] * 4)
 
         if self.target.device.type == "cpu":
             pick_threads(a_round)

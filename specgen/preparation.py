@@ -24,11 +24,12 @@ from specgen.errors import SpecgenError
 from specgen.files import load_yaml
 from specgen.paths import examples_file
 from specgen.skip_search import PROMPT_TOKENS, PROMPTS, search_skips
-from specgen.types import Context
+from specgen.types import Context, SamplingParams
 
 if TYPE_CHECKING:
     from specgen.decoding.components import Components
     from specgen.decoding.parallel import DraftWorker
+    from specgen.engine.deferred_model import DraftModel
     from specgen.engine.layer_skipping import SkippedLayers
     from specgen.engine.model_loading import LoadedModel
 
@@ -36,12 +37,12 @@ SEARCH_SECONDS = 10.0
 
 
 def parallel_costs(
-    target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]
+    target: LoadedModel, draft: DraftModel, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]
 ) -> ParallelCosts:
     """Returns the seconds of forward passes of target and draft while both run at once, after a context of about `length` tokens.
 
     Reads them from the measurement cache, or measures them now. `worker` runs the draft model; waits until the worker is ready.
-    `bucket` is part of the cache key: decoding runs with equal buckets (`Pair._bucket`) share their times.
+    `bucket` is part of the cache key: decoding runs with equal buckets share their times.
     """
     worker.ready()
     key = {
@@ -63,6 +64,16 @@ def parallel_costs(
         if max(astuple(costs)) < math.inf:  # infinite where the draft model cannot follow this one context
             measurement_cache.keep("costs", key, asdict(costs))
     return costs
+
+
+def bucket(context_length: int, sampling: SamplingParams, *, has_penalties: bool, in_process: bool) -> tuple[Any, ...]:
+    """Returns a key of measured pass times: decoding runs with equal keys share them.
+
+    It holds the context length rounded up to a power of two, which processing the logits get (temperature, top-k, top-p,
+    penalties), and whether the draft model runs in a process of its own.
+    """
+    longest = 1 << (context_length - 1).bit_length()
+    return longest, not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, has_penalties, in_process
 
 
 def _valid_costs(found: Any) -> ParallelCosts | None:

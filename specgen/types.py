@@ -14,7 +14,14 @@ from specgen.errors import SpecgenError
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
+BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
 PHASES = ("prefill", "draft", "verify", "sample", "other")  # of a round; its seconds are reported by phase
+
+
+def check_backend(name: str) -> None:
+    """Raises SpecgenError unless `name` is one of `BACKENDS`."""
+    if name not in BACKENDS:
+        raise SpecgenError(f"there is no backend {name!r}", f"Take {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
 
 
 @dataclass(frozen=True, slots=True)

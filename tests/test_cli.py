@@ -193,6 +193,23 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == b""
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_torchs_idle_threads_leave_their_cores_to_others_in_the_program_only(given: dict[str, str], expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    show = "import os; print(os.environ.get('OMP_WAIT_POLICY'))"
+    program = f"import sys, atexit; atexit.register(lambda: exec({show!r}))\nimport specgen.cli.app as app\n"
+    program += "sys.argv[1:] = ['--version']\napp.program()"
+    library = f"import specgen.cli.app; specgen.METHODS\n{show}"
+    lines = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60).stdout.split(
+            "\n"
+        )
+        for code in (program, library)
+    ]
+    assert lines == [[lines[0][0], expected, ""], [given.get("OMP_WAIT_POLICY", "None"), ""]]
+    assert lines[0][0].startswith("specgen ")
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     code, out, err = run()
     assert (code, err) == (2, b"")

@@ -93,6 +93,7 @@ OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--tempratur", "1"], ("--tempratur", "--temperature")),
     (["--draft", "some/model"], ("--draft some/model", "--target MODEL")),
     (["--revision", "main"], ("--revision", "--target MODEL")),
+    (["--backend", "onnx"], ("'onnx'", "auto, native or transformers")),
     (["--system", "Be brief."], ("--system", "Add --chat")),
     (["another"], ("another", "--help")),
 ]

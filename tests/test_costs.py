@@ -148,6 +148,7 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
 
 def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with specgen.load(device="cpu", dtype="float32") as pair:
+        pair.prepare("def f(x):", "sd")
         for started in ("workers.process_worker.DraftProcess", "preparation.time_parallel_passes", "preparation.search_skips"):
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))

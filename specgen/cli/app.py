@@ -5,6 +5,7 @@ It does not import torch or transformers, so that it starts quickly.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -17,7 +18,7 @@ from specgen.cli.error_reporting import INTERRUPTED, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
-from specgen.environment import __version__
+from specgen.environment import WAIT_PASSIVELY, __version__
 
 app = typer.Typer(
     name="specgen",
@@ -44,6 +45,16 @@ def specgen(
     ] = False,
 ) -> None:
     """Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened."""
+
+
+def program() -> None:
+    """Runs `main` as a program of its own: sets what suits this process, and may not be called in another program's."""
+    for name, value in WAIT_PASSIVELY.items():
+        os.environ.setdefault(name, value)
+    try:
+        main()
+    finally:
+        gc.freeze()  # else Python searches torch's objects for garbage as it ends, which takes 0.4 seconds
 
 
 def main() -> None:

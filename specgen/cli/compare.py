@@ -12,7 +12,7 @@ import typer
 from specgen.cli import options
 from specgen.cli.compare_output import CompareOutput
 from specgen.cli.error_reporting import reported
-from specgen.cli.model_options import ModelOptions
+from specgen.cli.model_options import DecodingOptions
 
 Methods = Annotated[
     list[str] | None,
@@ -51,7 +51,7 @@ def compare(
     repeats: Repeats = 3,
     profile: options.Profile = None,
     *,
-    models: ModelOptions,
+    models: DecodingOptions,
     sampling: options.SamplingOptions,
     output: CompareOutput,
     display: options.OutputOptions,
@@ -81,7 +81,8 @@ def compare(
     )
     err = theme.console(stderr=True, no_color=display.no_color)
     parallel = any(spec.is_parallel for spec in specs)
-    with open_pair(models, err, quiet=display.quiet, parallel=parallel) as pair:
+    sequential = any(spec.needs_draft_model and not spec.is_parallel for spec in specs)
+    with open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential) as pair:
         if recorded is None:  # a resumed comparison keeps the settings of its trace
             found = profile_lookup.find(pair, config.sampling, profile, err, quiet=display.quiet)
             config = replace(config, specs=profile_lookup.tuned_specs(found, specs, err, quiet=display.quiet))

@@ -10,7 +10,7 @@ from specgen import methods
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.interrupts import Interrupts
-from specgen.cli.model_options import ModelOptions, open_pair
+from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.errors import SpecgenError
 from specgen.setting_parsing import parse_pairs
 
@@ -29,7 +29,7 @@ def generate(
     system: options.System = None,
     help_method: options.HelpMethod = False,
     *,
-    models: ModelOptions,
+    models: DecodingOptions,
     profile: options.Profile = None,
     sampling: options.SamplingOptions,
     stop: options.Stop = None,
@@ -60,7 +60,8 @@ def generate(
         check_writable(output.trace, "trace")
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
-    with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
+    sequential = chosen.needs_draft_model and not parallel
+    with open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential) as pair:
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, pair, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text

@@ -45,7 +45,13 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
         device = pick_device(models.device)
         draft_device = pick_device(models.draft_device) if models.draft_device is not None else device
         sources = model_sources(
-            models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
+            models.target,
+            models.draft,
+            models.revision,
+            models.draft_revision,
+            models.trust_remote_code,
+            models.offline,
+            models.backend,
         )
         target, draft = sources[0], sources[1] if len(sources) > 1 else None
         return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, exit_layer=models.exit_layer)

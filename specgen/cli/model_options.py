@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +14,9 @@ from typing import TYPE_CHECKING
 from specgen.cli import options
 from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import SpecgenError
+from specgen.methods import METHODS
 from specgen.paths import kept_exit
+from specgen.types import check_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +29,7 @@ class ModelOptions:
     """Which models to load, and onto which devices.
 
     If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if --draft or --revision is given
-    without --target, or --draft-revision without --draft.
+    without --target, or --draft-revision without --draft, and for an unknown --backend.
     """
 
     target: options.Target = None
@@ -37,8 +42,10 @@ class ModelOptions:
     trust_remote_code: options.TrustRemoteCode = False
     offline: options.Offline = False
     exit_layer: options.ExitLayer = None
+    backend: options.Backend = "auto"
 
     def __post_init__(self) -> None:
+        check_backend(self.backend)
         if self.target is None and self.draft is not None:
             raise SpecgenError(f"--draft {self.draft} is given without --target", "Name the target too: --target MODEL")
         if self.draft_revision is not None and self.draft is None:
@@ -91,11 +98,19 @@ class ModelOptions:
         return devices <= {"cpu", "auto"} and sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
-def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False) -> Pair:
+@dataclass(frozen=True, slots=True)
+class DecodingOptions(ModelOptions):
+    """Which models to load, and how they compute, for a command that decodes."""
+
+    exact: options.Exact = False
+
+
+def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False, sequential: bool = True) -> Pair:
     """Loads the models and runs them once to warm them up, with a spinner on the console `err`.
 
-    `parallel` says that the method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
-    That process is started first, so that both processes import torch at the same time.
+    `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
+    That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
+    run the draft model too; if none does, the draft model's weights are not loaded in this process.
     """
     from specgen.ui.terminal.loading_line import LoadingLine
     from specgen.workers.process import DraftProcess, is_possible
@@ -103,14 +118,30 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
-        from specgen.loading import load
+        with _collector_off():
+            from specgen.loading import load
 
-        interrupt_watch.check()
-        pair = load(**asdict(models), announce=loading.announce, process=process)
+            interrupt_watch.check()
+            pair = load(**asdict(models), announce=loading.announce, process=process)
+        if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):
+            loading.announce(f"loading {pair.draft.name}")
+            pair.load_draft()
         loading.still("warming up")
         pair.warm_up()
         interrupt_watch.check()
     return pair
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Stops the garbage collector in the `with` block. It would take a tenth of the time of importing torch, and free nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def disable_hub_progress(err: Console, *, quiet: bool) -> None:

@@ -71,6 +71,19 @@ Revision = Annotated[str | None, _model(metavar="REV", help="The target's branch
 DraftRevision = Annotated[str | None, _model(metavar="REV", help="The draft model's branch, tag or commit on the hub.")]
 TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Allow models to run the Python code in their repository.")]
 Offline = Annotated[bool, _model("--offline", help="Use only models in the local cache, and never connect to the hub.")]
+Backend = Annotated[
+    str,
+    _model(
+        metavar="auto|native|transformers",
+        help="Whose forward pass runs the models. auto: specgen's own where it supports the model, else transformers'.",
+    ),
+]
+Exact = Annotated[
+    bool,
+    _model(
+        "--exact", help="Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits."
+    ),
+]
 ExitLayer = Annotated[
     Path | None,
     _model(

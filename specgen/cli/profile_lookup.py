@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from specgen.tuning.profile import Profile
     from specgen.types import SamplingParams
 
+Options = TypeVar("Options", bound="ModelOptions")
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -41,7 +43,7 @@ class Choice:
     tuned: str = ""
 
 
-def with_exit(models: ModelOptions, folder: Path | None) -> ModelOptions:
+def with_exit(models: Options, folder: Path | None) -> Options:
     """Returns `models`, with the exit layer in the profile's folder if that folder has one and --exit-layer is not given.
 
     The exit layer is a trained layer that lets the eesd methods draft with the target's own first layers. `folder` is the folder

@@ -197,9 +197,10 @@ def _load(
 
     if request.is_draft and not models.has_draft:
         raise SpecgenError("there is no draft model to train", "Name one: --draft MODEL")
-    sources = model_sources(
-        models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
-    )
+    if models.backend == "native":
+        raise SpecgenError("--backend is 'native', and training runs in transformers", "Leave --backend out")
+    named = models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
+    sources = model_sources(*named, "transformers")
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources if request.is_draft else sources[:1], announce)
     dtype = pick_dtype(models.dtype, prepared.config.get_text_config(), prepared.folder, device)

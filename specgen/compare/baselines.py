@@ -17,7 +17,7 @@ from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.setting_parsing import Setting, Value
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.deferred_model import DraftModel
     from specgen.pair import Pair
     from specgen.types import SamplingParams
 
@@ -107,7 +107,7 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
 
 
 @contextmanager
-def _assistant(draft: LoadedModel | None, settings: Mapping[str, Value]) -> Iterator[list[int]]:
+def _assistant(draft: DraftModel | None, settings: Mapping[str, Value]) -> Iterator[list[int]]:
     """Applies the baseline's settings to the draft model inside the block, and yields a list that grows by one item per forward
     pass of the draft model (always empty if `draft` is None).
 

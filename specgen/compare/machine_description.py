@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specgen.environment import machine_in_words
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.deferred_model import DraftModel
     from specgen.pair import Pair
 
 
@@ -27,7 +27,7 @@ def describe(pair: Pair) -> list[tuple[str, str]]:
     return described
 
 
-def _model(loaded: LoadedModel) -> str:
+def _model(loaded: DraftModel) -> str:
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     layers = loaded.model.config.get_text_config().num_hidden_layers
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"

@@ -30,6 +30,10 @@ class MethodSpec:
         return self.name in BASELINES
 
     @property
+    def needs_draft_model(self) -> bool:
+        return self.name == "transformers-assisted" if self.is_baseline else methods.find(self.name).needs_draft_model
+
+    @property
     def is_parallel(self) -> bool:
         """Whether the draft model runs at the same time as the target. It then runs in a process of its own, which takes a while
         to start."""

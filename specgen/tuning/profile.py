@@ -22,7 +22,7 @@ from specgen.setting_parsing import Value
 from specgen.tuning.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.deferred_model import DraftModel
     from specgen.pair import Pair
     from specgen.types import SamplingParams
 
@@ -179,7 +179,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.environment import machine, versions
 
-    def described(model: LoadedModel) -> Model:
+    def described(model: DraftModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)
         return Model(name=model.name, fingerprint=fingerprint, device=device_name(model.device), dtype=model.dtype_name)
 

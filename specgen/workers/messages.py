@@ -23,6 +23,7 @@ class LoadModel:
     """Asks the worker to load a model. `name` appears in error messages, `folder` holds the weights.
 
     `device` and `dtype` are written as text, such as `cuda:0` and `bfloat16`; `threads` is the number of CPU threads to use.
+    `backend` says whose forward pass to run (see `ModelSource`).
     """
 
     name: str
@@ -31,6 +32,7 @@ class LoadModel:
     device: str
     dtype: str
     threads: int
+    backend: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

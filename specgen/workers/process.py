@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
+from specgen.environment import WAIT_PASSIVELY
 from specgen.errors import RunError, SpecgenError
 
 _PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its connection
@@ -138,11 +139,12 @@ def _environment() -> dict[str, str]:
 
     An installed specgen needs no such change: site-packages in PYTHONPATH would take precedence over the standard library.
     """
+    variables = WAIT_PASSIVELY | os.environ
     package = str(Path(__file__).resolve().parents[2])
-    if package in {*site.getsitepackages(), site.getusersitepackages()}:
-        return dict(os.environ)
-    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if package not in {*site.getsitepackages(), site.getusersitepackages()}:
+        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables
 
 
 def _nameless_file() -> int:

@@ -38,7 +38,8 @@ class ProcessWorker:
         # a worker on an accelerator uses the CPU only to launch kernels
         self.threads: int | None = own if device.type == "cpu" else None
         names = str(device), str(dtype).removeprefix("torch.")
-        self._load = LoadModel(draft.name, str(draft.folder), draft.source.trust_remote_code, *names, worker_threads)
+        source = draft.source
+        self._load = LoadModel(draft.name, str(draft.folder), source.trust_remote_code, *names, worker_threads, source.backend)
         self._process = process
         self._loading = process.send(self._load) if process is not None else 0
         self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None

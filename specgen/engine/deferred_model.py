@@ -1,0 +1,49 @@
+"""A draft model whose weights are loaded when they are first used."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+import torch
+
+from specgen.engine.cached_prefix import context_limits
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_loading import LoadedModel, PreparedModel, load_model
+from specgen.engine.model_runner import ModelRunner
+
+
+class DeferredModel:
+    """A prepared model that loads its weights at the first use of `loaded`, `model` or `runner`.
+
+    A pair may never need the draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
+    of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`, and
+    `context_limit`, the longest context in tokens.
+    """
+
+    def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
+        self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
+        self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
+        self.context_limit = context_limits(prepared.config)[0]
+        self._prepared, self._dtype = prepared, dtype
+        self._loaded: LoadedModel | None = None
+        self._lock = Lock()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model with its weights. Raises SpecgenError or RunError, as `load_model` does, if it cannot be loaded."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load_model(self._prepared, self.device, self._dtype, lambda _: None)
+            return self._loaded
+
+    @property
+    def model(self) -> Any:
+        return self.loaded.model
+
+    def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
+        return self.loaded.runner(penalties)
+
+
+DraftModel = LoadedModel | DeferredModel
+"""What a pair's draft model may be."""
