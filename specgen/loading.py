@@ -114,7 +114,7 @@ def _load(
 ) -> Pair:
     prepared = prepare_models(sources, announce)
     placed = [
-        (model, device, pick_dtype(dtype, model.config.get_text_config(), model.folder, device))
+        (model, device, pick_dtype(dtype, model.shape, model.folder, device))
         for model, device in zip(prepared, devices, strict=False)
     ]
     worker = None

@@ -15,7 +15,6 @@ from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, StopTexts
-from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
@@ -274,7 +273,7 @@ class Pair:
         Raises SpecgenError for `method` if the target has no exit layer, or if its layers cannot be run one by one.
         """
         if self.exit_layer is None:
-            check_llama_structure(self.target.model)
+            self.target.model.check_layers("early exit")
             bundled = self.target.name.startswith("demo/")
             raise self.exit_refusal or methods.no_exit_layer(method, None if bundled else self.target.name)
         if self._early_exit is None:
@@ -289,7 +288,7 @@ class Pair:
 
     def skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`."""
-        skips = SkippedLayers.parse(skip, self.target.model.config.get_text_config().num_hidden_layers)
+        skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
         found = self._skipping.get(str(skips))
         if found is None:
             self._skipping.clear()  # keep only the last one: a search for the fastest layers makes many

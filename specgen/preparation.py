@@ -16,7 +16,6 @@ import torch
 from specgen import measurement_cache, methods
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.devices import device_name, synchronizer
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.environment import machine, versions
@@ -100,8 +99,8 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list
     }
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
-        check_llama_structure(target.model, "layer skipping")
-        prompts, layers = _search_prompts(target), target.model.config.get_text_config().num_hidden_layers
+        target.model.check_layers("layer skipping")
+        prompts, layers = _search_prompts(target), target.model.shape.num_layers
         found = search_skips(layers, lambda skips: speed(skips, prompts), SEARCH_SECONDS).skips
         measurement_cache.keep("skips", key, found)
     return found

@@ -191,7 +191,7 @@ def _load(
     """
     import torch
 
-    from specgen.engine.devices import pick_device, pick_dtype
+    from specgen.engine.devices import DTYPES, pick_device, pick_dtype
     from specgen.engine.model_loading import load_model
     from specgen.loading import model_sources, prepare_models
 
@@ -203,13 +203,13 @@ def _load(
     sources = model_sources(*named, "transformers")
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources if request.is_draft else sources[:1], announce)
-    dtype = pick_dtype(models.dtype, prepared.config.get_text_config(), prepared.folder, device)
+    dtype = pick_dtype(models.dtype, prepared.shape, prepared.folder, device)
     target = load_model(prepared, device, dtype, announce)
     if not drafts:
         return target, None, torch.float32
     draft = load_model(drafts[0], pick_device(models.draft_device or models.device), torch.float32, announce)
-    stored = drafts[0].config.get_text_config().dtype
-    return target, draft, stored if isinstance(stored, torch.dtype) else torch.float32
+    stored = drafts[0].shape.dtype
+    return target, draft, DTYPES.get(str(stored), torch.float32)
 
 
 def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:

@@ -17,7 +17,6 @@ from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.setting_parsing import Setting, Value
 
 if TYPE_CHECKING:
-    from specgen.engine.deferred_model import DraftModel
     from specgen.pair import Pair
     from specgen.types import SamplingParams
 
@@ -54,18 +53,22 @@ def run_baseline(
     """
     import torch
 
+    from specgen.engine.transformers_backend.reference import transformers_module
+
     draft = pair.draft if name == "transformers-assisted" else None
     if name == "transformers-assisted" and draft is None:
         raise SpecgenError(f"{name} needs a draft model, and there is none", "Name one with --draft")
+    target = transformers_module(pair.target)
+    assistant = None if draft is None else transformers_module(draft)
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
     options: dict[str, Any] = {"generation_config": _config(pair, limit, sampling)}
     if draft is not None:
-        options["assistant_model"] = draft.model
+        options["assistant_model"] = assistant
     torch.manual_seed(seed)
-    with _quiet(), _counted(pair.target.model) as target_passes, _assistant(draft, settings) as draft_passes:
+    with _quiet(), _counted(target) as target_passes, _assistant(assistant, settings) as draft_passes:
         start = time.perf_counter()
         try:
-            output = pair.target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            output = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
             token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # this copy waits until the device has finished
         except Exception as error:
             if is_out_of_memory(error):
@@ -107,9 +110,9 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
 
 
 @contextmanager
-def _assistant(draft: DraftModel | None, settings: Mapping[str, Value]) -> Iterator[list[int]]:
+def _assistant(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[list[int]]:
     """Applies the baseline's settings to the draft model inside the block, and yields a list that grows by one item per forward
-    pass of the draft model (always empty if `draft` is None).
+    pass of the draft model (always empty if `draft` is None). `draft` is transformers' own model.
 
     The settings are set in the draft model's generation config, because transformers reads them only there. The original config
     is restored at the end.
@@ -119,19 +122,19 @@ def _assistant(draft: DraftModel | None, settings: Mapping[str, Value]) -> Itera
         return
     from transformers import GenerationConfig
 
-    before = draft.model.generation_config
+    before = draft.generation_config
     own = {
         "num_assistant_tokens": settings["k"] or None,
         "num_assistant_tokens_schedule": settings["schedule"] or None,
         "assistant_confidence_threshold": settings["threshold"] if float(settings["threshold"]) >= 0 else None,
     }
     changes = {name: value for name, value in own.items() if value is not None}
-    draft.model.generation_config = GenerationConfig(**{**before.to_diff_dict(), **changes})
+    draft.generation_config = GenerationConfig(**{**before.to_diff_dict(), **changes})
     try:
-        with _counted(draft.model) as passes:
+        with _counted(draft) as passes:
             yield passes
     finally:
-        draft.model.generation_config = before
+        draft.generation_config = before
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def describe(pair: Pair) -> list[tuple[str, str]]:
 
 
 def _model(loaded: DraftModel) -> str:
-    parameters = sum(weight.numel() for weight in loaded.model.parameters())
-    layers = loaded.model.config.get_text_config().num_hidden_layers
+    parameters = loaded.model.num_parameters
+    layers = loaded.model.shape.num_layers
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
-    return f"{loaded.name} ({loaded.model.config.model_type}, {size} parameters, {layers} layers, {loaded.dtype_name})"
+    return f"{loaded.name} ({loaded.model.shape.model_type}, {size} parameters, {layers} layers, {loaded.dtype_name})"

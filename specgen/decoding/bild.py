@@ -15,7 +15,7 @@ from specgen.engine.inference_mode import inference
 from specgen.types import Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
-    from specgen.engine.model_runner import ModelOutput
+    from specgen.engine.forward_pass import ModelOutput
 
 
 class BildDrafter(ModelDrafter):

@@ -19,7 +19,7 @@ from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
-    from specgen.engine.model_runner import ModelOutput
+    from specgen.engine.forward_pass import ModelOutput
 
 
 @dataclass(frozen=True, slots=True)

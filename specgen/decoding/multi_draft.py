@@ -16,7 +16,7 @@ from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
-    from specgen.engine.model_runner import ModelOutput
+    from specgen.engine.forward_pass import ModelOutput
 
 _BISECTIONS = 16  # halvings of rho's interval; the remaining error lowers the acceptance probability by less than 0.1 %
 

@@ -16,7 +16,7 @@ from specgen.engine.inference_mode import inference
 from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
-    from specgen.engine.model_runner import ModelOutput
+    from specgen.engine.forward_pass import ModelOutput
 
 
 class Verifier(Protocol):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from threading import Lock
-from typing import Any
 
 import torch
 
-from specgen.engine.cached_prefix import context_limits
 from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, PreparedModel, load_model
 from specgen.engine.model_runner import ModelRunner
 
@@ -24,7 +23,7 @@ class DeferredModel:
     def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
         self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
-        self.context_limit = context_limits(prepared.config)[0]
+        self.context_limit = prepared.shape.context_limit
         self._prepared, self._dtype = prepared, dtype
         self._loaded: LoadedModel | None = None
         self._lock = Lock()
@@ -38,7 +37,7 @@ class DeferredModel:
             return self._loaded
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         return self.loaded.model
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
+from specgen.engine.model_shape import ModelShape
 from specgen.errors import SpecgenError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +61,7 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
     return torch.mps.synchronize if device.type == "mps" else None
 
 
-def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, shape: ModelShape, folder: Path, device: torch.device) -> torch.dtype:
     """Returns the dtype named `name`.
 
     `auto` takes the dtype that the model's config names. On a CPU it takes float32 instead of a 16-bit dtype, unless the 16-bit
@@ -71,14 +71,14 @@ def pick_dtype(name: str, config: Any, folder: Path, device: torch.device) -> to
         if name not in DTYPES:
             raise SpecgenError(f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else DTYPES.get(str(config.dtype), torch.float32)
+    own = DTYPES.get(str(shape.dtype), torch.float32)
     if device.type != "cpu" or own not in (torch.bfloat16, torch.float16):
         return own
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     free = free_memory(device)
     if free is not None and 2 * stored > 0.8 * free:  # float32 might not fit
         return own
-    return own if _is_faster(own, config.hidden_size, getattr(config, "intermediate_size", None)) else torch.float32
+    return own if _is_faster(own, shape.hidden_size, shape.intermediate_size) else torch.float32
 
 
 def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bool:

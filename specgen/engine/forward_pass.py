@@ -89,9 +89,9 @@ output for this number of tokens, the last ones of the pass."""
 
 
 class LayerPart(NamedTuple):
-    """A decoder layer to run, by its index in the model. Its attention or its MLP may be left out."""
+    """A decoder layer to run, by its index `layer` in the model. Its attention or its MLP may be left out."""
 
-    index: int
+    layer: int
     attention: bool = True
     mlp: bool = True
 

@@ -183,7 +183,9 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
             if source.backend == "native":
                 raise SpecgenError(f"{source.name}: {error}", "Take --backend auto or transformers") from error
     if source.exact:
-        raise SpecgenError(f"--exact needs the native backend, and {source.name} runs on transformers: {fallback}", "Leave it out")
+        raise SpecgenError(
+            f"--exact needs the native backend, and {source.name} runs on transformers: {fallback}", "Leave it out"
+        )
     from specgen.engine.transformers_backend.loading import read_transformers_config
 
     config = read_transformers_config(folder, source.name, source.trust_remote_code)
@@ -205,9 +207,7 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder)
 
 
-def load_weights(
-    folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Model:
+def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
     """Loads the weights in `folder` with the backend that `config` names. Raises SpecgenError and RunError as `load_model`."""
     if not any(folder.glob("*.safetensors")):
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))

@@ -33,6 +33,10 @@ class ModelShape:
     dtype: str | None
     tied: bool
 
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Returns the bytes that one token's keys and values take in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * bytes_per_number
+
 
 def of_architecture(architecture: Architecture) -> ModelShape:
     """Returns the sizes of a model that the native decoder runs."""

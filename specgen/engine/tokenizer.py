@@ -103,11 +103,11 @@ class Tokenizer:
         return Detokenizer(partial(self._backend.decode, skip_special_tokens=True), prompt_ids)
 
 
-def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Tokenizer:
+def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str = "the model") -> Tokenizer:
     """Loads the tokenizer and the chat template of the model in `folder`, with the results of transformers' AutoTokenizer.
 
     transformers is imported only if the files need it; then `Tokenizer.fallback` says why. `config` is the parsed config.json.
-    Raises what transformers raises for files that it cannot read either.
+    `name` is what messages call the model. Raises SpecgenError for files that transformers cannot read either.
     """
     try:
         native, template = read_native(folder, config)
@@ -118,7 +118,10 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
         fallback = str(error)
     except Exception as error:  # noqa: BLE001  damaged files: transformers may read them, or reports them
         fallback = f"its files could not be read: {shorten(str(error), 80, placeholder=' …')}"
-    adapter = _TransformersTokenizer(folder, trust_remote_code)
+    from specgen.engine.transformers_backend.quiet import reading
+
+    with reading("tokenizer", name):
+        adapter = _TransformersTokenizer(folder, trust_remote_code)
     return Tokenizer(adapter, adapter.render if adapter.has_template else None, fallback)
 
 

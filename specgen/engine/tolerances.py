@@ -29,8 +29,9 @@ def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], to
     """Compares logits with those of the model's own forward pass. Returns None if they agree.
 
     `compute()` returns the logits [n, vocabulary] to check, `reference()` those of the model's own pass, [n or more, vocabulary],
-    of which the last n are compared. If they differ by more than rounding explains, or if computing them fails, returns the end of a message, such as "do not give its own logits". NaN in the model's
-    own logits is ignored here, because decoding reports damaged weights.
+    of which the last n are compared. If they differ by more than rounding explains, or if computing them fails, returns the end
+    of a message, such as "do not give its own logits". NaN in the model's own logits is ignored here, because decoding reports
+    damaged weights.
     """
     try:
         logits = compute().float()

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specgen.engine.attention_masks import AttentionMasks
-from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
-from specgen.engine.kv_cache import KVCache
+from specgen.engine.transformers_backend.attention_masks import AttentionMasks
+from specgen.engine.transformers_backend.decoder_layers import decoder_of
+from specgen.engine.transformers_backend.kv_cache import KVCache
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.errors import nan_logits
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class _Batch:
 
     def __init__(self, target: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> None:
         self.texts = [list(prompt) for prompt in prompts]
-        self._model, self._eos = target.model, target.eos_ids
-        self._masks = AttentionMasks(target.model)
+        self._model, self._eos = transformers_module(target), target.eos_ids
+        self._masks = AttentionMasks(self._model)
         self._generator = torch.Generator(target.device).manual_seed(seed)
         self.length = max(map(len, prompts))
         padding = torch.tensor([self.length - len(prompt) for prompt in prompts], device=target.device)[:, None]
@@ -68,7 +69,7 @@ class _Batch:
         columns = torch.arange(self.length, device=target.device)
         self._visible = columns >= padding
         self._positions = (columns - padding).clamp_min(0)
-        self._cache = KVCache(len(decoder_of(target.model).layers))
+        self._cache = KVCache(len(decoder_of(self._model).layers))
         self._cache.capacity = max_tokens
         self.texts_of_rows = list(range(len(prompts)))
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
-from specgen.engine.attention_masks import AttentionMasks
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_loading import quiet_transformers
+from specgen.engine.transformers_backend.attention_masks import AttentionMasks
+from specgen.engine.transformers_backend.quiet import quiet_transformers
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.files import write_whole
 from specgen.training.corpus import Corpus
 from specgen.training.generated_text import GeneratedText
@@ -67,17 +68,17 @@ class DraftTraining(Training):
 
     def __init__(self, draft: LoadedModel, batches: DistillationBatches, target_dtype: torch.dtype = torch.float32) -> None:
         self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
-        draft.model.to(torch.float32).requires_grad_(True)
-        self._masks = AttentionMasks(draft.model)
-        vocabulary = draft.model.get_output_embeddings().weight.shape[0]
+        self._model = transformers_module(draft).to(torch.float32).requires_grad_(True)
+        self._masks = AttentionMasks(self._model)
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
         piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
-        super().__init__(dict(draft.model.named_parameters()), batches, draft.device, vocabulary, piece_size)
+        super().__init__(dict(self._model.named_parameters()), batches, draft.device, vocabulary, piece_size)
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch."""
         mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, self._dtype)
         with autocast_for(self.draft.device, self._dtype):
-            logits: torch.Tensor = self.draft.model(
+            logits: torch.Tensor = self._model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits
         return logits.flatten(0, 1)
@@ -97,7 +98,7 @@ class DraftTraining(Training):
     @inference
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
-        logits: torch.Tensor = self.draft.model(input_ids=ids[None].to(self.draft.device), use_cache=False).logits[0]
+        logits: torch.Tensor = self._model(input_ids=ids[None].to(self.draft.device), use_cache=False).logits[0]
         return logits.float()
 
 
@@ -134,7 +135,7 @@ def distill(
     generation = TextGeneration(target, task, settings, observer, keep_top_k=True)
     texts = generation.run()
     target_dtype = target.model.dtype
-    target.model.to("meta")
+    transformers_module(target).to("meta")
     held_out = [text for text in texts if text.held_out]
     batches = DistillationBatches(task.corpus, texts, task.recipe.after_generation(generation.seconds))
     del texts  # their tensors have been copied
@@ -155,7 +156,7 @@ def _save(draft: LoadedModel, dtype: torch.dtype, target: LoadedModel, task: Tra
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, task.out / path.name)
     with quiet_transformers():
-        draft.model.requires_grad_(False).to(dtype).save_pretrained(task.out)
+        transformers_module(draft).requires_grad_(False).to(dtype).save_pretrained(task.out)
     description = {
         "draft": draft.name,
         "target": target.name,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from specgen.engine.decoder_layers import check_exit_depth, check_llama_structure, default_exit_depth
 from specgen.engine.exit_files import Description, save_exit
-from specgen.engine.exit_layer import ExitLayer, FirstLayers
+from specgen.engine.exit_parts import check_exit_depth, default_exit_depth
+from specgen.engine.transformers_backend.exit_layer import ExitLayer, FirstLayers
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import train_predictor
 from specgen.training.text_generation import TextGeneration
@@ -75,9 +76,10 @@ def exit_depth(target: LoadedModel, after: int | None) -> int:
 
     Raises SpecgenError if the target has too few layers or its layers cannot be run one by one.
     """
-    check_llama_structure(target.model)
-    after = default_exit_depth(target.model) if after is None else after
-    check_exit_depth(target.model, after)
+    target.model.check_layers("early exit")
+    layers = target.model.shape.num_layers
+    after = default_exit_depth(layers) if after is None else after
+    check_exit_depth(layers, after)
     return after
 
 
@@ -100,8 +102,8 @@ def train_exit(
     settings = {**task.settings(target), "after": after, "layers": layers, "own_head": own_head}
     generation = TextGeneration(target, task, settings, observer)
     texts = generation.run()
-    layer = ExitLayer.of(target.model, layers)
-    first = FirstLayers(target.model, after)
+    layer = ExitLayer.of(transformers_module(target), layers)
+    first = FirstLayers(transformers_module(target), after)
     taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if not text.held_out]
     batches = TrainingBatches(task.corpus, taught, task.recipe.after_generation(generation.seconds))
     training = ExitTraining(first, layer, batches, own_head=own_head)

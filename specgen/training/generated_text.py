@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.inference_mode import inference
+from specgen.engine.transformers_backend.decoder_layers import decoder_of
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.errors import SpecgenError
 from specgen.files import whole_file
 from specgen.training.batched_generation import OnProgress, continuations
@@ -123,7 +124,7 @@ def generate_texts(
             made.append(_with_top_k(target, text, len(prompt), greedy=greedy, held_out=is_held_out))
         else:
             ids = torch.tensor(text)
-            top1, hidden_states = top1_and_hidden_states(target.model, ids)
+            top1, hidden_states = top1_and_hidden_states(transformers_module(target), ids)
             states = hidden_states.to("cpu", torch.bfloat16) if keep_hidden_states else None
             made.append(GeneratedText(ids, top1.cpu(), states, len(prompt), greedy, is_held_out))
         on_progress(1.0, tokens)
@@ -148,7 +149,7 @@ def read_texts(
 
 def _with_top_k(target: LoadedModel, text: Sequence[int], prompt_length: int, *, greedy: bool, held_out: bool) -> GeneratedText:
     ids = torch.tensor(text)
-    top_k_ids, log_probs = top_k_log_probs(target.model, ids)
+    top_k_ids, log_probs = top_k_log_probs(transformers_module(target), ids)
     return GeneratedText(ids, top_k_ids[:, 0].long(), None, prompt_length, greedy, held_out, top_k_ids, log_probs)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from specgen.engine.exit_layer import Predictor
+from specgen.engine.exit_parts import Predictor
 from specgen.training.generated_text import GeneratedText
 
 STEPS, BATCH, LEARNING_RATE = 600, 4096, 3e-3

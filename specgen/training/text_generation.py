@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen.engine.devices import free_memory
-from specgen.engine.kv_cache import bytes_per_token
 from specgen.errors import SpecgenError
 from specgen.files import write_whole
 from specgen.training.batched_generation import OnProgress
@@ -81,7 +80,7 @@ class TextGeneration:
         """
         if not self._task.recipe.generated_share:
             return []
-        width = self._target.model.config.get_text_config().hidden_size
+        width = self._target.model.shape.hidden_size
         hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // (2 * width))
         batches = load_batches(self._task.folder)
         texts = [text for batch in batches for text in batch]
@@ -200,7 +199,7 @@ def largest_batch(target: LoadedModel, max_tokens: int) -> int:
     if free is None:
         return MAX_BATCH
     element_size = torch.empty(0, dtype=target.model.dtype).element_size()
-    per_text = max_tokens * bytes_per_token(target.model.config.get_text_config(), element_size)
+    per_text = max_tokens * target.model.shape.kv_bytes_per_token(element_size)
     fitting = int(_CACHE_SHARE * free) // per_text
     return max(_MIN_BATCH, min(MAX_BATCH, 1 << max(0, fitting.bit_length() - 1)))
 

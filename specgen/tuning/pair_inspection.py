@@ -14,12 +14,10 @@ from safetensors import safe_open
 from specgen import methods
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.cached_prefix import NO_LIMIT, context_limits
-from specgen.engine.decoder_layers import missing_part
 from specgen.engine.devices import free_memory, pick_dtype
 from specgen.engine.exit_files import find_exit
-from specgen.engine.kv_cache import bytes_per_token
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, model_without_weights, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, prepare
+from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
@@ -264,32 +262,36 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
 
 
 def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFacts:
-    config = prepared.config.get_text_config()
-    weights = pick_dtype(dtype, config, prepared.folder, device)
+    shape = prepared.shape
+    weights = pick_dtype(dtype, shape, prepared.folder, device)
     size = torch.empty(0, dtype=weights).element_size()
     parameters = _parameters(prepared.folder)
     if not parameters:
         raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
-    limit = context_limits(prepared.config)[0]
     return ModelFacts(
         prepared.name,
-        config.model_type,
+        shape.model_type,
         parameters,
-        config.num_hidden_layers,
-        config.hidden_size,
+        shape.num_layers,
+        shape.hidden_size,
         str(weights).removeprefix("torch."),
         str(device),
         parameters * size,
-        bytes_per_token(config, size),
-        None if limit >= NO_LIMIT else limit,
-        config.vocab_size,
+        shape.kv_bytes_per_token(size),
+        None if shape.context_limit >= NO_LIMIT else shape.context_limit,
+        shape.vocab_size,
     )
 
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:
     """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
-    model = model_without_weights(prepared)
-    return None if model is None or missing_part(model) is None else str(prepared.config.model_type)
+    if prepared.config.backend == "native":
+        return None
+    from specgen.engine.transformers_backend.decoder_layers import missing_part
+    from specgen.engine.transformers_backend.loading import model_without_weights
+
+    model = model_without_weights(prepared.config.transformers_config, prepared.source.trust_remote_code)
+    return None if model is None or missing_part(model) is None else prepared.shape.model_type
 
 
 def _parameters(folder: Path) -> int:

@@ -25,7 +25,7 @@ from specgen.errors import SpecgenError
 from specgen.types import Context, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.engine.exit_layer import Predictor
+    from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.pair import Pair
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from specgen.engine.decoder_layers import check_llama_structure
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
 from specgen.setting_parsing import written
@@ -112,11 +111,11 @@ def tuned_skips(pair: Pair, outputs: Sequence[ReferenceOutput], seconds: float) 
     Each set is run on the beginnings of the prompts of `outputs`. Raises SpecgenError if the target's layers cannot be run one by
     one, or if the time is too short to try one set.
     """
-    check_llama_structure(pair.target.model, "layer skipping")
+    pair.target.model.check_layers("layer skipping")
     prompts = [output.prompt_ids[:PROMPT_TOKENS] for output in outputs[:PROMPTS]]
     seconds_per_token = sum(output.seconds for output in outputs) / sum(len(output.token_ids) for output in outputs)
     if len(prompts) * NEW_TOKENS * seconds_per_token > seconds:
         raise SpecgenError("time was short for a search of the layers to skip", "A larger --budget helps")
-    layers = pair.target.model.config.get_text_config().num_hidden_layers
+    layers = pair.target.model.shape.num_layers
     found = search_skips(layers, lambda skips: pair.skipping_speed(skips, prompts), seconds)
     return Candidate("selfsd", {"skip": found.skips}, found.tokens_per_second, found.tried)

@@ -17,8 +17,8 @@ from specgen import factory, methods
 from specgen.decoding.components import Components
 from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
+from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelOutput
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.policies import LengthPolicy
     from specgen.decoding.run import Run
-    from specgen.engine.exit_layer import Predictor
+    from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.methods import Method
     from specgen.pair import Pair

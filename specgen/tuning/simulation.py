@@ -20,7 +20,7 @@ from specgen.decoding.policies import DraftedToken, is_random
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.decoding.verifiers import match_argmax_path
-from specgen.engine.attention_masks import depths
+from specgen.engine.forward_pass import depths
 from specgen.engine.inference_mode import inference
 from specgen.traces.summary import Summary
 from specgen.types import PHASES, Context, Draft, Verdict

@@ -19,7 +19,7 @@ from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.model_loading import ModelSource, check_rollback, load_weights
+from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
@@ -79,9 +79,9 @@ class Worker:
     def _load(self, request: LoadModel) -> None:
         torch.set_num_threads(request.threads)
         source = ModelSource(request.name, trust_remote_code=request.trust_remote_code, backend=request.backend)
-        self._model = load_weights(Path(request.folder), source, DTYPES[request.dtype], torch.device(request.device))
+        folder, dtype, device = Path(request.folder), DTYPES[request.dtype], torch.device(request.device)
+        self._model = load_weights(folder, source, describe(folder, source), dtype, device)
         runner = ModelRunner(self._model)
-        check_rollback(runner, self._model, request.name)
 
         def a_draft() -> None:
             for length in range(4):

@@ -164,7 +164,7 @@ def _held_out_loss(model: LoadedModel, category: str, seed: int) -> float:
     total = tokens = 0.0
     for text in islice(documents(category, SEED + seed, held_out=True), _LOSS_DOCUMENTS):
         ids = torch.tensor([*model.tokenizer.encode(text), *sorted(model.eos_ids)[:1]])
-        logits = model.model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        logits = model.model.reference_logits(ids.tolist())[:-1].float()
         total += F.cross_entropy(logits, ids[1:], reduction="sum").item()
         tokens += len(ids) - 1
     return total / tokens
@@ -176,7 +176,7 @@ def _agreement(draft: LoadedModel, prompts: Sequence[FreshPrompt], answers: Sequ
     equal = total = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         prompt_ids = draft.tokenizer.encode(prompt.prompt)
-        logits = draft.model(input_ids=torch.tensor([prompt_ids + answer]), use_cache=False).logits[0]
+        logits = draft.model.reference_logits(prompt_ids + answer)
         most_likely = logits[len(prompt_ids) - 1 : -1].argmax(dim=-1)
         equal += int((most_likely == torch.tensor(answer)).sum())
         total += len(answer)

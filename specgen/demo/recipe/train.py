@@ -30,7 +30,7 @@ from specgen.demo.recipe.hyperparameters import CONTEXT_LENGTH, DECAY_SHARE, Rec
 from specgen.demo.recipe.token_stream import TokenStream
 from specgen.demo.recipe.tokenizer import load_tokenizer
 from specgen.engine.devices import pick_device
-from specgen.engine.model_loading import quiet_transformers
+from specgen.engine.transformers_backend.quiet import quiet_transformers
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.files import whole_file
 

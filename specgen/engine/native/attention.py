@@ -20,9 +20,9 @@ def attend(
 ) -> torch.Tensor:
     """Returns softmax(query keys^T + mask) values, [n, heads * head size]. The scale of the scores is part of the query.
 
-    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`), for
-    n from `WIDE` on [n, m]; None if every query sees every key. `score_cap` c limits the scores to c tanh(score / c) before the
-    mask (Gemma 2). `fused` always takes torch's fused attention, also where separate products are faster.
+    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`),
+    for n from `WIDE` on [n, m]; None if every query sees every key. `score_cap` c limits the scores to c tanh(score / c) before
+    the mask (Gemma 2). `fused` always takes torch's fused attention, also where separate products are faster.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from specgen.engine.forward_pass import ForwardPass, positions
-from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.attention import WIDE
+from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
 from specgen.engine.native.masks import ChainMasks, additive, visible_to_chain, visible_to_tree

@@ -23,9 +23,10 @@ class LayerEntries(NamedTuple):
 class KVBuffer:
     """The KV cache of some layers of a model, in one buffer [layers, 2, kv heads, capacity, head size] filled with zeros.
 
-    A cache for a batch of sequences has the key-value heads of all sequences, one sequence after the other. `first_layer` is the index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that
-    a rollback is possible. Entries after the first `length` are never read before they are written again: masks hide them, and
-    they are finite, so they do not change what attention computes.
+    A cache for a batch of sequences has the key-value heads of all sequences, one sequence after the other. `first_layer` is the
+    index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that a rollback is
+    possible. Entries after the first `length` are never read before they are written again: masks hide them, and they are finite,
+    so they do not change what attention computes.
     """
 
     def __init__(

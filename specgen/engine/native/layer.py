@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from specgen.engine.native.description import Architecture
 from specgen.engine.native.attention import attend, attend_batch
+from specgen.engine.native.description import Architecture
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer_weights import LayerWeights
 from specgen.engine.native.products import Product
@@ -35,8 +35,8 @@ class KindInputs(NamedTuple):
 class PassInputs(NamedTuple):
     """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of each of `batch` sequences.
 
-    `kinds` has the inputs for each kind of layer. `attended` is the number of tokens that attention is computed for, `written` the
-    number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
+    `kinds` has the inputs for each kind of layer. `attended` is the number of tokens that attention is computed for, `written`
+    the number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
     `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens.
     """
 
@@ -122,7 +122,7 @@ class NativeLayer:
             return self._batch_attention(heads, inputs)
         query, new = heads.narrow(1, 0, self._heads), heads.narrow(1, self._heads, 2 * self._kv_heads)
         if entries is None:
-            keys, values = new.transpose(0, 1).split(self._kv_heads)
+            keys, values = torch.split(new.transpose(0, 1), self._kv_heads)
         else:
             written, keys, values = entries[self.index - inputs.first_layer]
             if inputs.written != inputs.rows:
@@ -139,7 +139,7 @@ class NativeLayer:
         assert inputs.batch is not None
         assert mask is not None
         heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
-        query, keys, values = heads.split((self._heads, self._kv_heads, self._kv_heads), dim=2)
+        query, keys, values = torch.split(heads, (self._heads, self._kv_heads, self._kv_heads), dim=2)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if entries is not None:
             written, all_keys, all_values = entries[self.index - inputs.first_layer]
@@ -152,7 +152,7 @@ class NativeLayer:
         part = heads.narrow(1, 0, self._heads + self._kv_heads)
         if self._rotary_size != self._size:
             part = part.narrow(2, 0, self._rotary_size)
-        pairs = part.unflatten(2, (-1, 2))
+        pairs = part.view(*part.shape[:2], self._rotary_size // 2, 2)
         if part.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(rotation)
         else:
@@ -168,7 +168,7 @@ class NativeLayer:
         elif self._architecture.qk_norm == "heads_own":
             normed = functional.layer_norm(part, part.shape[-1:], None, None, eps)
         else:  # over all query heads at once, and over all key heads
-            both = part.split((self._heads, self._kv_heads), dim=1)
+            both = torch.split(part, (self._heads, self._kv_heads), dim=1)
             normed = torch.cat([functional.rms_norm(one, one.shape[-2:], None, eps) for one in both], dim=1)
         if torch.is_grad_enabled():
             return torch.cat((normed * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)

@@ -104,7 +104,7 @@ class _Fusion:
         """Returns the fused matrix with its query rows scaled, and with rotary pairs as neighbours in query and key heads."""
         columns = weight.shape[1]
         rotated = (self._heads + self._kv_heads) * self._size
-        heads = weight[:rotated].unflatten(0, (-1, self._size))[:, self._order(weight.device)]
+        heads = weight[:rotated].view(-1, self._size, columns)[:, self._order(weight.device)]
         if scale != 1.0:
             heads = torch.cat((heads[: self._heads] * scale, heads[self._heads :]))
         return torch.cat((heads.reshape(rotated, columns), weight[rotated:]))

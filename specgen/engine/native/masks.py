@@ -56,7 +56,7 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def visible_to_chain(first: int, rows: int, start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Returns which of the keys `start` to `end` - 1 the tokens `first`, ..., `first` + `rows` - 1 see: [`rows`, keys], boolean."""
+    """Returns which keys, from `start` to `end` - 1, each of the `rows` tokens from index `first` on sees: [rows, keys]."""
     distances = torch.arange(first, first + rows, device=device)[:, None] - torch.arange(start, end, device=device)
     visible = distances >= 0
     return visible if window is None else visible & (distances < window)

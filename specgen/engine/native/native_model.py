@@ -38,8 +38,9 @@ class NativeParts(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward pass: passes over fewer are padded, because they would take longer.
-    `exact` pads passes so that a token's logits have the same bits whichever tokens are run with it, in drafts without trees.
+    `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward
+    pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have the same
+    bits whichever tokens are run with it, in drafts without trees.
     """
 
     backend = "native"
@@ -85,17 +86,14 @@ class NativeModel:
         self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
     ) -> ForwardFunction:
         """Returns a function that runs some layers, or parts of them; see `engine.model.Model`."""
-        chosen = [self.layers[part.index] for part in layers]
+        chosen = [self.layers[part.layer] for part in layers]
         skips = any(not (part.attention and part.mlp) for part in layers)
         return NativeForward(self, chosen, self.parts if with_head else None, inputs, layers if skips else None)
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`."""
         table = self.parts.embedding
-        if len(ids) == 1:
-            rows = table[ids[0]][None]
-        else:
-            rows = table.index_select(0, torch.tensor(ids, device=self.device))
+        rows = table[ids[0]][None] if len(ids) == 1 else table.index_select(0, torch.tensor(ids, device=self.device))
         return self.scaled(rows.to(self.dtype))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ class ExtendedResidual:
         self.values.copy_(hidden)
 
     def normed(self) -> torch.Tensor:
-        return self.values / torch.linalg.vector_norm(self._buffer, dim=1, keepdim=True)
+        normed: torch.Tensor = self.values / torch.linalg.vector_norm(self._buffer, dim=1, keepdim=True)
+        return normed
 
     def add_product(self, product: Product, x: torch.Tensor) -> None:
         product.add_into(self.values, x)

@@ -80,10 +80,3 @@ def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) ->
             buffer[..., :start, :] = old[..., :start, :]
     buffer[..., start:end, :] = states
     return buffer
-
-
-def bytes_per_token(config: Any, bytes_per_number: int) -> int:
-    """Returns the bytes that one token's keys and values take in all layers of a model with the text config `config`."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_size * bytes_per_number)

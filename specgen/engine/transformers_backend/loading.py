@@ -46,7 +46,9 @@ def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
         return None
 
 
-def load_transformers_model(folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+def load_transformers_model(
+    folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
     """Loads the model in `folder`, and checks that cached passes with a rollback give the right logits.
 
     Raises SpecgenError if the check fails, or for damaged or missing weights, and RunError if memory is short.
@@ -79,9 +81,7 @@ def load_module(folder: Path, name: str, trust_remote_code: bool, dtype: torch.d
             raise RunError(f"{name} does not fit into the memory of {device}", hint) from error
     missing = sorted(report["missing_keys"])
     if missing:
-        raise SpecgenError(
-            f"{name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it again"
-        )
+        raise SpecgenError(f"{name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it again")
     return model
 
 

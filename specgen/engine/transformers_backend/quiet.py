@@ -31,9 +31,7 @@ def reading(part: str, name: str) -> Iterator[None]:
         if "Unrecognized configuration class" in text:
             raise SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model") from error
         reason = shorten(text, 160, placeholder=" …") or type(error).__name__
-        raise SpecgenError(
-            f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it again"
-        ) from error
+        raise SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it again") from error
 
 
 @contextmanager

@@ -64,10 +64,10 @@ class TransformersModel:
         self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
     ) -> ForwardFunction:
         decoder, types = decoder_of(self.module), layer_types(self.module)
-        parts = [_part(decoder.layers[part.index], part) for part in layers]
+        parts = [_part(decoder.layers[part.layer], part) for part in layers]
         norm, head = (decoder.norm, self.module.lm_head) if with_head else (nn.Identity(), nn.Identity())
         config = self.module.config.get_text_config() if with_head else None
-        return _LayersForward(self, DecoderLayers(parts, [types[part.index] for part in layers], norm, head, config), inputs)
+        return _LayersForward(self, DecoderLayers(parts, [types[part.layer] for part in layers], norm, head, config), inputs)
 
     def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> TransformersExit:
         """Returns a trained exit layer; see `engine.model.Model`."""
