@@ -87,7 +87,8 @@ def _context(config: Any) -> tuple[int, int | None]:
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     rope_types = {entry.get("rope_type") for entry in parameters}
     key = "original_max_position_embeddings"
-    original = next((entry[key] for entry in parameters if key in entry), getattr(config, key, None))
+    inside = next((entry[key] for entry in parameters if key in entry), None)
+    original = getattr(config, key, None) or inside  # transformers lets the config's own attribute win when it builds the model
     if "dynamic" in rope_types:  # beyond it the frequencies change with every token
         return original or limit, None
     return limit, original if "longrope" in rope_types else None
