@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specgen.engine.exit_layer import ExitLayer, Predictor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +27,6 @@ from transformers import (
 )
 
 from specgen.engine.exit_files import Description, Exit
-from specgen.engine.exit_layer import ExitLayer, Predictor
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2

@@ -13,12 +13,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from specgen.engine.exit_layer import FirstLayers
 from training_helpers import opened
 
 from specgen import demo
 from specgen.compare.prompts import load_prompts
 from specgen.engine.exit_files import Exit, load_exit
-from specgen.engine.exit_layer import FirstLayers
 from specgen.engine.model_loading import LoadedModel
 from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import exit_outputs

@@ -21,8 +21,9 @@ SEQUENCES, TRAINING_LENGTH = 16, 256
 
 
 def exit_layer(batches: int) -> dict[str, float]:
-    from specgen import demo
     from specgen.engine.exit_layer import ExitLayer, FirstLayers
+
+    from specgen import demo
     from specgen.training.corpus import demo_corpus
     from specgen.training.exit_training import ExitTraining
     from specgen.training.training_loop import TrainingBatches

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from families import make_model
-
 from specgen.engine.exit_layer import ExitLayer
+
 from specgen.types import Context
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from families import make_bloom, make_model
 from runner_checks import LLAMA_LIKE, CountedLayers, InterruptAt, check, four_layer_types, random_path, random_tree
+from specgen.engine.exit_layer import ExitLayer, Predictor
 
 from specgen.engine.early_exit import EarlyExit
-from specgen.engine.exit_layer import ExitLayer, Predictor
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError

@@ -10,11 +10,11 @@ import torch
 import yaml
 from families import LETTERS, make_model, make_tokenizer, save
 from runner_checks import LLAMA_LIKE
+from specgen.engine.decoder_layers import decoder_of
+from specgen.engine.exit_layer import ExitLayer, FirstLayers, Predictor
 from training_helpers import opened
 
-from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
-from specgen.engine.exit_layer import ExitLayer, FirstLayers, Predictor
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.errors import SpecgenError
 from specgen.training.exit_training import exit_outputs

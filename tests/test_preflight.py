@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
+from specgen.engine.decoder_layers import check_llama_structure
 
 import specgen
 from specgen import demo, factory, methods
@@ -18,7 +19,6 @@ from specgen.cli.app import main
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import WIDTHS, SpeedupModel
 from specgen.decoding.drafter_kinds import LOOKUP
-from specgen.engine.decoder_layers import check_llama_structure
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.timing import time_passes
 from specgen.setting_parsing import Setting

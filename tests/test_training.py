@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
+from specgen.engine.decoder_layers import decoder_of
+from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
-from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
-from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.errors import RunError, SpecgenError

@@ -15,8 +15,8 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.model_shape import ModelShape, of_architecture, of_transformers
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig, read_architecture, read_config
+from specgen.engine.model_shape import ModelShape, of_transformers
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
 from specgen.errors import RunError, SpecgenError, is_out_of_memory

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specgen.engine.native.description import Architecture
-
 NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
 
@@ -36,25 +34,6 @@ class ModelShape:
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Returns the bytes that one token's keys and values take in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * bytes_per_number
-
-
-def of_architecture(architecture: Architecture) -> ModelShape:
-    """Returns the sizes of a model that the native decoder runs."""
-    boundaries = (rotary.long_boundary for rotary in architecture.rotary.values())
-    return ModelShape(
-        model_type=architecture.model_type,
-        hidden_size=architecture.hidden_size,
-        intermediate_size=architecture.intermediate_size,
-        num_layers=len(architecture.layers),
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_size=architecture.head_size,
-        vocab_size=architecture.vocab_size,
-        context_limit=architecture.max_position_embeddings,
-        rope_boundary=next((boundary for boundary in boundaries if boundary is not None), None),
-        dtype=architecture.dtype,
-        tied=architecture.tied,
-    )
 
 
 def of_transformers(config: Any) -> ModelShape:
@@ -91,7 +70,8 @@ def _context(config: Any) -> tuple[int, int | None]:
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     rope_types = {entry.get("rope_type") for entry in parameters}
     key = "original_max_position_embeddings"
-    original = next((entry[key] for entry in parameters if key in entry), getattr(config, key, None))
+    inside = next((entry[key] for entry in parameters if key in entry), None)
+    original = getattr(config, key, None) or inside  # transformers lets the config's own attribute win when it builds the model
     if "dynamic" in rope_types:  # beyond it the frequencies change with every token
         return original or limit, None
     return limit, original if "longrope" in rope_types else None

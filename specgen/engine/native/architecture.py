@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specgen.engine.model_shape import ModelShape
 from specgen.engine.native.description import Activation, Architecture, LayerKind, Rotary, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, Family
 from specgen.engine.native.fields import Fields
@@ -61,6 +62,25 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     described = family.describe(fields, _plain(fields, str(model_type), family))
     fields.refuse_unknown()
     return described
+
+
+def of_architecture(architecture: Architecture) -> ModelShape:
+    """Returns the sizes of a model that the native decoder runs."""
+    boundaries = (rotary.long_boundary for rotary in architecture.rotary.values())
+    return ModelShape(
+        model_type=architecture.model_type,
+        hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.intermediate_size,
+        num_layers=len(architecture.layers),
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_size=architecture.head_size,
+        vocab_size=architecture.vocab_size,
+        context_limit=architecture.max_position_embeddings,
+        rope_boundary=next((boundary for boundary in boundaries if boundary is not None), None),
+        dtype=architecture.dtype,
+        tied=architecture.tied,
+    )
 
 
 def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:

@@ -1,8 +1,7 @@
 """The families of models that the native decoder runs: their defaults, and how each differs from Llama.
 
 To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a config unsupported, unless it is
-known to be irrelevant (`fields.IRRELEVANT`) or the function ignores it explicitly. Tensor names that differ are in
-`tensor_names`.
+known to be irrelevant (`fields.IRRELEVANT`) or the function ignores it explicitly. Other tensor names are in `tensor_names`.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class NativeLayer:
         assert inputs.batch is not None
         assert mask is not None
         heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
-        query, keys, values = torch.split(heads, (self._heads, self._kv_heads, self._kv_heads), dim=2)
+        query, keys, values = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if entries is not None:
             written, all_keys, all_values = entries[self.index - inputs.first_layer]
@@ -168,7 +168,7 @@ class NativeLayer:
         elif self._architecture.qk_norm == "heads_own":
             normed = functional.layer_norm(part, part.shape[-1:], None, None, eps)
         else:  # over all query heads at once, and over all key heads
-            both = torch.split(part, (self._heads, self._kv_heads), dim=1)
+            both = torch.split(part, [self._heads, self._kv_heads], dim=1)
             normed = torch.cat([functional.rms_norm(one, one.shape[-2:], None, eps) for one in both], dim=1)
         if torch.is_grad_enabled():
             return torch.cat((normed * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)

@@ -9,7 +9,8 @@ import torch
 
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_shape import ModelShape, of_architecture
+from specgen.engine.model_shape import ModelShape
+from specgen.engine.native.architecture import of_architecture
 from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer

@@ -65,15 +65,10 @@ def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length
     section = section or parameters or Fields({}, "rope_parameters.")
     theta = section.positive("rope_theta", fields.positive("rope_theta", defaults.theta))
     size = _rotated(fields, section, defaults, head_size)
-    inside = section.integer(_ORIGINAL, length)
-    if defaults.original is not None or _ORIGINAL in fields:
-        original = fields.integer(_ORIGINAL, defaults.original or length)
-    else:
-        original = inside
+    original = fields.integer(_ORIGINAL, defaults.original or section.integer(_ORIGINAL, length))
     kind, rotary = _rotary(_Set(section, theta, size, original, length), defaults)
     # Dynamic RoPE changes the frequencies with every token beyond this length; cached keys would keep the old ones.
-    limit = (inside if _ORIGINAL in section else original) if kind == "dynamic" else length
-    return RotaryReading({ALL_LAYERS: rotary}, size, limit)
+    return RotaryReading({ALL_LAYERS: rotary}, size, original if kind == "dynamic" else length)
 
 
 def _per_layer(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> RotaryReading:
