@@ -128,9 +128,9 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
         return -1, nan, nan
     shifted = scores - top
     weights = np.exp(shifted)
-    total, weighted = float(weights.sum()), float(weights.dot(shifted))
+    total, weighted = float(weights.sum()), float(np.vdot(weights, shifted))  # unlike dot, vdot does not warn of a NaN
     if isnan(weighted):  # impossible tokens: 0 * -inf is NaN, 0 * -1e30 is the 0 that it should be
-        weighted = float(weights.dot(shifted.clip(-1e30)))
+        weighted = float(np.vdot(weights, shifted.clip(-1e30)))
     return token, abs(log(total) - weighted / total), 1 / total  # abs: rounding may leave either sign
 
 
