@@ -22,6 +22,7 @@ PADDED_ROWS = 4
 _HOT = ((1, 2, 3, PADDED_ROWS), 7)  # the numbers of rows that are timed, and samples of each
 _COLD = ((1, PADDED_ROWS), 3)  # fewer, because the cache is flushed before each sample
 _MIN_GAIN = 1.1  # a packed product is taken if it is this many times as fast: above the noise of measurements
+_PADDING_TOLERANCE = 1.1  # a tie goes to padding: then the results for a token depend less on how many others are in the pass
 _MIN_BYTES = {torch.float32: 1 << 20}  # smaller weights are not packed: a call costs 10 us more than torch's
 _SAMPLE_BYTES = 4 << 20  # of a larger weight, this much is timed
 _PACKING_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -154,7 +155,7 @@ class ProductFactory:
 
     @property
     def pad_rows(self) -> Mapping[int, int]:
-        """For each number of rows whose products take longer than those of 4 rows: 4. Counts the weights made so far."""
+        """For each number of rows for which the products of 4 rows take no longer: 4. Counts the weights made so far."""
         total: dict[int, float] = {}
         for choice in self.choices:
             for rows, seconds in choice.seconds.items():
@@ -163,11 +164,12 @@ class ProductFactory:
             return {}
         for rows in (2, 3):  # not timed with a cold cache; they gain from padding where one row does
             total.setdefault(rows, total[1])
-        return {rows: PADDED_ROWS for rows in range(1, PADDED_ROWS) if total[rows] > total[PADDED_ROWS]}
+        padded = total[PADDED_ROWS]
+        return {rows: PADDED_ROWS for rows in range(1, PADDED_ROWS) if padded < _PADDING_TOLERANCE * total[rows]}
 
     @property
     def min_rows(self) -> int:
-        """4 if the products of one row take longer than those of 4, so that shorter passes should be padded, else 1."""
+        """4 if the products of 4 rows take no longer than those of one, so that shorter passes should be padded, else 1."""
         return self.pad_rows.get(1, 1)
 
     def _choose(self, weight: Tensor) -> ProductChoice:
