@@ -40,7 +40,7 @@ LOADERS = {
     "transformers": "from transformers import AutoModelForCausalLM as M; model = M.from_pretrained({!r}, dtype='bfloat16')",
 }
 LOADING = """
-import resource, time, torch, transformers
+import time, torch
 torch.set_num_threads({threads})
 start = time.perf_counter()
 {load}
@@ -129,7 +129,7 @@ def _random(shape: tuple[int, ...], scale: float, generator: torch.Generator) ->
 
 
 def measure_loading(target: str, repeats: int, threads: int) -> None:
-    """Loads in fresh processes: the seconds without imports, the peak of resident memory, and what remains resident."""
+    """Loads in fresh processes: the seconds with all imports but torch, the peak of resident memory, and what remains resident."""
     figures: dict[str, list[list[float]]] = defaultdict(list)
     for _ in range(repeats):
         for name, load in LOADERS.items():
@@ -155,7 +155,7 @@ def reference_passes(model: Any, context_length: int, repeats: int) -> dict[int,
                 start = perf_counter()
                 model(torch.ones(1, width, dtype=torch.long), past_key_values=cache)
                 samples[width].append(perf_counter() - start)
-                cache.crop(context_length)
+                cache.crop(-width)
     return {width: median(taken) for width, taken in samples.items()}
 
 

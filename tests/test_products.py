@@ -123,7 +123,7 @@ def test_a_packed_row_counts_as_padded_where_that_is_faster() -> None:
 
 @needs_packing
 def test_padding_is_decided_by_all_weights_together() -> None:
-    rising = {1: 1.0, 2: 2.5, 3: 3.0, 4: 2.0}
+    rising = {1: 1.0, 2: 1.9, 3: 3.0, 4: 2.0}  # 2 rows are within the tolerance
     timer = Timer(rising, dict.fromkeys(rising, 9.0))
     make = factory(timer)
     assert make.pad_rows == {}
