@@ -129,7 +129,7 @@ def _random(shape: tuple[int, ...], scale: float, generator: torch.Generator) ->
 
 
 def measure_loading(target: str, repeats: int, threads: int) -> None:
-    """Loads in fresh processes: the seconds with all imports but torch, the peak of resident memory, and what remains resident."""
+    """Loads in fresh processes: the seconds with imports other than torch, and the resident memory."""
     figures: dict[str, list[list[float]]] = defaultdict(list)
     for _ in range(repeats):
         for name, load in LOADERS.items():
