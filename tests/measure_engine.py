@@ -62,7 +62,7 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     draft_layers: int = 4
-    tail_scale: float = 0.05  # about 4 of 5 drafted tokens are accepted
+    tail_scale: float = 0.05  # then both agree on about 4 of 5 tokens
 
     def config(self, layers: int) -> Qwen3Config:
         return Qwen3Config(
