@@ -13,16 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from families import make_model
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
 from specgen.decoding.run import Clock, Run
-from specgen.engine.cached_prefix import ForwardPass
-from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.engine.forward_pass import Cache, ForwardFunction, ForwardPass, ModelOutput
+from specgen.engine.model_runner import ModelRunner
 from specgen.types import Context, SamplingParams
 
 PARTS = ("runners", "drafter", "policy", "verifier", "rest")  # rest: commit, clock and the timing of the other parts
@@ -64,17 +64,33 @@ def tables(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     return tuple(torch.cat((table, table, table[:WIDEST])).to(dtype) for table in (target, draft))
 
 
-def scripted_runner(model: Any, table: torch.Tensor, part: Callable[[str], Part]) -> ModelRunner:
-    def forward(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        first = (forward_pass.last - logits_to_keep) % PERIOD
-        return ModelOutput(table[first : first + logits_to_keep])
+class ScriptedModel:
+    """A model without layers, whose forward pass returns rows of `table` by position."""
 
-    return ModelRunner(model, forward=part("forward").around(forward))
+    device = torch.device("cpu")
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.num_embeddings = self.vocab_size = table.shape[1]
+        self.shape = SimpleNamespace(context_limit=8192, rope_boundary=None)
+        self._table = table
+
+    def new_cache(self) -> Cache:
+        return SimpleNamespace(length=0, capacity=64)
+
+    def forward(self) -> ForwardFunction:
+        def forward(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            first = (forward_pass.last - logits_to_keep) % PERIOD
+            return ModelOutput(self._table[first : first + logits_to_keep])
+
+        return forward
 
 
-def figures(
-    method: str, temperature: float, model: Any, both: tuple[torch.Tensor, ...], length: int, *, split: bool
-) -> dict[str, float]:
+def scripted_runner(table: torch.Tensor, part: Callable[[str], Part]) -> ModelRunner:
+    model: Any = ScriptedModel(table)
+    return ModelRunner(model, forward=part("forward").around(model.forward()))
+
+
+def figures(method: str, temperature: float, both: tuple[torch.Tensor, ...], length: int, *, split: bool) -> dict[str, float]:
     """Microseconds of a round (those that a tenth of the rounds stays below) and its drafted tokens, after a prompt of `length`.
 
     With `split` it has the parts of a round too; timing them makes the whole round slower.
@@ -84,7 +100,7 @@ def figures(
     def part(name: str) -> Part:
         return Part(name, seconds)
 
-    target, draft = (scripted_runner(model, table, part) for table in both)
+    target, draft = (scripted_runner(table, part) for table in both)
     sampling = SamplingParams(max_new_tokens=600, temperature=temperature, seed=1)
     components = Components(target, draft, sampling, frozenset({0}), target.vocab_size, 1, length + 600)
     chosen = methods.find(METHODS[method])
@@ -130,7 +146,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for vocabulary in options.vocabulary:
-        model = make_model("llama", vocab_size=vocabulary, num_hidden_layers=1, max_position_embeddings=8192)
         both = tables(vocabulary, getattr(torch, options.dtype))
         for temperature in options.temperature:
             for length in options.length:
@@ -138,7 +153,7 @@ def main() -> None:
                 print(f"{'':10}", *(f"{name:>9}" for name in (*PARTS, "round", "drafted")))
                 for method in METHODS:
                     taken = [
-                        figures(method, temperature, model, both, length, split=split)
+                        figures(method, temperature, both, length, split=split)
                         for _ in range(options.repeats)
                         for split in (True, False)
                     ]
