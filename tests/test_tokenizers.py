@@ -40,6 +40,7 @@ TEXTS = [
     "<bos>x<eos> <extra> y <new>z<mask><CLS>",
     "fibonacci(n - 1) \u2581 \u2581x \u0120y <0x41>",
     "quick" * 40,
+    "a </s> b <unk> c <eos> d",
     "\x00\x07 \ufffd \ud7ff",
 ]
 NAMES = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<|endoftext|>"]
@@ -178,6 +179,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
             "1": token("<s>", special=False),
             "400": token("quick", normalized=True, special=False),
         },
+        "extra_special_tokens": ["quick"],
     },
     "added tokens beside the vocabulary": {
         "eos_token": "<new>",
@@ -244,7 +246,7 @@ def test_other_tokenizers(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("declared", [None, "LlamaTokenizer"])
 def test_the_map_of_special_tokens_counts_without_a_list_of_added_tokens(tmp_path: Path, declared: str | None) -> None:
-    map_ = {"eos_token": token("<eos>", lstrip=True), "additional_special_tokens": ["<q>"], "unk_token": "<unk>"}
+    map_ = {"eos_token": token("<eos>", lstrip=True, special=False), "additional_special_tokens": ["<q>"], "unk_token": "<unk>"}
     for number, settings in enumerate(SETTINGS.values()):
         named = {**(settings or {}), "tokenizer_class": declared}
         folder = write(tmp_path / str(number), metaspace(), named, {"model_type": "llama"}, special_tokens_map=map_)
