@@ -155,7 +155,7 @@ class CachedPrefix:
         return PREFILL_CHUNK
 
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
-        """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the KV cache's length to `first`."""
+        """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the cache's length."""
         self.cache.length = first
         return ForwardPass(context, draft, first, last, self.cache, self._uses_long_rope(context))
 
