@@ -67,7 +67,8 @@ class StaticPass:
         device, hidden_size = model.device, model.architecture.hidden_size
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
             self._input = torch.zeros(2 + 2 * width + SPAN + 1, dtype=torch.int64, device=device)
-            self._base, self._first, self._ids, self._bits, self._depths = self._input.split([1, 1, width, width, SPAN + 1])
+            parts = torch.split(self._input, [1, 1, width, width, SPAN + 1])
+            self._base, self._first, self._ids, self._bits, self._depths = parts
             self._indices = torch.arange(bucket, device=device)
             tables = model.inputs.tables.items()
             self._rotations = {name: table.rows(0, bucket, long=long_rope) for name, table in tables}
@@ -86,7 +87,7 @@ class StaticPass:
         return self._cache.data is self._data
 
     def load(self, forward_pass: ForwardPass, hidden: torch.Tensor | None = None) -> None:
-        """Writes the inputs of a pass to the buffers, with one copy from the host to the device, which the host does not wait for.
+        """Writes the inputs of a pass to the buffers, with one copy to the device, which the host does not wait for.
 
         `hidden` [n, hidden size], on the device, are the hidden states that enter the first layer, if the forward function takes
         them instead of token ids. Raises ValueError for a pass that has more tokens than `width`, that reaches beyond the bucket
