@@ -96,7 +96,7 @@ class OnlyDevice(TorchDispatchMode):
 
 
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if tags & set(func.tags) or func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._pin_memory.default):
         return True
     masks = [tensor for tensor in tensors_in(args[1:]) if tensor.dtype == torch.bool]
