@@ -32,7 +32,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = 
         if device != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         numbers = torch.randn(shape, generator=generator)
-        return (1 + numbers / 8 if "norm" in name else numbers / 6).to(dtype)
+        return (1 - architecture.norm_weight_offset + numbers / 8 if "norm" in name else numbers / 8).to(dtype)
 
     with torch.no_grad():
         factory = ProductFactory(torch.device(device), dtype, model_bytes=0, pack=False)

@@ -50,7 +50,7 @@ def test_calls_as_decoding_makes_them_give_the_eager_logits(family: str) -> None
     static = ModelRunner(model)
     passes = static._forward._passes  # type: ignore[attr-defined]
     used = set()
-    for context, tokens, parents, start in random_calls(random.Random(family), 470, 20):
+    for context, tokens, parents, start in random_calls(random.Random(family), 480, 20):
         expected = eager.logits(context, tokens, parents, start=start)
         found = static.logits(context, tokens, parents, start=start)
         _assert_close(found.logits, expected.logits)
