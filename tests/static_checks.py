@@ -52,7 +52,9 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 96) for _ in range(count)]
 
 
-def random_calls(rng: random.Random, prompt: int, count: int, most: int = 15) -> Iterator[tuple[Context, list[int], list[int], int]]:
+def random_calls(
+    rng: random.Random, prompt: int, count: int, most: int = 15
+) -> Iterator[tuple[Context, list[int], list[int], int]]:
     """Yields contexts, drafts, their parents and the index of the first wanted logits, as decoding makes them.
 
     Drafts are chains and trees of at most `most` tokens. Trees grow in two calls. A random path of each draft is accepted; now

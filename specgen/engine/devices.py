@@ -64,6 +64,8 @@ def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a copy of a CPU tensor on `device`, without waiting for a GPU; on a CPU the tensor itself."""
+    if device.type == "cpu":
+        return tensor
     return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
 
 

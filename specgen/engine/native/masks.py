@@ -6,6 +6,8 @@ repeated: row i * `group` + g belongs to token i and to the g-th query head of i
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from specgen.engine.devices import upload
@@ -74,24 +76,31 @@ class TreeMasks:
     def __init__(self, ancestry: Ancestry, group: int, dtype: torch.dtype, device: torch.device) -> None:
         base, depths, bits = ancestry
         rows, size = len(bits), len(depths)
-        self._group, self._dtype, self._base, self._rows = group, dtype, base, rows
-        from_base = upload(torch.tensor(depths), device) + base
-        self.positions = from_base[size - rows :]
-        self._of_keys = torch.cat((torch.arange(base, device=device), from_base))
+        self._group, self._dtype, self._base, self._rows = group if rows < WIDE else 1, dtype, base, rows
+        self._from_base = upload(torch.tensor([base + depth for depth in depths]), device)
+        self.positions = self._from_base[size - rows :]
         length = -(-size // 8)
-        packed = b"".join(row.to_bytes(length, "little") for row in bits)
-        as_bytes = upload(torch.frombuffer(bytearray(packed), dtype=torch.uint8), device).view(rows, length, 1)
-        ones = (as_bytes >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-        self._hidden = ones.view(rows, length * 8)[:, :size] == 0
+        packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
+        as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
+        self._hidden = ((as_bytes & _powers(device)) == 0).view(rows, 1, length * 8)[:, :, :size]
 
     def __call__(self, window: int | None) -> torch.Tensor:
         """Returns the mask [n * group, keys] of the layers with this window, for n from `WIDE` on [n, keys]."""
-        lowest = torch.finfo(self._dtype).min
-        mask = torch.zeros(self._rows, self._of_keys.shape[0], dtype=self._dtype, device=self.positions.device)
-        mask[:, self._base :].masked_fill_(self._hidden, lowest)
+        lowest, device = torch.finfo(self._dtype).min, self._from_base.device
+        keys = self._base + self._from_base.shape[0]
+        mask = torch.zeros(self._rows, self._group, keys, dtype=self._dtype, device=device)
+        mask[:, :, self._base :].masked_fill_(self._hidden, lowest)
         if window is not None:
-            mask.masked_fill_(self.positions[:, None] - self._of_keys >= window, lowest)
-        return mask if self._rows >= WIDE else mask.repeat_interleave(self._group, dim=0)
+            of_keys = torch.cat((torch.arange(self._base, device=device), self._from_base))
+            mask.masked_fill_(self.positions[:, None, None] - of_keys >= window, lowest)
+        return mask.view(-1, keys)
+
+
+@cache
+def _powers(device: torch.device) -> torch.Tensor:
+    """Returns the values of the bits of a byte, [8]."""
+    with torch.inference_mode(False):
+        return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def aligned(mask: torch.Tensor) -> torch.Tensor:
