@@ -21,6 +21,7 @@ from specgen.engine.native.tensor_names import layer_tensors
 from specgen.types import Context
 
 LENGTH = 2048
+WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> NativeModel:
@@ -97,9 +98,26 @@ class OnlyDevice(TorchDispatchMode):
         return result
 
 
+class Uploads(TorchDispatchMode):
+    """Counts the copies from the host to a device, and refuses what makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        devices = {tensor.device.type for tensor in tensors_in((args, kwargs, result))}
+        if len(devices) == 2:
+            assert func == torch.ops.aten._to_copy.default, func
+            assert args[0].device.type == "cpu", func
+            self.count += 1
+        assert devices == {"cpu"} or not WAITING & set(func.tags), func
+        return result
+
+
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if tags & set(func.tags) or func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._pin_memory.default):
+    if WAITING & set(func.tags) or func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._pin_memory.default):
         return True
     masks = [tensor for tensor in tensors_in(args[1:]) if tensor.dtype == torch.bool]
     return bool(func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_) and masks)

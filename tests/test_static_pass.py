@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from static_checks import LENGTH, OnlyDevice, Recording, random_calls, random_model, random_tokens
+from static_checks import LENGTH, OnlyDevice, Recording, Uploads, random_calls, random_model, random_tokens
 
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, LayerPart, TreeNodes, chain_parents
@@ -172,6 +172,18 @@ def test_a_pass_on_another_device_than_the_cpu_uses_no_tensor_of_the_cpu(family:
     with torch.inference_mode(), OnlyDevice("meta") as mode:
         static.run()
     assert mode.names
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3"])
+def test_an_eager_pass_uploads_ids_and_for_trees_positions_and_ancestors(family: str) -> None:
+    model = random_model(family, torch.bfloat16, "meta", **_CHANGES.get(family, {}))
+    forward, cache, context = model.forward(), model.new_cache(), Context([3] * 20)
+    uploads = []
+    for draft in (NO_NODES, TreeNodes([3] * 5, chain_parents(5)), _TREE, _TREE):
+        with torch.inference_mode(), Uploads() as mode:
+            forward(ForwardPass(context, draft, 19, 20 + len(draft.tokens), cache), 1)
+        uploads.append(mode.count)
+    assert uploads == [uploads[0], 1, uploads[2], 3]  # tables for rotations and masks are made once
 
 
 @pytest.mark.parametrize("family", FAMILIES)
