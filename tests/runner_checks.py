@@ -100,13 +100,13 @@ class CountedLayers:
 
 
 class _CountedLayer:
-    """A native layer that counts the tokens that it is run on, padding included."""
+    """A native layer that counts the tokens that it is run on, without padding."""
 
     def __init__(self, layer: NativeLayer, name: str, tokens: Counter[str]) -> None:
         self._layer, self._name, self._tokens = layer, name, tokens
 
     def __call__(self, residual: Residual, inputs: PassInputs, **options: Any) -> None:
-        self._tokens[self._name] += residual.values.shape[0]
+        self._tokens[self._name] += inputs.written
         self._layer(residual, inputs, **options)
 
     def __getattr__(self, name: str) -> Any:
