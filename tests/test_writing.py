@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
-from specgen.engine.decoder_layers import decoder_of
 from training_helpers import TINY, Recorder, corpus_of, opened
 
+from specgen.engine.transformers_backend.decoder_layers import decoder_of
 from specgen.training.batched_generation import continuations
 from specgen.training.exit_training import train_exit
 from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, save_batch
