@@ -172,5 +172,5 @@ def top_k_log_probs(model: Model, ids: torch.Tensor) -> tuple[torch.Tensor, torc
     """
     logits = model.batch_logits(text_pass(ids.to(model.device)))[0]
     top = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1)
-    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in logits.split(_LOGITS_AT_ONCE)])
+    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in torch.split(logits, _LOGITS_AT_ONCE)])
     return top.indices.int().cpu(), (top.values.float() - totals[:, None]).cpu()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.exit_parts import check_exit_layers
 from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.layer import NativeLayer
