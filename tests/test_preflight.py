@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
-from runner_checks import RUN_BY
+from families import CONTEXT, LETTERS, NATIVE, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
+from runner_checks import LAYERED, RUN_BY
 
 import specgen
 from specgen import demo, factory, methods
 from specgen.cli.app import main
-from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.cost_model.speedup import WIDTHS, SpeedupModel
 from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.model_loading import ModelSource
@@ -89,7 +89,8 @@ def bytes_per_token(runner: ModelRunner) -> int:
     return sum(layer.numel() // layer.shape[-2] * layer.element_size() for layer in layers)
 
 
-@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+# that transformers computes something between a model's layers shows only when they are run
+@pytest.mark.parametrize(("family", "backend"), [pair for pair in RUN_BY if pair in LAYERED or pair[0] not in NATIVE])
 def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
     module = make_model(family)
     folder = save(module, tmp_path / family)
@@ -204,7 +205,7 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:
     assert sorted(seconds) == list(range(1, 17))
     assert all(taken > 0 for taken in seconds.values())
     assert draft > 0
-    assert found["pearl_window"] == max(1, round(found["cost_ratio"]))
+    assert found["pearl_window"] == min(LONGEST_WINDOW, max(1, round(found["cost_ratio"])))
     for k in range(1, 16):
         rate = (k * draft + seconds[k + 1] - seconds[1]) / (k * seconds[1])
         expected = max(0.0, rate) if rate < 1 else None
