@@ -128,7 +128,7 @@ def make(config: dict[str, Any], seed: int = 0) -> Any:
             elif name.endswith("bias"):
                 weight.normal_(std=0.5)
             else:
-                weight.normal_(std=1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
+                weight.normal_(std=0.5 if "embed" in name else weight.shape[1] ** -0.5)
     return module.requires_grad_(False)
 
 

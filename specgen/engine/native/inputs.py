@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from specgen.engine.forward_pass import ForwardPass, positions
-from specgen.engine.native.attention import WIDE
+from specgen.engine.native.attention import KEY_BLOCK, WIDE
 from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
 from specgen.engine.native.masks import ChainMasks, additive, visible_to_chain, visible_to_tree
 from specgen.engine.native.rotary import RotaryTable
 
-EXACT_ROWS, EXACT_KEYS = 4, 512  # padding with which a token's logits do not depend on the tokens that are run with it
+# Padding with which a token's logits do not depend on the tokens that are run with it. Products of fewer than 4 rows round
+# differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks: so multiples of 4.
+EXACT_ROWS = 4
 
 
 def layer_kinds(architecture: Architecture) -> list[LayerKind]:
@@ -46,6 +48,8 @@ class InputMaker:
         cache: KVBuffer = forward_pass.cache
         count = last - first
         rows = count if count >= self._min_rows else self._min_rows
+        if self._exact:
+            rows = -(-rows // EXACT_ROWS) * EXACT_ROWS
         is_chain = forward_pass.is_chain
         attended = rows if self._exact and is_chain else count
         kinds = []
@@ -74,7 +78,7 @@ class InputMaker:
         if not is_chain:
             return 0, last
         if self._exact:
-            return 0, -(-last // EXACT_KEYS) * EXACT_KEYS
+            return 0, -(-last // KEY_BLOCK) * KEY_BLOCK
         return (0 if window is None else max(0, first + 1 - window)), last
 
     def _rotation(self, kind: LayerKind, first: int, rows: int, at: Sequence[int] | None, long_rope: bool) -> torch.Tensor | None:
