@@ -118,7 +118,7 @@ CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIA
 
 
 def make(config: dict[str, Any], seed: int = 0) -> Any:
-    """Transformers' model, in float32, of a config in the older form. All its weights are random, those of norms and biases too."""
+    """Transformers' model, in float32, of a config in the older form. All weights are random, those of norms and biases too."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(reference_of(config), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -159,8 +159,13 @@ def load(
 def both(config: dict[str, Any], folder: Path, **options: Any) -> tuple[Any, NativeModel]:
     """A random model in transformers, and loaded by the native decoder after it was saved in `folder`."""
     module = make(config)
-    module.save_pretrained(folder)
+    save(module, folder)
     return module, load(folder, **options)
+
+
+def save(module: Any, folder: Path, **options: Any) -> None:
+    """Saves a model without a tokenizer."""
+    module.save_pretrained(folder, **options)
 
 
 @torch.no_grad()

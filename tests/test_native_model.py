@@ -23,7 +23,7 @@ from specgen.engine.transformers_backend.transformers_model import TransformersM
 from specgen.types import Context
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
-LAYERED = [family for family in VARIANTS if family not in ("gemma", "gemma3_text", "granite")]  # as Llama in transformers
+LAYERED = [family for family in VARIANTS if family not in ("gemma3_text", "granite", "cohere")]  # as Llama in transformers
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
