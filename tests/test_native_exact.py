@@ -70,7 +70,7 @@ def test_logits_have_the_same_bits_for_drafts_of_any_length(
     tmp_path: Path, family: str, index: int, changes: dict[str, int]
 ) -> None:
     save(make(variant(family, index, **changes)), tmp_path)
-    check_bits(tmp_path, IDS, ([1], [2], [3], [5], [12], [33, 8], [41]), TYPES if family == "llama" else [TYPES[0], TYPES[3]])
+    check_bits(tmp_path, IDS, ([1], [2], [3], [5], [12], [33, 8], [41]), TYPES[:4] if family == "llama" else TYPES[:4:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
