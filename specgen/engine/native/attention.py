@@ -86,5 +86,5 @@ def _capped(
     weights = scores.softmax(dim=-1, dtype=torch.float32)
     if block is None:
         return weights.to(values.dtype) @ values
-    parts = zip(weights.split(block, -1), values.split(block, -2), strict=True)
+    parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)
     return torch.stack([weight @ value.float() for weight, value in parts]).sum(0).to(values.dtype)
