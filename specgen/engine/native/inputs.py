@@ -15,7 +15,8 @@ from specgen.engine.native.masks import ChainMasks, additive, visible_to_chain, 
 from specgen.engine.native.rotary import RotaryTable
 
 # Padding with which a token's logits do not depend on the tokens that are run with it. Products of fewer than 4 rows round
-# differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks: so multiples of 4.
+# differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
+# product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
 
 
@@ -47,9 +48,7 @@ class InputMaker:
         first, last = forward_pass.first, forward_pass.last
         cache: KVBuffer = forward_pass.cache
         count = last - first
-        rows = count if count >= self._min_rows else self._min_rows
-        if self._exact:
-            rows = -(-rows // EXACT_ROWS) * EXACT_ROWS
+        rows = self.padded(count)
         is_chain = forward_pass.is_chain
         attended = rows if self._exact and is_chain else count
         kinds = []
@@ -64,6 +63,11 @@ class InputMaker:
                 mask = self._tree_mask(forward_pass, at, kind.window)
             kinds.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, attended, count, kinds, None, cache.first_layer, self._exact and is_chain)
+
+    def padded(self, count: int) -> int:
+        """Returns the number of rows that a product for `count` tokens has, padding included."""
+        rows = count if count >= self._min_rows else self._min_rows
+        return -(-rows // EXACT_ROWS) * EXACT_ROWS if self._exact else rows
 
     def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
         """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""

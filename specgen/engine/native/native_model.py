@@ -168,7 +168,7 @@ class NativeForward:
                 layer(residual, inputs, attention=part.attention, mlp=part.mlp)
         if self._parts is None:
             return ModelOutput(residual.values[:count], residual.values[:count])
-        begin, rows = count - logits_to_keep, max(logits_to_keep, model.min_rows)
+        begin, rows = count - logits_to_keep, model.inputs.padded(logits_to_keep)
         first = max(0, min(begin, inputs.rows - rows))
         output = model.norm_and_head(residual, self._parts, first, rows)
         if first == begin and rows == logits_to_keep:
