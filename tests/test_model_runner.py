@@ -209,7 +209,7 @@ def test_buffers_grow_and_keep_their_entries(backend: str) -> None:
 def buffers(runner: ModelRunner) -> list[int]:
     """The addresses of the KV cache's buffers."""
     if isinstance(runner.cache, KVBuffer):
-        return [runner.cache._data.data_ptr()]
+        return [runner.cache.data.data_ptr()]
     return [layer.keys.data_ptr() for layer in runner.cache.layers]  # type: ignore[attr-defined]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
 WIDE = 64  # tokens; from here on the keys are repeated for grouped heads instead of the mask, as computing dominates
 _WRITTEN_OUT = 64  # query rows; below, in float32 on a CPU, separate products are faster than torch's fused attention
 
@@ -22,7 +23,8 @@ def attend(
 
     `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`),
     for n from `WIDE` on [n, m]; None if every query sees every key. `score_cap` c limits the scores to c tanh(score / c) before
-    the mask (Gemma 2). `fused` always takes torch's fused attention, also where separate products are faster.
+    the mask (Gemma 2). `fused` always takes torch's fused attention, also where separate products are faster; capped scores are
+    summed in blocks of keys instead, so that with both a row does not depend on how many blocks follow those that it sees.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]
@@ -39,7 +41,7 @@ def attend(
     else:
         rows = query.view(tokens, kv_heads, group, size).transpose(0, 1).reshape(kv_heads, tokens * group, size)
     if score_cap is not None:
-        mixed = _capped(rows, keys, values, mask, score_cap)
+        mixed = _capped(rows, keys, values, mask, score_cap, KEY_BLOCK if fused else None)
     elif not fused and tokens * group < _WRITTEN_OUT and rows.dtype == torch.float32 and rows.is_cpu:
         scores = rows @ keys.transpose(1, 2) if mask is None else torch.baddbmm(mask, rows, keys.transpose(1, 2))
         mixed = torch.bmm(scores.softmax(-1), values)
@@ -70,9 +72,19 @@ def attend_batch(
 
 
 def _capped(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, score_cap: float
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    score_cap: float,
+    block: int | None = None,
 ) -> torch.Tensor:
+    """Returns attention with capped scores. With `block`, the values are added up in float32, this many keys at a time."""
     scores = torch.tanh((rows @ keys.transpose(-1, -2)) / score_cap) * score_cap
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    weights = scores.softmax(dim=-1, dtype=torch.float32)
+    if block is None:
+        return weights.to(values.dtype) @ values
+    parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)
+    return torch.stack([weight @ value.float() for weight, value in parts]).sum(0).to(values.dtype)

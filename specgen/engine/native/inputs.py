@@ -7,14 +7,17 @@ import torch
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.ancestry import ancestry
-from specgen.engine.native.attention import WIDE
+from specgen.engine.native.attention import KEY_BLOCK, WIDE
 from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
 from specgen.engine.native.masks import ChainMasks, TreeMasks, additive, aligned, visible_to_chain
 from specgen.engine.native.rotary import RotaryTable
 
-EXACT_ROWS, EXACT_KEYS = 4, 512  # padding with which a token's logits do not depend on the tokens that are run with it
+# Padding with which a token's logits do not depend on the tokens that are run with it. Products of fewer than 4 rows round
+# differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
+# product whose rows two threads share: so multiples of 4.
+EXACT_ROWS = 4
 
 
 def layer_kinds(architecture: Architecture) -> list[LayerKind]:
@@ -46,7 +49,7 @@ class InputMaker:
         first, last = forward_pass.first, forward_pass.last
         cache: KVBuffer = forward_pass.cache
         count = last - first
-        rows = count if count >= self._min_rows else self._min_rows
+        rows = self.padded(count)
         is_chain = forward_pass.is_chain
         attended = rows if self._exact and is_chain else count
         kinds = []
@@ -58,6 +61,11 @@ class InputMaker:
             mask = self._chain_mask(kind.window, first, attended, start, end) if tree is None else aligned(tree(kind.window))
             kinds.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, attended, count, kinds, None, cache.first_layer, self._exact and is_chain)
+
+    def padded(self, count: int) -> int:
+        """Returns the number of rows that a product for `count` tokens has, padding included."""
+        rows = count if count >= self._min_rows else self._min_rows
+        return -(-rows // EXACT_ROWS) * EXACT_ROWS if self._exact else rows
 
     def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
         """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""
@@ -90,7 +98,7 @@ class InputMaker:
         if not is_chain:
             return 0, last
         if self._exact:
-            return 0, -(-last // EXACT_KEYS) * EXACT_KEYS
+            return 0, -(-last // KEY_BLOCK) * KEY_BLOCK
         return (0 if window is None else max(0, first + 1 - window)), last
 
     def _rotation(self, kind: LayerKind, first: int, rows: int, tree: TreeMasks | None, long_rope: bool) -> torch.Tensor | None:

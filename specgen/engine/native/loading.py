@@ -86,9 +86,8 @@ def _parts(
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
     """
     shape = architecture.vocab_size, architecture.hidden_size
-    files.check_complete([] if architecture.tied and EMBEDDING not in files else [EMBEDDING])
-    files.check_complete([] if architecture.tied and HEAD not in files else [HEAD])
-    stored = files.take(EMBEDDING if EMBEDDING in files else HEAD, shape)
+    files.check_complete([] if architecture.tied else [EMBEDDING, HEAD])
+    stored = files.take(HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, shape)
     own_head = files.take(HEAD, shape) if EMBEDDING in files and HEAD in files else None
     matrix = (stored if own_head is None else own_head).to(dtype)
     head = factory(matrix)

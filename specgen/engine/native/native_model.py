@@ -212,7 +212,7 @@ class NativeForward:
         self.run_layers(residual, inputs)
         if self.parts is None:
             return ModelOutput(residual.values[:count], residual.values[:count])
-        begin, rows = count - logits_to_keep, max(logits_to_keep, model.min_rows)
+        begin, rows = count - logits_to_keep, model.inputs.padded(logits_to_keep)
         first = max(0, min(begin, inputs.rows - rows))
         output = model.norm_and_head(residual, self.parts, first, rows)
         if first == begin and rows == logits_to_keep:

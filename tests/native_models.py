@@ -1,0 +1,179 @@
+"""Tiny models of the native decoder's families with unusual settings and random weights, loaded by both backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_configs import reference_of, sparse
+from transformers import AutoModelForCausalLM
+
+from specgen.engine.native import loading
+from specgen.engine.native.architecture import read_architecture, read_config
+from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.products import ProductFactory
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 256}
+_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_SLIDING_LAST = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+_ONE = {"num_attention_heads": 4, "num_key_value_heads": 1}
+_EQUAL = {"num_attention_heads": 4, "num_key_value_heads": 4}
+_GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 7.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_MSCALE = {"rope_type": "yarn", "factor": 16.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False}
+_LINEAR = {"rope_type": "linear", "factor": 3.0}
+_DYNAMIC = {"rope_type": "dynamic", "factor": 1.7}
+BOUNDARY = 32  # of LongRoPE
+
+
+def _longrope(pairs: int, **more: Any) -> dict[str, Any]:
+    factors = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
+    return {"rope_type": "longrope", "original_max_position_embeddings": BOUNDARY, **factors, **more}
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": _LINEAR,
+    "dynamic": _DYNAMIC,
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
+    "yarn mscale": _MSCALE,
+    "longrope": _longrope(4),
+}
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        {**_SIX, **_BIASES, "head_dim": 10, "rope_scaling": _LLAMA3},
+        {**_ONE, "head_dim": 12, "tie_word_embeddings": True, "rope_scaling": _YARN, "hidden_act": "gelu"},
+        {**_EQUAL, "rope_scaling": _longrope(4), "rope_theta": 5e5, "attention_bias": True, "rms_norm_eps": 1e-2},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "mlp_bias": True},
+    ],
+    "mistral": [
+        {**_ONE, "sliding_window": 7, "head_dim": 16},
+        {**_SIX, "sliding_window": 1, "tie_word_embeddings": True, "rope_scaling": _LINEAR},
+        {"sliding_window": None, "rope_scaling": _MSCALE},
+    ],
+    "qwen2": [
+        {**_SIX, "use_sliding_window": True, "sliding_window": 7, "layer_types": _TYPES, "rope_scaling": _YARN},
+        {**_ONE, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1, "tie_word_embeddings": True},
+        {**_EQUAL, "sliding_window": 3, "use_sliding_window": False},
+    ],
+    "qwen3": [
+        {**_SIX, "head_dim": 12, "attention_bias": True, "rope_scaling": _YARN, "rms_norm_eps": 1e-3},
+        {**_ONE, "head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "layer_types": _SLIDING_LAST},
+    ],
+    "phi3": [
+        {**_SIX, "sliding_window": 7, "partial_rotary_factor": 0.5, "rope_scaling": _longrope(2)},
+        {**_ONE, "original_max_position_embeddings": BOUNDARY, "rope_scaling": _longrope(4), "tie_word_embeddings": True},
+        {**_EQUAL, "partial_rotary_factor": 0.75, "head_dim": 16, "sliding_window": 12},
+    ],
+    "gemma": [
+        {**_ONE, "hidden_act": "gelu", "attention_bias": True, "head_dim": 16},
+        {**_SIX, "head_dim": 6, "tie_word_embeddings": False, "rope_scaling": _LINEAR},
+    ],
+    "gemma2": [
+        {**_SIX, "query_pre_attn_scalar": 10, "sliding_window": 7, "attn_logit_softcapping": 2.0, "attention_bias": True},
+        {**_ONE, "layer_types": _SLIDING_LAST, "sliding_window": 12, "final_logit_softcapping": 3.0, "head_dim": 12},
+        {**_EQUAL, "attn_logit_softcapping": None, "final_logit_softcapping": None, "hidden_activation": "gelu"},
+    ],
+    "gemma3_text": [
+        {**_SIX, "sliding_window": 7, "sliding_window_pattern": 2, "rope_local_base_freq": 500.0, "query_pre_attn_scalar": 7},
+        {**_ONE, "layer_types": _TYPES, "sliding_window": 12, "rope_scaling": _LINEAR, "final_logit_softcapping": 4.0},
+        {**_EQUAL, "layer_types": _SLIDING_LAST, "sliding_window": 5, "attention_bias": True, "attn_logit_softcapping": 2.0},
+    ],
+    "olmo2": [
+        {**_SIX, "attention_bias": True, "rms_norm_eps": 1e-2},
+        {**_ONE, "tie_word_embeddings": True, "rope_scaling": _YARN},
+    ],
+    "smollm3": [
+        {**_SIX, **_BIASES, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+        {**_ONE, "no_rope_layers": [1, 0, 0, 1], "layer_types": _TYPES, "sliding_window": 12, "tie_word_embeddings": False},
+        {**_EQUAL, "no_rope_layers": [0, 0, 0, 0]},
+    ],
+    "granite": [
+        {**_SIX, **_BIASES, **_GRANITE, "rope_scaling": _LLAMA3},
+        {**_ONE, **_GRANITE, "tie_word_embeddings": True},
+    ],
+    "starcoder2": [
+        {**_SIX, "sliding_window": 7, "norm_epsilon": 1e-2},
+        {**_ONE, "use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu", "rope_scaling": _LINEAR},
+    ],
+    "stablelm": [
+        {**_SIX, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+        {**_ONE, "qk_layernorm": True, "use_parallel_residual": True, "layer_norm_eps": 1e-2, "partial_rotary_factor": 0.25},
+        {**_SIX, "qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 1.0},
+    ],
+    "cohere": [
+        {**_SIX, "use_qk_norm": True, "logit_scale": 0.3, "attention_bias": True, "tie_word_embeddings": False},
+        {**_ONE, "logit_scale": 0.7, "rope_scaling": _LINEAR},
+    ],
+}
+CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIANTS for index in range(len(VARIANTS[family]))]
+
+
+def make(config: dict[str, Any], seed: int = 0) -> Any:
+    """Transformers' model, in float32, of a config in the older form. All weights are random, those of norms and biases too."""
+    torch.manual_seed(seed)
+    module = AutoModelForCausalLM.from_config(reference_of(config), dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.4, 1.8).mul_(torch.randint(0, 2, weight.shape) * 2 - 1.0)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+            else:
+                weight.normal_(std=0.5 if "embed" in name else weight.shape[1] ** -0.5)
+    return module.requires_grad_(False)
+
+
+def variant(family: str, index: int = 0, **changes: Any) -> dict[str, Any]:
+    """A config in the older form."""
+    return sparse(family, **{**_SMALL, **VARIANTS[family][index], **changes})
+
+
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = False, pack: bool | None = False, min_rows: int = 1
+) -> NativeModel:
+    """Loads a saved model with the native decoder. `pack` and `min_rows` replace what would be measured."""
+
+    class Factory(ProductFactory):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "pack": pack})
+
+        @property
+        def min_rows(self) -> int:
+            return min_rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "ProductFactory", Factory)
+        architecture = read_architecture(read_config(folder, "the model"))
+        return loading.load_native(folder, "the model", architecture, dtype, torch.device("cpu"), exact=exact)
+
+
+def both(config: dict[str, Any], folder: Path, **options: Any) -> tuple[Any, NativeModel]:
+    """A random model in transformers, and loaded by the native decoder after it was saved in `folder`."""
+    module = make(config)
+    save(module, folder)
+    return module, load(folder, **options)
+
+
+def save(module: Any, folder: Path, **options: Any) -> None:
+    """Saves a model without a tokenizer."""
+    module.save_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def expected(module: Any, sequences: list[list[int]]) -> torch.Tensor:
+    """Transformers' logits [sequences, vocabulary] after the last token of each sequence, without a cache."""
+    longest = max(map(len, sequences))
+    if len({len(ids) > BOUNDARY for ids in sequences}) > 1:  # LongRoPE looks at the longest sequence of a batch
+        return torch.cat([expected(module, [ids]) for ids in sequences])
+    batch = torch.tensor([ids + [0] * (longest - len(ids)) for ids in sequences])  # later tokens change nothing
+    logits = module(batch, use_cache=False).logits
+    return torch.stack([logits[row, len(ids) - 1] for row, ids in enumerate(sequences)])
