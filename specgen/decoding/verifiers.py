@@ -54,19 +54,19 @@ class RejectionSampling:
             return make_verdict(draft, (), int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
         tokens = torch.tensor(draft.tokens, device=device)
-        draft_probs = torch.zeros_like(target_probs)
-        if draft.probs is None:
-            draft_probs[:length].scatter_(1, tokens[:, None], 1.0)
-        else:
-            draft_probs[:length] = draft.probs
+        draft_probs = None if draft.probs is None else draft.probs.to(device)
         p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
-        q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
+        q = 1.0 if draft_probs is None else draft_probs.gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
-        # q is zero after the last token, so that the residual there is p: the bonus
-        position = accepted.clamp_max(target_probs.shape[0] - 1)[None]
-        probs = target_probs.index_select(0, position)[0]
-        residual = (probs - draft_probs.index_select(0, position)[0]).clamp_min_(0)
+        probs = target_probs.index_select(0, accepted.clamp_max(target_probs.shape[0] - 1)[None])[0]
+        rejected = accepted.clamp_max(length - 1)[None]
+        if draft_probs is None:
+            drawn_from = torch.zeros_like(probs).scatter_(0, tokens.index_select(0, rejected), 1.0)
+        else:
+            drawn_from = draft_probs.index_select(0, rejected)[0]
+        # after the last token no draft was rejected, so that the residual there is p: the bonus
+        residual = (probs - drawn_from * (accepted < length)).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, probs)  # all zero through rounding: p equals q
         token = logits_ops.draw(residual, self._generator)  # a NaN rejects its token, so it is noticed here
         count, own = torch.stack((accepted, token)).tolist()

@@ -45,9 +45,11 @@ class CachedPrefix:
             self.committed = min(self.committed, len(context) - (start == 0))
         else:
             cached = self.draft
-            same_tokens = common_prefix_length(cached.tokens, draft.tokens)
-            kept = min(same_tokens, common_prefix_length(cached.parents, draft.parents), start - 1)
-            self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
+            kept = common_prefix_length(cached.tokens, draft.tokens, start - 1)
+            if not (isinstance(cached.parents, range) and isinstance(draft.parents, range)):
+                kept = common_prefix_length(cached.parents, draft.parents, kept)
+            if kept < len(cached.tokens):
+                self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
     def switch_to(self, context: Context) -> None:
         """Counts as cached only the tokens with which `context` begins, and the draft nodes after them.
@@ -64,6 +66,8 @@ class CachedPrefix:
             self.committed = shared
             self._context = context
         cached = self.draft
+        if not cached.tokens or self.committed == len(context):
+            return
         path = self._matching_path(context, len(context))
         if not path:
             return
@@ -94,12 +98,16 @@ class CachedPrefix:
         before it takes the next one: asking for the next one counts the tokens as cached and makes the pass's mask and positions
         invalid. Raises SpecgenError for a tree on a model with ALiBi.
         """
-        while self.committed < last and len(context) - self.committed > (size := self._chunk_size(context)):
+        length = len(context)
+        while length - self.committed > PREFILL_CHUNK and self.committed < last:
+            size = self._chunk_size(context)
+            if length - self.committed <= size:
+                break
             yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
             self.committed += size
         if self.length < last:
-            yield self._forward_pass(context, draft, self.length, len(context) + len(draft.tokens))
-            self.committed = len(context)
+            yield self._forward_pass(context, draft, self.length, length + len(draft.tokens))
+            self.committed = length
             self.draft = draft
 
     def set_committed(self, context: Context, committed: int) -> None:

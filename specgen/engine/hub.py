@@ -22,8 +22,7 @@ IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safete
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
     """Returns the local folder with a model's files; downloads them if necessary. `name` is a folder or a Hugging Face id.
 
-    `revision` is a branch, tag or commit on the hub (None: its main branch). If it was downloaded completely before, that
-    snapshot is used, without asking the hub for a newer one. `offline` uses only what was downloaded earlier.
+    `revision` is a branch, tag or commit on the hub (None: its main branch). `offline` uses only what was downloaded earlier.
     `remote_code` also downloads the repository's Python files. `announce` is called with a message before a download. Raises
     SpecgenError if there is no such model, and RunError if the download fails.
     """
@@ -42,7 +41,13 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
         raise SpecgenError(f"{name} is a file", "Name the folder that contains it")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
-    return (None if remote_code else _cached(name, revision)) or _download(name, revision, offline, remote_code, announce)
+    is_fixed = offline or _is_commit(revision or "") or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    found = _cached(name, revision) if is_fixed and not remote_code else None  # otherwise the hub may have a newer commit
+    return found or _download(name, revision, offline, remote_code, announce)
+
+
+def _is_commit(revision: str) -> bool:
+    return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -52,8 +57,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
         return None  # huggingface_hub says what is wrong with it
     try:
         repository = _cache_folder() / f"models--{name.replace('/', '--')}"
-        is_commit = re.fullmatch("[0-9a-f]{40}", revision)
-        commit = revision if is_commit else (repository / "refs" / revision).read_text(encoding="ascii").strip()
+        commit = revision if _is_commit(revision) else (repository / "refs" / revision).read_text(encoding="ascii").strip()
         folder = repository / "snapshots" / commit
         interrupted = any((repository / "blobs").glob("*.incomplete"))
         return folder if commit and not interrupted and _is_complete(folder) else None

@@ -86,9 +86,9 @@ class ModelRunner:
         part of `context` now (they were accepted) need not be run again.
         """
         tokens = list(draft)
-        chain = chain_parents(len(tokens))
-        is_chain = parents is None or isinstance(parents, range) or list(parents) == list(chain)
-        nodes = TreeNodes(tokens, chain if is_chain or parents is None else list(parents))
+        nodes = TreeNodes(tokens, chain_parents(len(tokens)))
+        if not (parents is None or isinstance(parents, range)) and list(parents) != list(nodes.parents):
+            nodes = TreeNodes(tokens, list(parents))
         end = len(context) + len(tokens)
         self._cached.truncate_for(context, nodes, start)
         for forward_pass in self._cached.missing_passes(context, nodes, end):

@@ -176,7 +176,7 @@ def _build(name: str, data: bytes, settings: dict[str, Any], digest: str) -> Nat
     settings["added_tokens_decoder"] = _added_tokens(settings, data if name != AS_FILE else pipeline)
     defaults = {} if name == AS_FILE else CLASSES[name].special_tokens
     named, extra = _special_tokens(settings, defaults, pipeline.padding)
-    if name != AS_FILE:
+    if name != AS_FILE:  # a new pipeline with the same model object: added tokens cannot be taken away
         file, pipeline = pipeline, Pipeline(pipeline.model)
         CLASSES[name].pipeline(pipeline, settings, named)
         if file.post_processor and CLASSES[name].keeps_post_processor:
@@ -185,7 +185,7 @@ def _build(name: str, data: bytes, settings: dict[str, Any], digest: str) -> Nat
     pipeline.no_padding()
     pipeline.encode_special_tokens = bool(settings.get("split_special_tokens"))
     _add_tokens(pipeline, settings["added_tokens_decoder"], named, extra)
-    if name == "CohereTokenizer":
+    if name == "CohereTokenizer":  # this class and the next add their special tokens once more, which can change their flags
         special = (*named.values(), *extra)
         pipeline.add_special_tokens([AddedToken(item, special=True) if isinstance(item, str) else item for item in special])
     if name == "Qwen2Tokenizer":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -21,8 +20,7 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of the answer's text; `drafted` says whether the draft model proposed its tokens."""
 
     text: str
@@ -79,15 +77,14 @@ class AnswerText:
 
 
 def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """Splits a list of pieces in two: the first `length` characters, and the rest."""
-    front: list[Piece] = []
-    back: list[Piece] = []
-    for piece in pieces:
-        taken = min(length, len(piece.text))
-        front.append(Piece(piece.text[:taken], piece.drafted))
-        back.append(Piece(piece.text[taken:], piece.drafted))
-        length -= taken
-    return [piece for piece in front if piece.text], [piece for piece in back if piece.text]
+    """Splits a list of pieces in two: the first `length` characters, and the rest. Leaves out empty pieces."""
+    pieces = [piece for piece in pieces if piece.text]
+    for position, (text, drafted) in enumerate(pieces):
+        if length < len(text):
+            front = [Piece(text[:length], drafted)] if length else []
+            return pieces[:position] + front, [Piece(text[length:], drafted), *pieces[position + 1 :]]
+        length -= len(text)
+    return pieces, []
 
 
 def _overlap(text: str, stop: str) -> int:
