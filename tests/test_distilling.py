@@ -171,7 +171,8 @@ def test_the_command_distils_a_draft(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json")).stdout)
+    monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)  # no model is loaded twice
+    line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json", "--backend", "native")).stdout)
     assert line["type"] == "train"
     out = Path(line["draft"])
     assert (out.name, out.parent.parent) == ("distilled", tmp_path / "pairs")

@@ -230,9 +230,15 @@ def command(folder: Path, corpus: Path, out: Path | None, *more: str) -> list[st
     return train_command("eesd", corpus, out, "-t", str(folder), *more)
 
 
-def test_the_command_trains_an_exit(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_the_command_trains_an_exit(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    result = trained(command(folder, corpus, None, "--steps", "3", "--json"))
+    if backend != "transformers":  # the native decoder does everything: no other copy of the weights is loaded
+        monkeypatch.setattr("specgen.engine.transformers_backend.loading.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)
+    result = trained(command(folder, corpus, None, "--steps", "3", "--json", "--backend", backend))
     line = json.loads(result.stdout)
     assert line["type"] == "train"
     out = Path(line["profile"])
