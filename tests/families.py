@@ -192,14 +192,17 @@ def exit_layers_of(model: Model, module: Any, layers: int = 1) -> ExitLayers:
     return model.exit_layers(exit_tensors(module.state_dict(), layers), layers)
 
 
+def random_predictor(width: int, seed: int = 0) -> Predictor:
+    """A predictor of acceptance with random weights, for hidden states of this width."""
+    torch.manual_seed(seed)
+    made = Predictor(width)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return made.requires_grad_(False)
+
+
 def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: int = 0) -> Exit:
     """An untrained exit after `depth` layers, with a predictor that has random weights."""
-    own = None
-    if predictor:
-        torch.manual_seed(seed)
-        own = Predictor(target.model.shape.hidden_size)
-        for weight in own.parameters():
-            torch.nn.init.normal_(weight, std=0.3)
-        own.requires_grad_(False)
+    own = random_predictor(target.model.shape.hidden_size, seed) if predictor else None
     tensors = exit_tensors(load_file(target.folder / "model.safetensors"))
     return Exit(target.model.exit_layers(tensors, 1), own, Description("a test's", "", depth))

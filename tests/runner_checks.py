@@ -100,45 +100,51 @@ class CountedLayers:
 
 
 class _CountedLayer:
-    """A native layer that counts the tokens that it is run on, padding included."""
+    """A native layer that counts the tokens that it is run on, without padding."""
 
     def __init__(self, layer: NativeLayer, name: str, tokens: Counter[str]) -> None:
         self._layer, self._name, self._tokens = layer, name, tokens
 
     def __call__(self, residual: Residual, inputs: PassInputs, **options: Any) -> None:
-        self._tokens[self._name] += residual.values.shape[0]
+        self._tokens[self._name] += inputs.written
         self._layer(residual, inputs, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
 
-TRACED = tuple(
+BUFFERS = tuple(
+    f"engine/{name}.py"
+    for name in (
+        "transformers_backend/kv_cache",
+        "transformers_backend/attention_masks",
+        "native/kv_buffer",
+        "native/masks",
+        "native/rotary",
+    )
+)
+TRACED = BUFFERS + tuple(
     f"engine/{name}.py"
     for name in (
         "model_runner",
         "cached_prefix",
         "early_exit",
-        "transformers_backend/kv_cache",
         "transformers_backend/transformers_model",
         "native/inputs",
-        "native/kv_buffer",
         "native/native_model",
         "native/layer",
-        "native/masks",
-        "native/rotary",
     )
 )
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt before the n-th line of the runners' or the cache's code, as Ctrl-C may."""
+    """Raises KeyboardInterrupt before the n-th line of the code in `files`, as Ctrl-C may."""
 
-    def __init__(self, line: int) -> None:
-        self.left = line
+    def __init__(self, line: int, files: tuple[str, ...] = TRACED) -> None:
+        self.left, self._files = line, files
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(TRACED):
+        if not frame.f_code.co_filename.endswith(self._files):
             return None
         if event == "line":
             self.left -= 1

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 import torch
-from families import make_model
+from families import make_model, model_of
 from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 from specgen.decoding import logits_ops
@@ -17,7 +17,8 @@ from specgen.decoding.bild import BildDrafter, BildVerifier
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
-from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError
 from specgen.types import Context, Draft, Round, SamplingParams, Verdict
 
@@ -185,10 +186,17 @@ class TestBeams:
             assert found.log_likelihoods == pytest.approx([0, 0, 0])
 
     def test_a_step_is_one_pass_whatever_the_width(self) -> None:
-        model = make_model("llama")
+        model = model_of(make_model("llama"), "native")
         passes: list[int] = []
-        model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-        search = BeamSearchDrafter(DraftSetup(ModelRunner(model), SAMPLING, frozenset(), 96), width=6, stochastic=False)
+        forward = model.forward()
+
+        def counted(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            passes.append(forward_pass.last - forward_pass.first)
+            return forward(forward_pass, logits_to_keep)
+
+        search = BeamSearchDrafter(
+            DraftSetup(ModelRunner(model, None, counted), SAMPLING, frozenset(), 96), width=6, stochastic=False
+        )
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]
@@ -196,10 +204,11 @@ class TestBeams:
         search.propose(context, Fixed(4), 10)
         assert passes[4:] == [1, 6, 6, 6], "the accepted path's rows were kept"
 
-    @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-    def test_beams_in_a_runner_are_those_of_the_model_without_a_cache(self, family: str) -> None:
+    @pytest.mark.parametrize(("family", "backend"), [("llama", "native"), ("gemma2", "native"), ("gpt2", "transformers")])
+    def test_beams_in_a_runner_are_those_of_the_model_without_a_cache(self, family: str, backend: str) -> None:
         model = make_model(family)
-        search = BeamSearchDrafter(DraftSetup(ModelRunner(model), SAMPLING, frozenset(), 96), width=4, stochastic=False)
+        runner = ModelRunner(model_of(model, backend))
+        search = BeamSearchDrafter(DraftSetup(runner, SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
         for _ in range(3):
             found = search.propose(context, Fixed(4), 10)

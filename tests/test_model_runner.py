@@ -10,9 +10,10 @@ import torch
 from families import BACKENDS, make_bloom, make_model, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner_checks import RUN_BY, TOLERANCE, CountedLayers, InterruptAt, check, random_path, random_tree
+from runner_checks import BUFFERS, RUN_BY, TOLERANCE, CountedLayers, InterruptAt, check, random_path, random_tree
 
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.errors import SpecgenError
 from specgen.types import Context
@@ -144,7 +145,7 @@ def scripted_calls(runner: ModelRunner, context: Context) -> None:
 def test_an_interruption_at_any_line_leaves_the_runner_usable(backend: str) -> None:
     line, finished = 0, False
     while not finished:
-        line += 1 if line < 20 else 7
+        line += 1 if line < 20 else (7 if backend == "transformers" else 17)  # native code has more lines
         runner, context = ModelRunner(MODELS[backend]), Context([1, 5, 6, 7])
         runner.logits(context)
         with InterruptAt(line):
@@ -157,6 +158,32 @@ def test_an_interruption_at_any_line_leaves_the_runner_usable(backend: str) -> N
             again = context if ids is context.ids else Context(ids)
             check(MODULE, runner.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
     assert line > 100
+
+
+@both_backends
+def test_an_interruption_while_buffers_grow_leaves_the_runner_usable(backend: str) -> None:
+    """Of the KV cache, the masks and the rotary embeddings; the last two belong to the model."""
+    module = make_model("llama", num_hidden_layers=2)
+    native = model_of(module, "native")
+    line, finished = 0, False
+    while not finished:
+        line += 1
+        model: Any = native if backend == "native" else model_of(module, backend)
+        if backend == "native":
+            model.inputs = InputMaker(model.architecture, model.dtype, model.device)
+        runner, context = ModelRunner(model), Context([1, 5, 6])
+        runner.logits(context, [7, 8])
+        context.extend([3 + token % 40 for token in range(90)])
+        with InterruptAt(line, BUFFERS):
+            try:
+                runner.logits(context)
+                runner.logits(context, [11, 13], start=1)
+                finished = True
+            except KeyboardInterrupt:
+                pass
+        for again in (Context([1, 5, 6]), context):  # the shorter one first: it needs no longer buffers
+            check(module, runner.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
+    assert line > 30
 
 
 @both_backends

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -71,15 +71,20 @@ def test_a_process_and_a_thread_give_the_same_rounds(
     monkeypatch.setattr(apart, "_process_worker", None)
     here = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
     assert [comparable(round_) for round_ in there.rounds] == [comparable(round_) for round_ in here.rounds]
+    assert figures(there.rounds) == pytest.approx(figures(here.rounds), abs=1e-4)
     if sampling.greedy:
         assert there.token_ids == apart.generate(PROMPT, "ar", sampling).token_ids
 
 
 def comparable(round_: Round) -> object:
-    """A round without its seconds; tuples become lists in a pipe."""
+    """A round without its seconds and figures; tuples become lists in a pipe."""
     draft = round_.draft
-    figures = list(draft.tokens), list(draft.entropies), list(draft.top_probs)
-    return figures, draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
+    return list(draft.tokens), draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
+
+
+def figures(rounds: Iterable[Round]) -> list[float]:
+    """The figures of all drafted tokens. Processes may differ in the last bits: each chooses its kernels by their speed."""
+    return [number for round_ in rounds for number in (*round_.draft.entropies, *round_.draft.top_probs)]
 
 
 @posix
@@ -219,7 +224,7 @@ def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 60, 100, 126, 127])
 def test_the_window_is_measured_wherever_a_prompt_ends(
-    pair_of: Callable[[str, str], Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pair_of: Callable[..., Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """GPT-2 has a table of 128 positions: a pass beyond it would be an index error."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
@@ -314,7 +319,7 @@ def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, st
         assert not loaded_here
         for method in ("sd", "svip", "sd"):
             pair.generate(PROMPT, method, limit)
-        assert pair.draft.model.num_parameters() > 0
+        assert pair.draft.model.num_parameters > 0
         assert loaded_here == [draft]
 
 
@@ -384,7 +389,7 @@ def test_the_workers_idle_threads_leave_their_cores_to_others(
 @posix
 @pytest.mark.usefixtures("puppet")
 def test_the_worker_runs_the_forward_pass_that_the_pair_was_loaded_with(folders: tuple[str, str]) -> None:
-    with specgen.load(*folders, device="cpu", dtype="float32", backend="transformers", exact=True) as pair:
+    with specgen.load(*folders, device="cpu", dtype="float32", backend="transformers") as pair:
         worker = pair._process_worker
         assert worker is not None
         assert worker._load.backend == "transformers"

@@ -42,7 +42,7 @@ class DraftTree:
         self._last_run = len(self.tokens) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
         logits = output.logits[:, : self._setup.vocab_size]
-        self._logits.append(logits)
+        self._logits.append(logits.clone())  # valid until the runner's next call
         self.hidden = output.hidden_states
         positions = [node - first for node in nodes]
         if positions == list(range(logits.shape[0])):

@@ -169,7 +169,7 @@ class DraftChain:
                 self._probs.append(probs)
         on_cpu = logits.is_cpu
         if self._setup.keep_logits or not on_cpu:
-            self._logits.append(logits)
+            self._logits.append(logits.clone())  # valid until the runner's next call
         choose = self._choose_on_cpu if on_cpu else self._choose
         token, self.values = choose(logits, probs, predicted_acceptance)
         if "entropy" in self.values:

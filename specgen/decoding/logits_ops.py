@@ -123,8 +123,8 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
     Token and numbers are those of `argmax_tokens` and `entropy_and_top_prob`. NumPy takes a quarter of torch's time for one row,
     and needs no transfers of scalars. Returns (-1, NaN, NaN) if the logits hold a NaN or no finite maximum.
     """
-    scores = logits.float()
-    probs, scores = scores.softmax(dim=-1).numpy(), scores.numpy()
+    row = logits.float()
+    probs, scores = row.softmax(dim=-1).numpy(), row.numpy()
     token = int(probs.argmax())
     top_prob = float(probs[token])
     if isnan(top_prob):

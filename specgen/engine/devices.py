@@ -54,6 +54,21 @@ def device_name(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a CPU tensor in memory from which a copy to `device`, if this is a GPU, does not make the host wait.
+
+    Torch uses that memory again only after copies from it, made with `non_blocking`, have ended.
+    """
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a copy of a CPU tensor on `device`, without waiting for a GPU; on a CPU the tensor itself."""
+    if device.type == "cpu":
+        return tensor
+    return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
+
+
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """Returns a function that waits until the device has finished its queued work; None for a CPU, which queues nothing."""
     if device.type == "cuda":  # this stream only: a draft may run on another

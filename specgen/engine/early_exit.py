@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.devices import upload
 from specgen.engine.exit_parts import Predictor, check_exit_depth
 from specgen.engine.forward_pass import Cache, ForwardPass, LayerPart
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -45,7 +46,8 @@ class CacheWithHiddenStates:
     def gather(self, indices: Sequence[int], start: int) -> None:
         self.cache.gather(indices, start)
         if self._hidden is not None:
-            self._hidden[start : start + len(indices)] = self._hidden[list(indices)]
+            source = upload(torch.tensor(indices), self._hidden.device)
+            self._hidden[start : start + len(indices)] = self._hidden.index_select(0, source)
 
     def write_hidden(self, first: int, hidden: torch.Tensor) -> None:
         """Keeps the hidden states [n, width] of the tokens `first`, `first` + 1, ..."""

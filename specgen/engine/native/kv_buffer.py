@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from specgen.engine.devices import upload
+
+_ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
+
 
 class LayerEntries(NamedTuple):
     """What one forward pass writes to and reads from one layer of a KV cache.
@@ -21,7 +25,7 @@ class LayerEntries(NamedTuple):
 
 
 class KVBuffer:
-    """The KV cache of some layers of a model, in one buffer [layers, 2, kv heads, capacity, head size] filled with zeros.
+    """The KV cache of some layers of a model, in one buffer of zeros: `data` [layers, 2, kv heads, capacity, head size].
 
     A cache for several `sequences` has the key-value heads of all of them, one sequence after the other. `first_layer` is the
     index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that a rollback is
@@ -44,37 +48,43 @@ class KVBuffer:
         self.capacity = 64
         self.first_layer = first_layer
         self._kv_heads = kv_heads
-        self._data = torch.zeros(layers, 2, sequences * kv_heads, 0, head_size, dtype=dtype, device=device)
+        self.data = torch.zeros(layers, 2, sequences * kv_heads, 0, head_size, dtype=dtype, device=device)
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
         """Returns, for each layer, the views for a pass that writes entries `first` to `last - 1` and reads `start` to `end - 1`.
 
         Enlarges the buffer if necessary.
         """
-        if max(last, end) > self._data.shape[3]:
-            self._enlarge(max(last, end))
-        data = self._data
+        if max(last, end) > self.data.shape[3]:
+            self.enlarge(max(last, end))
+        data = self.data
         keys, values = data[:, :, :, start:end].unbind(1)
         return list(map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)))
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
-        source = torch.tensor(indices, device=self._data.device)
-        self._data[:, :, :, start : start + len(indices)] = self._data.index_select(3, source)
+        count = len(indices)
+        moves = upload(torch.tensor([*indices, *range(start, start + count)]), self.data.device)
+        self.data.index_copy_(3, moves[count:], self.data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
         """Drops all sequences but those with the indices `kept`; see `batch_pass.BatchCache`. No memory is allocated or freed."""
-        heads, data = self._kv_heads, self._data
+        heads, data = self._kv_heads, self.data
         for new, old in enumerate(kept):
             if new != old:  # moved to a lower index, so a sequence that is moved later is not overwritten
                 moved = data[:, :, old * heads : (old + 1) * heads, : self.length]
                 data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
-        self._data = data[:, :, : len(kept) * heads]
+        self.data = data[:, :, : len(kept) * heads]
 
-    def _enlarge(self, needed: int) -> None:
-        """Copies the valid entries to a buffer with room for `needed` tokens at least, and for `capacity`."""
-        old = self._data
+    def enlarge(self, needed: int) -> None:
+        """Copies the valid entries to a new buffer, with room for `needed` and `capacity` tokens and twice the old one's.
+
+        Static passes of the old buffer become invalid.
+        """
+        old = self.data
         capacity = max(needed, self.capacity, 2 * old.shape[3])  # doubled: few copies as it grows
-        larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
-        larger[:, :, :, : self.length] = old[:, :, :, : self.length]
-        self._data = larger
+        capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
+            larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+            larger[:, :, :, : self.length] = old[:, :, :, : self.length]
+        self.data = larger

@@ -37,7 +37,8 @@ class PassInputs(NamedTuple):
 
     `kinds` has the inputs for each kind of layer. `attended` is the number of tokens that attention is computed for, `written`
     the number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
-    `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens.
+    `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens. With `slots` [rows],
+    int64, the keys and values are written to these indices of the cache, and `LayerEntries.written` is a layer's whole buffer.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class PassInputs(NamedTuple):
     batch: int | None = None
     first_layer: int = 0
     fused: bool = False
+    slots: torch.Tensor | None = None
 
 
 class NativeLayer:
@@ -129,7 +131,11 @@ class NativeLayer:
             written, keys, values = entries[self.index - inputs.first_layer]
             if inputs.written != inputs.rows:
                 new = new.narrow(0, 0, inputs.written)
-            written.copy_(new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3))
+            new = new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3)
+            if inputs.slots is None:
+                written.copy_(new)
+            else:
+                written.index_copy_(2, inputs.slots, new)
         if inputs.attended == inputs.rows:
             return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
         mixed = attend(query.narrow(0, 0, inputs.attended), keys, values, mask, self._score_cap, fused=inputs.fused)

@@ -6,10 +6,15 @@ repeated: row i * `group` + g belongs to token i and to the g-th query head of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 
 import torch
 
+from specgen.engine.devices import upload
+from specgen.engine.native.ancestry import Ancestry
+from specgen.engine.native.attention import WIDE
+
+_ALIGNMENT = 16  # numbers
 _ROWS = 16  # the band's rows grow in steps of this many tokens
 
 
@@ -62,28 +67,49 @@ def visible_to_chain(first: int, rows: int, start: int, end: int, window: int | 
     return visible if window is None else visible & (distances < window)
 
 
-def visible_to_tree(
-    committed: int, parents: Sequence[int], positions: Sequence[int], first: int, end: int, window: int | None
-) -> torch.Tensor:
-    """Returns which of the keys 0 to `end` - 1 the tokens from cache index `first` on see: [n, `end`], boolean, on the CPU.
+class TreeMasks:
+    """Masks for a forward pass over nodes of a draft tree, and committed tokens before them, with few small copies to a GPU.
 
-    Indices below `committed` hold committed tokens, then come the nodes of a draft tree with these `parents`; a node sees the
-    committed tokens, its ancestors and itself. `positions` are those of the n tokens. A sliding window counts positions, not
-    indices.
+    `positions` [n] are those of the pass's tokens. A sliding window counts positions, not cache indices.
     """
-    rows = len(positions)
-    visible = torch.zeros(rows, end, dtype=torch.bool)
-    for row in range(rows):
-        node = first + row - committed
-        visible[row, : min(first + row + 1, committed)] = True
-        while node >= 0:
-            visible[row, committed + node] = True
-            node = parents[node]
-    if window is not None:
-        of_keys = torch.arange(end)
-        depth_of: list[int] = []
-        for parent in parents:
-            depth_of.append(0 if parent < 0 else depth_of[parent] + 1)
-        of_keys[committed : committed + len(depth_of)] = torch.tensor(depth_of) + committed
-        visible &= torch.tensor(positions)[:, None] - of_keys < window
-    return visible
+
+    def __init__(self, ancestry: Ancestry, group: int, dtype: torch.dtype, device: torch.device) -> None:
+        base, depths, bits = ancestry
+        rows, size = len(bits), len(depths)
+        self._group, self._dtype, self._base, self._rows = group if rows < WIDE else 1, dtype, base, rows
+        self._from_base = upload(torch.tensor([base + depth for depth in depths]), device)
+        self.positions = self._from_base[size - rows :]
+        length = -(-size // 8)
+        packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
+        as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
+        self._hidden = ((as_bytes & _powers(device)) == 0).view(rows, 1, length * 8)[:, :, :size]
+
+    def __call__(self, window: int | None) -> torch.Tensor:
+        """Returns the mask [n * group, keys] of the layers with this window, for n from `WIDE` on [n, keys]."""
+        lowest, device = torch.finfo(self._dtype).min, self._from_base.device
+        keys = self._base + self._from_base.shape[0]
+        mask = torch.zeros(self._rows, self._group, keys, dtype=self._dtype, device=device)
+        mask[:, :, self._base :].masked_fill_(self._hidden, lowest)
+        if window is not None:
+            of_keys = torch.cat((torch.arange(self._base, device=device), self._from_base))
+            mask.masked_fill_(self.positions[:, None, None] - of_keys >= window, lowest)
+        return mask.view(-1, keys)
+
+
+@cache
+def _powers(device: torch.device) -> torch.Tensor:
+    """Returns the values of the bits of a byte, [8]."""
+    with torch.inference_mode(False):
+        return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask [rows, keys] whose rows begin at addresses that a GPU's attention kernels accept; on a CPU the mask itself.
+
+    Torch looks at a mask's strides, not at where a view of a larger one begins.
+    """
+    if mask.is_cpu:
+        return mask
+    keys = mask.shape[1]
+    copy = mask.new_empty(mask.shape[0], -(-keys // _ALIGNMENT) * _ALIGNMENT)[:, :keys]
+    return copy.copy_(mask)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from specgen.engine.batch_pass import BatchPass
+from specgen.engine.devices import upload
 from specgen.engine.exit_parts import check_exit_layers
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
@@ -17,7 +18,7 @@ from specgen.engine.native.architecture import of_architecture
 from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer import NativeLayer, PassInputs
 from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
@@ -44,7 +45,8 @@ class NativeModel:
 
     `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward
     pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have the same
-    bits whichever tokens are run with it, in drafts without trees.
+    bits whichever tokens are run with it, in drafts without trees. `wrap` makes the functions that the methods return out of
+    eager ones, see `static_pass.use_static_passes`; None returns the eager ones.
     """
 
     backend = "native"
@@ -69,6 +71,7 @@ class NativeModel:
         self.num_parameters, self.norm_gain = num_parameters, norm_gain
         self.min_rows, self.exact = max(min_rows, EXACT_ROWS if exact else 1), exact
         self.inputs = InputMaker(architecture, dtype, self.device, min_rows=self.min_rows, exact=exact)
+        self.wrap: Callable[[NativeForward], ForwardFunction] | None = None
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
     def new_cache(self, layers: range | None = None) -> KVBuffer:
@@ -92,12 +95,15 @@ class NativeModel:
         """Returns a function that runs some layers, or parts of them; see `engine.model.Model`."""
         chosen = [self.layers[part.layer] for part in layers]
         skips = any(not (part.attention and part.mlp) for part in layers)
-        return NativeForward(self, chosen, self.parts if with_head else None, inputs, layers if skips else None)
+        return self.wrapped(NativeForward(self, chosen, self.parts if with_head else None, inputs, layers if skips else None))
+
+    def wrapped(self, forward: NativeForward) -> ForwardFunction:
+        return forward if self.wrap is None else self.wrap(forward)
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`."""
         table = self.parts.embedding
-        rows = table[ids[0]][None] if len(ids) == 1 else table.index_select(0, torch.tensor(ids, device=self.device))
+        rows = table[ids[0]][None] if len(ids) == 1 else table.index_select(0, upload(torch.tensor(ids), self.device))
         return self.scaled(rows.to(self.dtype))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
@@ -195,36 +201,40 @@ class NativeForward:
         inputs: HiddenSource | None,
         parts_run: Sequence[LayerPart] | None = None,
     ) -> None:
-        self._model, self._layers, self._parts = model, layers, parts
-        self._inputs, self._parts_run = inputs, parts_run
+        self.model, self.parts, self.inputs = model, parts, inputs
+        self._layers, self._parts_run = layers, parts_run
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        model = self._model
+        model = self.model
         count = forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
         residual = model.residual(self._hidden(forward_pass, inputs.rows))
+        self.run_layers(residual, inputs)
+        if self.parts is None:
+            return ModelOutput(residual.values[:count], residual.values[:count])
+        begin, rows = count - logits_to_keep, max(logits_to_keep, model.min_rows)
+        first = max(0, min(begin, inputs.rows - rows))
+        output = model.norm_and_head(residual, self.parts, first, rows)
+        if first == begin and rows == logits_to_keep:
+            return output
+        kept = slice(begin - first, begin - first + logits_to_keep)
+        return ModelOutput(output.logits[kept], None if output.hidden_states is None else output.hidden_states[kept])
+
+    def run_layers(self, residual: Residual, inputs: PassInputs) -> None:
+        """Adds the outputs of all layers to the residual stream."""
         if self._parts_run is None:
             for layer in self._layers:
                 layer(residual, inputs)
         else:
             for layer, part in zip(self._layers, self._parts_run, strict=True):
                 layer(residual, inputs, attention=part.attention, mlp=part.mlp)
-        if self._parts is None:
-            return ModelOutput(residual.values[:count], residual.values[:count])
-        begin, rows = count - logits_to_keep, max(logits_to_keep, model.min_rows)
-        first = max(0, min(begin, inputs.rows - rows))
-        output = model.norm_and_head(residual, self._parts, first, rows)
-        if first == begin and rows == logits_to_keep:
-            return output
-        kept = slice(begin - first, begin - first + logits_to_keep)
-        return ModelOutput(output.logits[kept], None if output.hidden_states is None else output.hidden_states[kept])
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
         """Returns the hidden states [`rows`, width] that enter the first layer; rows after the pass's tokens are padding."""
-        if self._inputs is None:
+        if self.inputs is None:
             ids = forward_pass.ids
-            return self._model.embed(ids if len(ids) == rows else ids + [0] * (rows - len(ids)))
-        hidden = self._inputs(forward_pass)
+            return self.model.embed(ids if len(ids) == rows else ids + [0] * (rows - len(ids)))
+        hidden = self.inputs(forward_pass)
         return hidden if hidden.shape[0] == rows else torch.nn.functional.pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
 
 
@@ -264,4 +274,4 @@ class NativeExit:
         return self._model.new_cache(range(len(self._layers)))
 
     def forward(self, inputs: HiddenSource) -> ForwardFunction:
-        return NativeForward(self._model, self._layers, self._parts, inputs)
+        return self._model.wrapped(NativeForward(self._model, self._layers, self._parts, inputs))

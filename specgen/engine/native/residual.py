@@ -57,7 +57,7 @@ class ExtendedResidual:
     def __init__(self, hidden: torch.Tensor, eps: float) -> None:
         rows, width = hidden.shape
         self._buffer = hidden.new_empty(rows, width + 1)
-        self._buffer[:, width] = sqrt(width * eps)
+        self._buffer.select(1, width).fill_(sqrt(width * eps))
         self.values = self._buffer[:, :width]
         self.values.copy_(hidden)
 

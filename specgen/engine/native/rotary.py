@@ -138,7 +138,7 @@ class RotaryTable:
         """
         if end is None:
             end = int(positions.max()) + 1 if positions.numel() else 0
-        return self._table(end, long)[positions]
+        return self._table(end, long).index_select(0, positions)
 
     def _table(self, length: int, long: bool) -> torch.Tensor:
         """Returns a table of at least `length` positions. Its size is doubled, so that one token at a time costs little."""

@@ -1,0 +1,209 @@
+"""Forward passes of the native decoder with fixed shapes and buffers, in a form that a CUDA graph can capture.
+
+A static pass has a width (tokens, padding included) and a bucket (entries of the KV cache that attention reads). The host writes
+one vector of integers to the device; everything else is computed there: cache indices, positions, rotations and masks. No shape
+depends on the data, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specgen.engine.devices import pinned
+from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.inference_mode import inference
+from specgen.engine.native.ancestry import ancestry, base_of
+from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
+from specgen.engine.native.layer import KindInputs, PassInputs
+from specgen.engine.native.masks import additive
+from specgen.engine.native.native_model import NativeForward, NativeModel
+
+WIDTHS = (1, 2, 8, 16)
+FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
+SPAN = 63  # tokens from `Ancestry.base` on that a pass can refer to: the bits of an int64 without its sign
+
+
+def pick_width(tokens: int, widths: Sequence[int] = WIDTHS) -> int | None:
+    """Returns the smallest of the ascending `widths` for a pass over this number of tokens; None if all are smaller."""
+    return next((width for width in widths if width >= tokens), None)
+
+
+def pick_bucket(entries: int, capacity: int) -> int | None:
+    """Returns the smallest bucket of at least `entries`, for a KV cache with room for `capacity` tokens; None if that is less."""
+    bucket = FIRST_BUCKET
+    while bucket < entries:
+        bucket *= 2
+    return min(bucket, capacity) if entries <= capacity else None
+
+
+def use_static_passes(model: NativeModel, widths: Sequence[int] = WIDTHS) -> None:
+    """Makes a model run its short passes as static ones, in all forward functions that are made from now on.
+
+    With one width, equal to or above the longest draft's tokens + 1, a token's logits do not depend on the tokens run with it.
+    """
+    model.wrap = lambda forward: StaticForward(forward, widths)
+
+
+class StaticPass:
+    """A forward pass over at most `width` tokens, with buffers of its own. Used as `load`, `run`, `output`.
+
+    Runs the layers of `forward` on `cache`, and attends to the cache's first `bucket` entries. Keys and values are written to
+    `width` entries; those after the pass's tokens are not read before they are written again. `long_rope` selects LongRoPE's
+    frequencies for long contexts. Raises ValueError if the cache has less room than `bucket`.
+
+    `run` can be captured in a CUDA graph and replayed as long as `is_valid`: it only reads and writes buffers that exist since
+    then, and those of the model.
+    """
+
+    def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, *, long_rope: bool = False) -> None:
+        model = forward.model
+        if not width <= bucket <= cache.data.shape[3]:
+            raise ValueError(f"a bucket of {bucket} does not fit {width} tokens or a cache of {cache.data.shape[3]}")
+        self.width, self.bucket, self.long_rope = width, bucket, long_rope
+        self._forward, self._model, self._cache, self._data = forward, model, cache, cache.data
+        self._count = 0  # tokens of the loaded pass
+        device, hidden_size = model.device, model.architecture.hidden_size
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
+            self._input = torch.zeros(2 + 2 * width + SPAN + 1, dtype=torch.int64, device=device)
+            parts = torch.split(self._input, [1, 1, width, width, SPAN + 1])
+            self._base, self._first, self._ids, self._bits, self._depths = parts
+            self._indices = torch.arange(bucket, device=device)
+            tables = model.inputs.tables.items()
+            self._rotations = {name: table.rows(0, bucket, long=long_rope) for name, table in tables}
+            self._hidden_in = None
+            if forward.inputs is not None:
+                self._hidden_in = torch.zeros(width, hidden_size, dtype=model.dtype, device=device)
+            self._hidden = torch.zeros(width, hidden_size, dtype=model.dtype, device=device)
+            self._logits = self._hidden
+            if forward.parts is not None:
+                self._logits = torch.zeros(width, forward.parts.head.out_features, dtype=model.dtype, device=device)
+            self._entries = [LayerEntries(layer, layer[0, :, :bucket], layer[1, :, :bucket]) for layer in self._data.unbind(0)]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the KV cache still has the buffer that this pass reads and writes. It gets a larger one when it grows."""
+        return self._cache.data is self._data
+
+    def load(self, forward_pass: ForwardPass, hidden: torch.Tensor | None = None) -> None:
+        """Writes the inputs of a pass to the buffers, with one copy to the device, which the host does not wait for.
+
+        `hidden` [n, hidden size], on the device, are the hidden states that enter the first layer, if the forward function takes
+        them instead of token ids. Raises ValueError for a pass that has more tokens than `width`, that reaches beyond the bucket
+        or more than `SPAN` tokens beyond its base, or for which the cache has a new buffer.
+        """
+        base, depths, bits = ancestry(forward_pass)
+        ids, first, count = forward_pass.ids, forward_pass.first, len(bits)
+        if not self.is_valid or forward_pass.long_rope != self.long_rope:
+            raise ValueError("the pass is for another KV cache buffer or other rotary frequencies")
+        if count > self.width or first + self.width > self.bucket or first - base + self.width > SPAN:
+            raise ValueError(f"{count} tokens from {first} on, {first - base} of them before, do not fit a static pass")
+        padding = range(count, self.width)
+        others = bits[-1] ^ 1 << (first - base + count - 1)  # what the last token sees besides itself
+        self._count = count
+        numbers = [
+            *(base, first),
+            *ids,
+            *(ids[-1] for _ in padding),  # padding repeats the last token, so that its numbers are finite if the token's are
+            *bits,
+            *(others | 1 << (first - base + row) for row in padding),
+            *depths,
+            *(depths[-1] for _ in range(SPAN + 1 - len(depths))),
+        ]
+        self._input.copy_(pinned(torch.tensor(numbers), self._input.device), non_blocking=True)
+        if self._hidden_in is not None:
+            assert hidden is not None
+            self._hidden_in[:count] = hidden
+            self._hidden_in[count:] = hidden[-1]
+
+    @inference
+    def run(self) -> None:
+        """Runs the loaded pass."""
+        model, parts = self._model, self._forward.parts
+        hidden = self._hidden_in
+        if hidden is None:
+            hidden = model.scaled(model.parts.embedding.index_select(0, self._ids).to(model.dtype))
+        residual = model.residual(hidden)
+        self._forward.run_layers(residual, self._inputs())
+        if parts is None:
+            self._hidden.copy_(residual.values)
+            return
+        output = model.norm_and_head(residual, parts)
+        assert output.hidden_states is not None
+        self._logits.copy_(output.logits)
+        self._hidden.copy_(output.hidden_states)
+
+    def output(self, logits_to_keep: int) -> ModelOutput:
+        """Returns the output for the last tokens of the pass, as views of the buffers: the next `run` overwrites them."""
+        kept = slice(self._count - logits_to_keep, self._count)
+        return ModelOutput(self._logits[kept], self._hidden[kept])
+
+    def _inputs(self) -> PassInputs:
+        """Computes slots, positions, rotations and masks on the device, from the vector of integers."""
+        width, kinds = self.width, self._model.inputs.kinds
+        offsets = self._indices - self._base
+        before, bit = offsets < 0, offsets.clamp(0, SPAN)  # no token has bit SPAN
+        visible = ((self._bits[:, None] >> bit) & 1).bool().logical_or_(before)
+        slots = self._indices[:width] + self._first
+        positions = self._depths.index_select(0, slots - self._base) + self._base
+        of_keys = torch.where(before, offsets, self._depths.index_select(0, bit)) + self._base
+        masks = {}
+        for window in {self._window(kind.window) for kind in kinds}:
+            near = visible if window is None else visible & (positions[:, None] - of_keys < window)
+            masks[window] = self._mask(near)
+        rotations = {name: table.index_select(0, positions)[:, None] for name, table in self._rotations.items()}
+        inputs = [
+            KindInputs(None if kind.rotary is None else rotations[kind.rotary], masks[self._window(kind.window)], self._entries)
+            for kind in kinds
+        ]
+        return PassInputs(width, width, width, inputs, first_layer=self._cache.first_layer, slots=slots)
+
+    def _window(self, window: int | None) -> int | None:
+        """Returns None for a window that excludes nothing in this bucket."""
+        return None if window is None or window >= self.bucket else window
+
+    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
+        group = self._model.inputs.group
+        mask = additive(visible, self._model.dtype)
+        return mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, self.bucket)
+
+
+class StaticForward:
+    """Runs short passes as static ones, each made when it is first needed, and the others by the eager function `forward`.
+
+    A `ForwardFunction`. It enlarges a KV cache at once to the capacity that was reserved. When a cache grows beyond that, the
+    static passes are made again.
+    """
+
+    def __init__(self, forward: NativeForward, widths: Sequence[int] = WIDTHS) -> None:
+        self._eager, self._widths = forward, sorted(widths)
+        self._data: torch.Tensor | None = None
+        self._passes: dict[tuple[int, int, bool], StaticPass] = {}
+
+    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        first, cache = forward_pass.first, forward_pass.cache
+        width = pick_width(forward_pass.last - first, self._widths)
+        room = forward_pass.last + self._widths[-1]  # also for padding of a later pass over these tokens
+        if room > cache.data.shape[3]:
+            cache.enlarge(max(room, cache.capacity + self._widths[-1], FIRST_BUCKET))
+        if width is None or first - base_of(forward_pass) + width > SPAN:
+            return self._eager(forward_pass, logits_to_keep)
+        source = self._eager.inputs
+        hidden = None if source is None else source(forward_pass)
+        static = self._pass(cache, width, first + width, forward_pass.long_rope)
+        static.load(forward_pass, hidden)
+        static.run()
+        return static.output(logits_to_keep)
+
+    def _pass(self, cache: KVBuffer, width: int, entries: int, long_rope: bool) -> StaticPass:
+        """Returns the pass with the smallest bucket for this number of cache entries."""
+        if cache.data is not self._data:
+            self._passes.clear()
+            self._data = cache.data
+        bucket = pick_bucket(entries, cache.data.shape[3])
+        assert bucket is not None  # the cache has room for all widths
+        key = width, bucket, long_rope
+        if key not in self._passes:
+            self._passes[key] = StaticPass(self._eager, cache, width, bucket, long_rope=long_rope)
+        return self._passes[key]

@@ -1,0 +1,154 @@
+"""Random models of the native families, random sequences of forward passes, and what is checked of a static pass's operators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from native_configs import sparse
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specgen.engine.native.architecture import read_architecture
+from specgen.engine.native.inputs import layer_kinds
+from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer_weights import layer_weights
+from specgen.engine.native.loading import norm_gain
+from specgen.engine.native.native_model import NativeModel, NativeParts
+from specgen.engine.native.products import ProductFactory
+from specgen.engine.native.tensor_names import layer_tensors
+from specgen.types import Context
+
+LENGTH = 2048
+WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> NativeModel:
+    """A random model of a family, with 5 layers; `changes` are made to its config."""
+    architecture = read_architecture(sparse(family, max_position_embeddings=LENGTH, **changes))
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if device != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        numbers = torch.randn(shape, generator=generator)
+        return (1 - architecture.norm_weight_offset + numbers / 8 if "norm" in name else numbers / 8).to(dtype)
+
+    with torch.no_grad():
+        factory = ProductFactory(torch.device(device), dtype, model_bytes=0, pack=False)
+        gain, kinds = norm_gain(architecture, dtype, torch.device(device)), layer_kinds(architecture)
+        layers = []
+        for index, kind in enumerate(architecture.layers):
+            weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype, gain)
+            layers.append(NativeLayer(architecture, index, kinds.index(kind), weights, factory))
+        width, table = (architecture.hidden_size,), (architecture.vocab_size, architecture.hidden_size)
+        bias = take("bias", width) if architecture.norm_has_bias else None
+        norm = ((take("norm", width).float() + architecture.norm_weight_offset) * gain).to(dtype)
+        parts = NativeParts(take("embedding", table), norm, bias, factory(take("head", table)))
+        return NativeModel(architecture, layers, parts, dtype, norm_gain=gain)
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 96) for _ in range(count)]
+
+
+def random_calls(
+    rng: random.Random, prompt: int, count: int, most: int = 15
+) -> Iterator[tuple[Context, list[int], list[int], int]]:
+    """Yields contexts, drafts, their parents and the index of the first wanted logits, as decoding makes them.
+
+    Drafts are chains and trees of at most `most` tokens. Trees grow in two calls. A random path of each draft is accepted; now
+    and then the end of the context is taken back.
+    """
+    context = Context(random_tokens(rng, prompt))
+    for step in range(count):
+        size = rng.randrange(most + 1)
+        tokens, parents = random_tokens(rng, size), list(range(-1, size - 1))
+        if step % 2:
+            parents = [rng.randrange(-1, node) for node in range(size)]
+            begun = rng.randrange(size + 1)
+            yield context, tokens[:begun], parents[:begun], 0
+            if begun < size:
+                yield context, tokens, parents, begun + 1
+        else:
+            yield context, tokens, parents, 0
+        path: list[int] = []
+        while (children := [node for node in range(size) if parents[node] == (path[-1] if path else -1)]) and rng.random() < 0.8:
+            path.append(rng.choice(children))
+        if step % 5 == 4:
+            context = Context(context.ids[: -rng.randrange(1, 10)])
+        context.extend([*(tokens[node] for node in path), *random_tokens(rng, 1)])
+
+
+class OnlyDevice(TorchDispatchMode):
+    """Refuses operators that make the host wait for a GPU, that copy from the host, or whose output's shape depends on data."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.device, self.names = torch.device(device), []
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if refused(func, args, kwargs or {}):
+            raise AssertionError(f"{func} in a static pass")
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, result)):
+            assert tensor.device.type == self.device.type, f"{func} has a tensor on {tensor.device}"
+        self.names.append(str(func))
+        return result
+
+
+class Uploads(TorchDispatchMode):
+    """Counts the copies from the host to a device, and refuses what makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        devices = {tensor.device.type for tensor in tensors_in((args, kwargs, result))}
+        if len(devices) == 2:
+            assert func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy), func
+            assert args[0].device.type == "cpu", func
+            self.count += 1
+        assert devices == {"cpu"} or not WAITING & set(func.tags), func
+        return result
+
+
+def refused(func: Any, args: Any, kwargs: Any) -> bool:
+    if WAITING & set(func.tags) or func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._pin_memory.default):
+        return True
+    masks = [tensor for tensor in tensors_in(args[1:]) if tensor.dtype == torch.bool]
+    return bool(func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_) and masks)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+
+
+class Recording(TorchDispatchMode):
+    """Records operators with the storages they read and write, and replays them on the same storages, as a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self._calls:
+            known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+            outputs = tensors_in(result)
+            if func._schema.is_mutable:
+                func(*args, **kwargs)
+            elif not all(tensor.untyped_storage().data_ptr() in known for tensor in outputs):
+                for old, new in zip(outputs, tensors_in(func(*args, **kwargs)), strict=True):
+                    old.copy_(new)
