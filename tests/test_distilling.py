@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from families import LETTERS, make_model, make_tokenizer, save
+from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
 
 import specgen
 from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill, divergence
 from specgen.training.generated_text import TOP_K, generate_texts, load_batches, read_texts, save_batch, top_k_log_probs
 from specgen.training.packing import IGNORED
@@ -55,15 +56,16 @@ def test_a_confident_draft_has_a_gradient() -> None:
     assert draft.grad[0, 0] > 0.5 > -0.5 > draft.grad[0, 1]
 
 
-def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    target = opened(folders[0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], tmp_path: Path, backend: str) -> None:
+    target = opened(folders[0], backend)
     texts = generate_texts(target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, held_out=[False, False], keep_top_k=True)
     save_batch(tmp_path, 0, texts)
     for text in load_batches(tmp_path)[0]:
         assert text.top_k_ids is not None
         assert text.top_k_log_probs is not None
-        log_probs = target.model(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
-        torch.testing.assert_close(text.top_k_log_probs, log_probs.gather(-1, text.top_k_ids.long()))
+        log_probs = transformers_module(target)(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
+        torch.testing.assert_close(text.top_k_log_probs, log_probs.gather(-1, text.top_k_ids.long()), atol=1e-4, rtol=1e-4)
         assert torch.equal(text.top1, log_probs.argmax(dim=-1))
         assert text.top_k_ids.shape == (len(text.ids), TOP_K)
         assert (text.top_k_log_probs.diff(dim=-1) <= 0).all()
@@ -121,8 +123,13 @@ def test_gradients_do_not_depend_on_the_piece_size(
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_distillation_raises_greedy_agreement(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
-    target, draft = (opened(folder) for folder in folders)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_distillation_raises_greedy_agreement(
+    folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    target, draft = opened(folders[0], backend), opened(folders[1], "transformers")
+    if backend == "native":  # the target runs natively, and its weights are not loaded a second time
+        monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)
     fingerprint = weights_fingerprint(folders[1])
     observer = Recorder()
     recipe = replace(ONLY_TAUGHT, steps=150, learning_rate=3e-3, batch_size=8)
@@ -140,7 +147,7 @@ def test_distillation_raises_greedy_agreement(folders: tuple[Path, Path], corpus
 
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     def run(name: str, observer: Recorder) -> Path:
-        target, draft = (opened(folder) for folder in folders)
+        target, draft = opened(folders[0]), opened(folders[1], "transformers")
         task = TrainingTask(tmp_path / name, ONLY_TAUGHT, corpus=corpus_of(corpus, target))
         distill(target, draft, task, observer)
         return task.out
@@ -164,7 +171,8 @@ def test_the_command_distils_a_draft(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json")).stdout)
+    monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)  # no model is loaded twice
+    line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json", "--backend", "native")).stdout)
     assert line["type"] == "train"
     out = Path(line["draft"])
     assert (out.name, out.parent.parent) == ("distilled", tmp_path / "pairs")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from families import LETTERS, make_model, make_tokenizer, near_copy, save
+from training_helpers import opened
 from typer.testing import CliRunner
 
 import specgen
@@ -14,7 +15,6 @@ from specgen.cli.app import app
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.hub import model_folder
-from specgen.engine.transformers_backend.exit_layer import ExitLayer
 from specgen.errors import SpecgenError
 from specgen.paths import exit_folder, kept_exit
 
@@ -37,7 +37,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def keep_untrained(target: str, fingerprint: str | None = None) -> Path:
     own = weights_fingerprint(Path(target))
     described = Description(target, fingerprint or own, 1)
-    return save_exit(exit_folder(target, own), ExitLayer.of(make_model("llama")), None, described).parent
+    module = opened(target).model.trainable_exit(Path(target), 1).module
+    return save_exit(exit_folder(target, own), module, None, described).parent
 
 
 def called(*arguments: str) -> tuple[int, str, str]:
@@ -107,7 +108,7 @@ def test_the_users_exit_comes_before_the_bundled_one(demo_pair: specgen.Pair) ->
     bundled = model_folder(str(demo_pair.target.folder), None, True, False, lambda _: None)
     own = exit_folder("demo/target", weights_fingerprint(bundled))
     described = Description("demo/target", weights_fingerprint(bundled), 2)
-    save_exit(own, demo_pair.exit_layer.layer, None, described)
+    save_exit(own, demo_pair.target.model.trainable_exit(demo_pair.target.folder, 1).module, None, described)
     with specgen.load(device="cpu", dtype="float32") as loaded:
         assert loaded.exit_layer is not None
         assert loaded.exit_layer.description.after == 2

@@ -11,20 +11,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
-from families import LETTERS, make_model, make_tokenizer, save
-from specgen.engine.exit_layer import ExitLayer, FirstLayers
+from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from safetensors.torch import load_file
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
+from specgen.engine.batch_pass import BatchPass
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
 from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.model import TrainableExit
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.transformers_backend.decoder_layers import decoder_of
 from specgen.errors import RunError, SpecgenError
 from specgen.training.corpus import Corpus, read_corpus
-from specgen.training.exit_training import ExitTraining, exit_outputs, train_exit
+from specgen.training.exit_training import ExitTraining, exit_outputs, first_layers, train_exit
 from specgen.training.generated_text import GeneratedText, generate_texts
 from specgen.training.packing import IGNORED, pack
 from specgen.training.predictor_training import train_predictor
@@ -37,16 +39,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("training") / "target", make_tokenizer(LETTERS)))
 
 
-def parts(folder: Path) -> tuple[LoadedModel, FirstLayers, ExitLayer]:
-    """A target, its first layer and an untrained exit."""
-    target = opened(folder)
-    layer = ExitLayer.of(target.model)  # before the target's other layers are removed
-    return target, FirstLayers(target.model, 1), layer
+def parts(folder: Path, backend: str = "auto") -> tuple[LoadedModel, TrainableExit]:
+    """A target of which only the first layer is left, and an untrained exit."""
+    target = opened(folder, backend)
+    layer = target.model.trainable_exit(folder, 1)
+    target.model.free_weights(1)
+    return target, layer
 
 
-def test_packed_texts_do_not_attend_to_each_other(folder: Path) -> None:
+def exit_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights in an exit's file, by the names of a trainable exit's parameters."""
+    return {name.removeprefix("exit."): weight for name, weight in load_file(path).items() if name.startswith("exit.")}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_texts_do_not_attend_to_each_other(folder: Path, backend: str) -> None:
     """The logits of a packed text are those of the text alone."""
-    _, first, layer = parts(folder)
+    target, layer = parts(folder, backend)
     texts = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
     waiting = iter([*texts, *texts])
 
@@ -59,11 +68,11 @@ def test_packed_texts_do_not_attend_to_each_other(folder: Path) -> None:
     assert batch.labels[0].tolist()[:8] == [9, 7, 3, 11, IGNORED, 8, IGNORED, 31]
     assert batch.labels[0, -1] == texts[0][4]
     assert batch.teacher[0].tolist() == [token + 1 for token in batch.ids[0].tolist()]
-    mask = first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, first.dtype)
-    packed = layer(*first(batch.ids, batch.positions, mask), mask)[0][0]
+    forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
+    packed = layer.norm_and_head(layer.run_layers(first_layers(target.model, 1, forward_pass), forward_pass))[0][0]
     start = 0
     for text in texts:
-        alone, _ = exit_outputs(first, layer, torch.tensor(text))
+        alone, _ = exit_outputs(target.model, 1, layer, torch.tensor(text))
         torch.testing.assert_close(packed[start : start + len(text)], alone, atol=1e-5, rtol=1e-4)
         start += len(text)
 
@@ -74,27 +83,28 @@ def test_gradients_do_not_depend_on_the_piece_size(folder: Path, corpus: Path, m
         monkeypatch.setattr("specgen.training.training_loop.MAX_LOGITS", logits)
         monkeypatch.setattr("specgen.training.exit_training.MAX_LOGITS", logits)
         monkeypatch.setattr("specgen.training.exit_training._CPU_TOKENS", tokens)
-        target, first, layer = parts(folder)
-        ExitTraining(first, layer, TrainingBatches(corpus_of(corpus, target), [], TINY)).advance()
-        weights.append({name: weight.detach().clone() for name, weight in layer.named_parameters()})
+        target, layer = parts(folder)
+        ExitTraining(target.model, 1, layer, TrainingBatches(corpus_of(corpus, target), [], TINY)).advance()
+        weights.append({name: weight.detach().clone() for name, weight in layer.module.named_parameters()})
     for name, weight in weights[0].items():
         for other in weights[1:]:
             torch.testing.assert_close(weight, other[name], atol=2e-6, rtol=1e-4)
 
 
-def test_training_lowers_the_loss_and_raises_greedy_agreement(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    target, observer = opened(folder), Recorder()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_lowers_the_loss_and_raises_greedy_agreement(folder: Path, corpus: Path, tmp_path: Path, backend: str) -> None:
+    target, observer = opened(folder, backend), Recorder()
     recipe = replace(TINY, steps=150, learning_rate=3e-3, batch_size=8)
     path, description = train_exit(target, TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target)), observer)
     assert observer.progress[-1].loss < observer.progress[0].loss - 0.5
     fresh = opened(folder)
     prompts = [[5, 9, token] for token in range(3, 40)]
     texts = generate_texts(fresh, prompts, 24, greedy=True, seed=0, held_out=[True] * len(prompts))
-    layers = ExitLayer.of(fresh.model), load_exit(path, fresh).layer
-    first = FirstLayers(fresh.model, 1)
-    before, after = (
-        greedy_agreement(lambda ids, layer=layer: exit_outputs(first, layer, ids)[0], texts)["greedy"] for layer in layers
-    )
+    layer = fresh.model.trainable_exit(folder, 1)
+    outputs = partial(exit_outputs, fresh.model, 1, layer)
+    before = greedy_agreement(lambda ids: outputs(ids)[0], texts)["greedy"]
+    layer.module.load_state_dict(exit_weights(path))
+    after = greedy_agreement(lambda ids: outputs(ids)[0], texts)["greedy"]
     assert before is not None
     assert after is not None
     assert after > before + 0.2
@@ -130,7 +140,7 @@ def test_the_state_of_another_run_is_refused(folder: Path, corpus: Path, tmp_pat
 
 def test_a_budget_in_seconds_leaves_out_suspensions(folder: Path, corpus: Path, tmp_path: Path) -> None:
     """By a simulated clock every step takes one second; then the machine sleeps for an hour within a step."""
-    target, first, layer = parts(folder)
+    target, layer = parts(folder)
     recipe = replace(TINY, steps=None, seconds=20.0)
     now = 0.0
 
@@ -140,33 +150,38 @@ def test_a_budget_in_seconds_leaves_out_suspensions(folder: Path, corpus: Path, 
             now += 3600.0 if self.step == 4 else 1.0
             return super().advance()
 
-    training = Timed(first, layer, TrainingBatches(corpus_of(corpus, target), [], recipe))
+    training = Timed(target.model, 1, layer, TrainingBatches(corpus_of(corpus, target), [], recipe))
     progress = training.run(tmp_path / "state.safetensors", {}, Recorder(), lambda: now)
     assert 10 <= progress.step < 20
     assert 20 <= progress.seconds < 22
 
 
-def test_only_the_first_layer_of_the_target_stays_in_memory(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    target = opened(folder)
-    first = sum(weight.numel() for weight in decoder_of(target.model).layers[0].parameters())
-    embedding = target.model.get_input_embeddings().weight.numel()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_first_layer_of_the_target_stays_in_memory(folder: Path, corpus: Path, tmp_path: Path, backend: str) -> None:
+    target = opened(folder, backend)
+    model: Any = target.model
+    layers, head = (model.layers, model.parts.head) if backend == "native" else (model.module.model.layers, model.module.lm_head)
+    kept, freed = ref(layers[0]), [*map(ref, layers[1:]), ref(head)]
+    del layers, head
     train_exit(target, TrainingTask(tmp_path, replace(TINY, steps=2), corpus=corpus_of(corpus, target)), Recorder())
-    assert sum(weight.numel() for weight in target.model.parameters()) == embedding + first
+    assert kept() is not None
+    assert [weight() for weight in freed] == [None] * 3
 
 
 @pytest.mark.parametrize("source", ["exit", "target"])
 def test_the_predictor_learns_when_the_exit_agrees(folder: Path, source: str) -> None:
     """Agreement depends on the exit's hidden state at the drafted position, or on the target's one token earlier."""
-    _, first, layer = parts(folder)
+    target, layer = parts(folder)
+    outputs = partial(exit_outputs, target.model, 1, layer)
     texts = []
     for index in range(60):
         ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(index))
-        logits, hidden = exit_outputs(first, layer, ids)
+        logits, hidden = outputs(ids)
         target_states = torch.randn(30, 32, generator=torch.Generator().manual_seed(index))
         sign = hidden[:, 0] if source == "exit" else target_states[:, 0].roll(1)
         top1 = logits.argmax(dim=-1) + (sign < 0)
         texts.append(GeneratedText(ids, top1, target_states.bfloat16(), 1, False, index % 8 == 0))
-    fitted = train_predictor(partial(exit_outputs, first, layer), texts, seed=0)
+    fitted = train_predictor(outputs, texts, seed=0)
     assert fitted is not None
     predictor, fit = fitted
     if source == "exit":
@@ -215,9 +230,15 @@ def command(folder: Path, corpus: Path, out: Path | None, *more: str) -> list[st
     return train_command("eesd", corpus, out, "-t", str(folder), *more)
 
 
-def test_the_command_trains_an_exit(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_the_command_trains_an_exit(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    result = trained(command(folder, corpus, None, "--steps", "3", "--json"))
+    if backend != "transformers":  # the native decoder does everything: no other copy of the weights is loaded
+        monkeypatch.setattr("specgen.engine.transformers_backend.loading.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)
+    result = trained(command(folder, corpus, None, "--steps", "3", "--json", "--backend", backend))
     line = json.loads(result.stdout)
     assert line["type"] == "train"
     out = Path(line["profile"])

@@ -62,13 +62,18 @@ def attend_batch(
     """
     batch, tokens, heads, size = query.shape
     group = heads // keys.shape[1]
-    rows = query.transpose(1, 2)
+    if tokens == 1:  # the heads of a group become query rows, which see the same keys: these are not copied for each head
+        rows, group = query.reshape(batch, -1, group, size), 1
+    else:
+        rows = query.transpose(1, 2)
     if score_cap is None:
         mixed = scaled_dot_product_attention(rows, keys, values, mask, scale=1.0, enable_gqa=group > 1)
     else:
-        keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+        keys, values = (part if group == 1 else part.repeat_interleave(group, dim=1) for part in (keys, values))
         mixed = _capped(rows, keys, values, mask, score_cap)
-    return mixed.transpose(1, 2).reshape(batch, tokens, heads * size)
+    if tokens > 1:
+        mixed = mixed.transpose(1, 2)
+    return mixed.reshape(batch, tokens, heads * size)
 
 
 def _capped(

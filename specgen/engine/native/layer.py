@@ -101,7 +101,8 @@ class NativeLayer:
             residual.add_product(product, x)
         else:
             architecture = self._architecture
-            branch = functional.rms_norm(product(x), post_norm.shape, post_norm, architecture.norm_eps)
+            branch = product(x).to(post_norm.dtype)  # in training, products are in bfloat16 and norms in float32
+            branch = functional.rms_norm(branch, post_norm.shape, post_norm, architecture.norm_eps)
             residual.add(branch, architecture.residual_scale)
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
