@@ -77,7 +77,9 @@ def test_a_saved_exit_loads_unchanged(folder: Path, tmp_path: Path) -> None:
         for mine, theirs in ((layer, found.layer.layer), (predictor, found.predictor)):
             for name, weight in mine.state_dict().items():
                 assert torch.equal(weight, theirs.state_dict()[name])
-        torch.testing.assert_close(draft_logits(native, load_exit(named, native)), draft_logits(target, found), atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            draft_logits(native, load_exit(named, native)), draft_logits(target, found), atol=2e-4, rtol=1e-3
+        )
     # The target's own head is not saved.
     small = save_exit(tmp_path / "small", layer, None, replace(described, own_head=False, predictor=False))
     assert small.stat().st_size < path.stat().st_size

@@ -107,7 +107,7 @@ def test_the_users_exit_comes_before_the_bundled_one(demo_pair: specgen.Pair) ->
     bundled = model_folder(str(demo_pair.target.folder), None, True, False, lambda _: None)
     own = exit_folder("demo/target", weights_fingerprint(bundled))
     described = Description("demo/target", weights_fingerprint(bundled), 2)
-    save_exit(own, demo_pair.exit_layer.layer, None, described)
+    save_exit(own, demo_pair.target.model.trainable_exit(bundled, 1).module, None, described)
     with specgen.load(device="cpu", dtype="float32") as loaded:
         assert loaded.exit_layer is not None
         assert loaded.exit_layer.description.after == 2
