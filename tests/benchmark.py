@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specgen
 from specgen import demo
 from specgen.demo.recipe.fresh_prompts import fresh_prompts
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.methods import find, resolve
 
 PLAIN = "transformers"
@@ -74,18 +75,21 @@ def specgen_runner(pair: specgen.Pair, written: str, tokens: int) -> Callable[[l
 
 
 class ForwardClock:
-    """Seconds inside the models' forward passes, clocked where the sessions call them."""
+    """Seconds inside the models' forward passes, clocked where the runners call them, early exit's included."""
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
-        for session in (pair._target_runner, pair._draft_runner):
-            if session is not None:
-                session._forward._model = self._timed(session._forward._model)
+        runners = [runner for runner in pair.runners if runner is not None]
+        if pair.exit_layer is not None:
+            both = pair.early_exit(find("eesd"))
+            runners += [both.target, both.draft]
+        for runner in runners:
+            runner._forward = self._timed(runner._forward)
 
-    def _timed(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(**kwargs: Any) -> Any:
+    def _timed(self, forward: ForwardFunction) -> ForwardFunction:
+        def timed(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             start = time.perf_counter()
-            output = model(**kwargs)
+            output = forward(forward_pass, logits_to_keep)
             self.seconds += time.perf_counter() - start
             return output
 

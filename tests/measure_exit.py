@@ -13,15 +13,16 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from specgen.engine.exit_layer import FirstLayers
 from training_helpers import opened
 
 from specgen import demo
 from specgen.compare.prompts import load_prompts
-from specgen.engine.exit_files import Exit, load_exit
+from specgen.engine.early_exit import EarlyExit
+from specgen.engine.exit_files import load_exit
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_runner import ModelRunner
 from specgen.training.batched_generation import continuations
-from specgen.training.exit_training import exit_outputs
+from specgen.types import Context
 
 
 def answers(target: LoadedModel, prompts: Path | None, new_tokens: int) -> dict[str, list[tuple[list[int], int]]]:
@@ -34,9 +35,9 @@ def answers(target: LoadedModel, prompts: Path | None, new_tokens: int) -> dict[
     return by_category
 
 
-def measure(first: FirstLayers, trained: Exit, ids: list[int], prompt_length: int) -> tuple[int, int, float]:
+def measure(drafts: ModelRunner, ids: list[int], prompt_length: int) -> tuple[int, int, float]:
     """The number of matching tokens, the number of tokens, and the mean run of matches that starts at a token."""
-    logits = exit_outputs(first, trained.layer, torch.tensor(ids))[0][prompt_length - 1 : -1]
+    logits = drafts.logits(Context(ids[:prompt_length]), ids[prompt_length:-1]).logits
     matches = (logits.argmax(dim=-1) == torch.tensor(ids[prompt_length:])).tolist()
     run, runs = 0, []
     for matched in reversed(matches):
@@ -53,22 +54,18 @@ def main() -> None:
     options = parser.parse_args()
     target = opened(demo.folder("target"))
     by_category = answers(target, options.prompts, options.n)
-    trained = [load_exit(path, target) for path in options.exits]
     print("greedy agreement by category, mean over categories, mean run of matches")
     print(f"{'':40s}", *(f"{name:>8s}" for name in by_category), "    mean     run")
-    depths = sorted({one.description.after for one in trained}, reverse=True)
-    for depth in depths:  # in descending order, because each call removes the layers after its depth
-        first = FirstLayers(target.model, depth)
-        for path, one in zip(options.exits, trained, strict=True):
-            if one.description.after != depth:
-                continue
-            shares, runs = [], []
-            for texts in by_category.values():
-                figures = [measure(first, one, ids, prompt_length) for ids, prompt_length in texts]
-                shares.append(sum(f[0] for f in figures) / sum(f[1] for f in figures))
-                runs += [f[2] for f in figures]
-            print(f"{path!s:40.40s}", *(f"{share:8.3f}" for share in shares), f"{sum(shares) / len(shares):8.3f}", end=" ")
-            print(f"{sum(runs) / len(runs):7.2f}")
+    for path in options.exits:
+        trained = load_exit(path, target)
+        drafts = EarlyExit(target.model, trained.layer, trained.description.after).draft
+        shares, runs = [], []
+        for texts in by_category.values():
+            figures = [measure(drafts, ids, prompt_length) for ids, prompt_length in texts]
+            shares.append(sum(f[0] for f in figures) / sum(f[1] for f in figures))
+            runs += [f[2] for f in figures]
+        print(f"{path!s:40.40s}", *(f"{share:8.3f}" for share in shares), f"{sum(shares) / len(shares):8.3f}", end=" ")
+        print(f"{sum(runs) / len(runs):7.2f}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_model
+from families import make_model, model_of
 from runner_checks import uncached
 from scripted_models import PROMPT, TableRunner, ids_of, scripted_run
 from statistics_checks import SIGNIFICANCE, Distribution, output_distribution, p_value
@@ -182,7 +182,7 @@ def test_joint_distribution_of_a_real_model(name: str) -> None:
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
-    runners = ModelRunner(target), RunnerWithHiddenStates(draft)
+    runners = ModelRunner(model_of(target, "native")), RunnerWithHiddenStates(model_of(draft, "native"))
     worker = ThreadWorker(runners[1])
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:

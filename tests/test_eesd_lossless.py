@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, exit_of, make_model, plain, prompt, save
-from runner_checks import LLAMA_LIKE, four_layer_types
+from families import BACKENDS, CONTEXT, exit_of, make_model, plain, prompt, save
+from runner_checks import LAYERED, four_layers
 
 import specgen
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
 COUNT = 20
-LAYERS = 4
+LAYERS = 4  # as many as `four_layers` gives
 METHODS = {
     "eesd": {},
     "eesd-fixed": {"k": 4},
@@ -36,34 +37,36 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pair]:
-    """A float32 target of four layers without a draft model, with an untrained exit after layer N."""
+def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """A float32 target of four layers without a draft model, with an untrained exit after layer N, by default native."""
 
     @cache
-    def made(family: str) -> Pair:
-        folder: Path = tmp_path_factory.mktemp(family)
-        model = make_model(family, num_hidden_layers=LAYERS, **four_layer_types(family))
-        return specgen.load(save(model, folder), device="cpu", dtype="float32")
+    def folder(family: str) -> str:
+        return save(make_model(family, **four_layers(family)), tmp_path_factory.mktemp(family))
 
     @cache
-    def with_exit(family: str, depth: int) -> Pair:
-        target = made(family).target
-        return Pair(target, None, exit_layer=exit_of(target.model, depth))
+    def made(family: str, backend: str) -> Pair:
+        return specgen.load(folder(family), device="cpu", dtype="float32", backend=backend)
+
+    @cache
+    def with_exit(family: str, depth: int, backend: str = "native") -> Pair:
+        target = made(family, backend).target
+        return Pair(target, None, exit_layer=exit_of(target, depth))
 
     return with_exit
 
 
 def exits() -> Iterator[object]:
-    """Every family with one depth of the exit, and in slow tests with the other."""
-    for number, family in enumerate(LLAMA_LIKE):
+    """Every family and backend with one depth of the exit, and in slow tests with the other."""
+    for number, (family, backend) in enumerate(LAYERED):
         for depth in (1, LAYERS // 2):
-            yield pytest.param(family, depth, marks=() if depth == 1 + number % 2 else pytest.mark.slow)
+            yield pytest.param(family, backend, depth, marks=() if depth == 1 + number % 2 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("family", "depth"), list(exits()))
-def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], family: str, depth: int) -> None:
-    pair = pair_with(family, depth)
-    expected = {seed: plain(pair.target.model, prompt(seed), COUNT) for seed in (depth, depth + 100)}
+@pytest.mark.parametrize(("family", "backend", "depth"), list(exits()))
+def test_greedy_ids_are_the_targets_own(pair_with: Callable[..., Pair], family: str, backend: str, depth: int) -> None:
+    pair = pair_with(family, depth, backend)
+    expected = {seed: plain(transformers_module(pair.target), prompt(seed), COUNT) for seed in (depth, depth + 100)}
     for (name, settings), (seed, tokens) in zip(METHODS.items(), cycle(expected.items()), strict=False):
         # the caches hold another method's run on another prompt
         result = pair.generate(prompt(seed), name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
@@ -71,10 +74,10 @@ def test_greedy_ids_are_the_targets_own(pair_with: Callable[[str, int], Pair], f
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[[str, int], Pair], length: int) -> None:
-    pair = pair_with("qwen2", 1)
+def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[..., Pair], length: int) -> None:
+    pair = pair_with("qwen2", 1, BACKENDS[length % 2])
     ids = prompt(length)
-    expected = plain(pair.target.model, ids, COUNT)
+    expected = plain(transformers_module(pair.target), ids, COUNT)
     runs: list[tuple[str, dict[str, object]]] = [
         ("eesd-fixed", {"k": length}),
         ("eesd-beta", {"max_draft": length, "alpha": 50}),
@@ -96,11 +99,12 @@ def every_tree() -> Iterator[object]:
         yield pytest.param(family, draft, width, marks=() if often else pytest.mark.slow)
 
 
+@pytest.mark.parametrize("backend", ["auto", "transformers"])
 @pytest.mark.parametrize(("family", "draft", "width"), list(every_tree()))
-def test_trees_of_a_draft_model(pair_of: Callable[[str, str], Pair], family: str, draft: str, width: int) -> None:
-    pair = pair_of(family, draft)
+def test_trees_of_a_draft_model(pair_of: Callable[..., Pair], family: str, draft: str, width: int, backend: str) -> None:
+    pair = pair_of(family, draft, backend)
     ids = prompt(width)
-    expected = plain(pair.target.model, ids, COUNT)
+    expected = plain(transformers_module(pair.target), ids, COUNT)
     for settings in ({"k": 4}, {"depth": 3}, {"policy": "svip"}):
         result = pair.generate(ids, "sd", SamplingParams(max_new_tokens=COUNT), width=width, **settings)
         assert result.token_ids == expected, settings
@@ -116,30 +120,21 @@ def test_a_tree_of_the_target_itself_is_accepted_to_its_leaves(demo_pair: Pair) 
     assert all(round_.verdict.source == "bonus" for round_ in result.rounds[1:])
 
 
-def test_drafts_that_skip_a_layer_without_effect_are_fully_accepted(pair_with: Callable[[str, int], Pair]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_that_skip_a_layer_without_effect_are_fully_accepted(tmp_path: Path, backend: str) -> None:
     """Skipping a layer leaves the residual stream unchanged, as a layer whose attention and MLP give zeros does."""
-    pair = pair_with("llama", 1)
-    layer = pair.target.model.model.layers[2]
-    kept = [weight.clone() for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)]
-    with torch.no_grad():
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    try:
-        sampling = SamplingParams(max_new_tokens=31, ignore_eos=True)
-        pair.forget()
-        result = pair.generate(prompt(3), "selfsd", sampling, skip="2", policy="fixed", k=4)
-        assert [len(round_.verdict.path) for round_ in result.rounds[1:]] == [4] * 6
-    finally:
-        with torch.no_grad():
-            layer.self_attn.o_proj.weight.copy_(kept[0])
-            layer.mlp.down_proj.weight.copy_(kept[1])
-        pair.forget()
+    model = make_model("llama", **four_layers("llama"))
+    layer = model.model.layers[2]
+    for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        torch.nn.init.zeros_(output.weight)
+    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend=backend)
+    sampling = SamplingParams(max_new_tokens=31, ignore_eos=True)
+    result = pair.generate(prompt(3), "selfsd", sampling, skip="2", policy="fixed", k=4)
+    assert [len(round_.verdict.path) for round_ in result.rounds[1:]] == [4] * 6
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_sampled_runs_repeat_with_their_seed_after_runs_of_other_methods(
-    pair_with: Callable[[str, int], Pair], name: str
-) -> None:
+def test_sampled_runs_repeat_with_their_seed_after_runs_of_other_methods(pair_with: Callable[..., Pair], name: str) -> None:
     pair = pair_with("llama", 1)
     sampling = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=20, seed=5)
     method, settings = name.partition(":")[0], METHODS[name]
@@ -153,23 +148,23 @@ def test_sampled_runs_repeat_with_their_seed_after_runs_of_other_methods(
 
 
 def test_penalties_apply_to_draft_and_target(tmp_path: Path) -> None:
-    model = make_model("llama", num_hidden_layers=LAYERS)
+    model = make_model("llama", **four_layers("llama"))
     model.generation_config.repetition_penalty = 1.4
     model.generation_config.no_repeat_ngram_size = 2
     target = specgen.load(save(model, tmp_path), device="cpu", dtype="float32").target
-    pair = Pair(target, None, exit_layer=exit_of(target.model, 1))
+    pair = Pair(target, None, exit_layer=exit_of(target, 1))
     ids = prompt(4)
-    expected = plain(target.model, ids, 30)
+    expected = plain(transformers_module(target), ids, 30)
     for name, settings in METHODS.items():
         result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=30, seed=0), **settings)
         assert result.token_ids == expected, name
 
 
-def test_a_run_to_the_contexts_end(pair_with: Callable[[str, int], Pair]) -> None:
+def test_a_run_to_the_contexts_end(pair_with: Callable[..., Pair]) -> None:
     pair = pair_with("mistral", 2)
     rng = random.Random(0)
     ids = [rng.randrange(3, 40) for _ in range(CONTEXT - 20)]
-    expected = plain(pair.target.model, ids, 20)
+    expected = plain(transformers_module(pair.target), ids, 20)
     for name, settings in METHODS.items():
         result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=50, seed=0), **settings)
         assert result.token_ids == expected[: len(result.token_ids)]

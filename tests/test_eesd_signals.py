@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import exit_of, make_model, save
+from families import exit_layers_of, exit_of, make_model, model_of, random_predictor, save
 from runner_checks import CountedLayers, uncached
 from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import SIGNIFICANCE, output_distribution, p_value
@@ -148,15 +148,16 @@ def test_signals_of_a_tree_are_those_of_each_levels_likeliest_node() -> None:
     assert other_branch, "some level's likeliest node is no child of the level before's"
 
 
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize(("after", "backend"), [(1, "native"), (2, "native"), (2, "transformers")])
 @pytest.mark.parametrize(("name", "settings"), METHODS)
-def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, settings: dict[str, object]) -> None:
+def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, backend: str, name: str, settings: dict[str, object]) -> None:
     """The target's layers run the prompt, each correction or bonus token but the last, and each drafted token, each once."""
-    target = specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path), device="cpu", dtype="float32").target
-    exit_layer = exit_of(target.model, after)
-    pair = Pair(target, None, exit_layer=exit_layer)
-    pair.early_exit(methods.find(name))  # runs the layers to check them, before they are counted
+    folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
+    target = specgen.load(folder, device="cpu", dtype="float32", backend=backend).target
+    exit_layer = exit_of(target, after)
     counted = CountedLayers(target.model, exit_layer.layer)
+    pair = Pair(target, None, exit_layer=exit_layer)
+    pair.early_exit(methods.find(name))  # runs the layers to check them, which is not counted
     ids = [1, 5, 6, 7, 8, 9]
     for sampling in (SamplingParams(24, ignore_eos=True, seed=1), SamplingParams(24, 1.0, ignore_eos=True, seed=1)):
         pair.forget()
@@ -171,10 +172,10 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, name: str, s
 
 def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
     """The chi-square's p-value of a model with an untrained exit, over the joint distribution of a few tokens."""
-    model = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
+    module = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
+    model = model_of(module, "native")
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=4)
-    made = exit_of(model, 1)
-    both = EarlyExit(model, made.layer, 1, made.predictor)
+    both = EarlyExit(model, exit_layers_of(model, module), 1, random_predictor(model.shape.hidden_size))
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
@@ -186,7 +187,7 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
         return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
-        probs: list[float] = logits_ops.warp(uncached(model, [*PROMPT, *tokens]), sampling).tolist()
+        probs: list[float] = logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
         return probs
 
     return p_value(Counter(run(seed) for seed in range(runs)), output_distribution(next_probs, TOKENS))

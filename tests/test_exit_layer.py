@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from families import LETTERS, make_model, make_tokenizer, save
-from runner_checks import LLAMA_LIKE
-from specgen.engine.decoder_layers import decoder_of
-from specgen.engine.exit_layer import ExitLayer, FirstLayers, Predictor
+from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from runner_checks import LAYERED
 from training_helpers import opened
 
-from specgen.engine.exit_files import DESCRIPTION, Description, load_exit, read_description, save_exit
+from specgen.engine.early_exit import EarlyExit
+from specgen.engine.exit_files import DESCRIPTION, Description, Exit, load_exit, read_description, save_exit
+from specgen.engine.exit_parts import Predictor
 from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.transformers_backend.decoder_layers import decoder_of
+from specgen.engine.transformers_backend.exit_layer import ExitLayer
 from specgen.errors import SpecgenError
 from specgen.training.exit_training import exit_outputs
+from specgen.types import Context
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +29,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("exit") / "target", make_tokenizer(LETTERS)))
 
 
-def test_an_untrained_exit_before_the_last_layer_gives_the_targets_logits(models_folder: Path) -> None:
-    for family in LLAMA_LIKE:
-        target = opened(save(make_model(family), models_folder / "exit" / family))
-        ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
-        expected = target.model(input_ids=ids[None]).logits[0]
-        for layers in (1, 2):
-            target = opened(models_folder / "exit" / family)
-            layer = ExitLayer.of(target.model, layers)
-            first = FirstLayers(target.model, len(decoder_of(target.model).layers) - layers)
-            found, _ = exit_outputs(first, layer, ids)
-            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, msg=lambda text, f=family: f"{f}: {text}")
+def untrained() -> ExitLayer:
+    """An untrained exit layer of the target in `folder`."""
+    return ExitLayer.of(make_model("llama"))
+
+
+@pytest.mark.parametrize(("family", "backend"), LAYERED)
+def test_an_untrained_exit_before_the_last_layer_gives_the_targets_logits(models_folder: Path, family: str, backend: str) -> None:
+    module = make_model(family)
+    target = opened(save(module, models_folder / "exit" / family), backend)
+    ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
+    expected = module(input_ids=ids[None]).logits[0]
+    for layers in (1, 2):
+        layer = target.model.trainable_exit(target.folder, layers)
+        found, _ = exit_outputs(target.model, target.model.shape.num_layers - layers, layer, ids)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_a_model_whose_layers_one_by_one_give_other_logits_is_refused() -> None:
@@ -47,9 +55,15 @@ def test_a_model_whose_layers_one_by_one_give_other_logits_is_refused() -> None:
         ExitLayer.of(model)
 
 
+def draft_logits(target: LoadedModel, found: Exit) -> torch.Tensor:
+    """The logits with which an exit drafts after a few tokens."""
+    both = EarlyExit(target.model, found.layer, found.description.after)
+    return both.draft.logits(Context([1, 5, 6, 7]), [8, 9]).logits
+
+
 def test_a_saved_exit_loads_unchanged(folder: Path, tmp_path: Path) -> None:
-    target = opened(folder)
-    layer, predictor = ExitLayer.of(target.model), Predictor(32)
+    target, native = opened(folder, "transformers"), opened(folder, "native")
+    layer, predictor = untrained(), Predictor(32)
     with torch.no_grad():
         for weight in [*layer.parameters(), *predictor.parameters()]:
             weight.copy_(torch.randn_like(weight).bfloat16())
@@ -60,18 +74,21 @@ def test_a_saved_exit_loads_unchanged(folder: Path, tmp_path: Path) -> None:
         assert found.description.after == 1
         assert found.predictor is not None
         assert found.description.figures == {"agreement": 0.1235}
-        for mine, theirs in ((layer, found.layer), (predictor, found.predictor)):
+        for mine, theirs in ((layer, found.layer.layer), (predictor, found.predictor)):
             for name, weight in mine.state_dict().items():
                 assert torch.equal(weight, theirs.state_dict()[name])
+        torch.testing.assert_close(draft_logits(native, load_exit(named, native)), draft_logits(target, found))
     # The target's own head is not saved.
     small = save_exit(tmp_path / "small", layer, None, replace(described, own_head=False, predictor=False))
     assert small.stat().st_size < path.stat().st_size
-    assert load_exit(small, target).layer.head is target.model.lm_head
+    assert load_exit(small, target).layer.layer.head is target.model.module.lm_head
+    assert load_exit(small, native).layer._parts.head is native.model.parts.head
 
 
-def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp_path: Path) -> None:
-    target = opened(folder)
-    layer = ExitLayer.of(target.model)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exit_of_another_target_or_a_damaged_one_is_refused(folder: Path, tmp_path: Path, backend: str) -> None:
+    target = opened(folder, backend)
+    layer = untrained()
     described = Description("here", weights_fingerprint(folder), 1)
     path = save_exit(tmp_path / "exit", layer, None, described)
     other = opened(save(make_model("llama", seed=3), tmp_path / "other"))
@@ -117,8 +134,8 @@ def test_a_damaged_description_gives_an_error_of_one_line(tmp_path: Path, conten
 
 
 def test_the_named_file_is_loaded(folder: Path, tmp_path: Path) -> None:
-    target = opened(folder)
-    layer = ExitLayer.of(target.model)
+    target = opened(folder, "transformers")
+    layer = untrained()
     described = Description("here", weights_fingerprint(folder), 1)
     weights = save_exit(tmp_path, layer, None, described)
     with torch.no_grad():
@@ -130,8 +147,8 @@ def test_the_named_file_is_loaded(folder: Path, tmp_path: Path) -> None:
             load_exit(tmp_path / missing, target)
     (tmp_path / "made" / DESCRIPTION).rename(tmp_path / "second.yaml")
     for named in ("second.safetensors", "second.yaml"):
-        assert float(load_exit(tmp_path / named, target).layer.norm.weight[0]) == 3.0
-    assert float(load_exit(weights, target).layer.norm.weight[0]) != 3.0
+        assert float(load_exit(tmp_path / named, target).layer.layer.norm.weight[0]) == 3.0
+    assert float(load_exit(weights, target).layer.layer.norm.weight[0]) != 3.0
 
 
 def test_a_fingerprint_depends_on_the_weights_and_not_on_their_files(folder: Path, tmp_path: Path) -> None:

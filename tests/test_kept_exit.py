@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from families import LETTERS, make_model, make_tokenizer, near_copy, save
-from specgen.engine.exit_layer import ExitLayer
 from typer.testing import CliRunner
 
 import specgen
@@ -15,6 +14,7 @@ from specgen.cli.app import app
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.hub import model_folder
+from specgen.engine.transformers_backend.exit_layer import ExitLayer
 from specgen.errors import SpecgenError
 from specgen.paths import exit_folder, kept_exit
 

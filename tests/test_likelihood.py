@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, make_model, near_copy, save
+from families import BACKENDS, make_model, model_of, near_copy, save
+from runner_checks import RUN_BY, CountedLayers
 from training_helpers import trained
 
 import specgen
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.pair import Pair, Result
 from specgen.traces.summary import Summary
 from specgen.types import SamplingParams
@@ -30,13 +32,13 @@ def uncached(model: torch.nn.Module, tokens: list[int], prompt: list[int] = PROM
 
 
 def check(pair: Pair, result: Result) -> None:
-    expected = math.exp(-uncached(pair.target.model, result.token_ids) / len(result.token_ids))
+    expected = math.exp(-uncached(transformers_module(pair.target), result.token_ids) / len(result.token_ids))
     assert result.summary["perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_perplexity_is_that_without_a_cache(pair_of: Callable[[str, str], Pair], family: str) -> None:
-    pair = pair_of(family, "near")
+@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+def test_perplexity_is_that_without_a_cache(pair_of: Callable[..., Pair], family: str, backend: str) -> None:
+    pair = pair_of(family, "near", backend)
     for method in ("ar", "mtad"):  # the second run finds the caches of the first
         check(pair, pair.generate(PROMPT, method, SAMPLED, perplexity=True))
 
@@ -44,7 +46,7 @@ def test_perplexity_is_that_without_a_cache(pair_of: Callable[[str, str], Pair],
 @pytest.mark.parametrize("method", ["ar", "sd", "spectr", "specinfer", "lookup", "mtad", "bild"])
 @pytest.mark.parametrize("sampling", [SAMPLED, SamplingParams(max_new_tokens=20)])
 def test_lossy_methods_always_report_perplexity_and_others_on_request(
-    pair_of: Callable[[str, str], Pair], method: str, sampling: SamplingParams
+    pair_of: Callable[..., Pair], method: str, sampling: SamplingParams
 ) -> None:
     pair = pair_of("llama", "near")
     requested, default = (pair.generate(PROMPT, method, sampling, perplexity=on) for on in (True, False))
@@ -56,16 +58,17 @@ def test_lossy_methods_always_report_perplexity_and_others_on_request(
     assert again.token_ids == pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=20)).token_ids
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 2, 7, 8, 9, 100])
-def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.engine.model_runner._LIKELIHOOD_CHUNK", chunk)
-    model = make_model("llama")
-    run: list[int] = []
+    module = make_model("llama")
     tokens = [3 + position % 30 for position in range(16)]
-    expected = uncached(model, tokens)
-    model.register_forward_pre_hook(lambda _, args, kwargs: run.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    expected = uncached(module, tokens)
+    model = model_of(module, backend)
+    counted = CountedLayers(model).tokens
     assert ModelRunner(model).log_likelihood(PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
-    assert sum(run) == len(PROMPT) + len(tokens) - 1
+    assert counted["2"] == len(PROMPT) + len(tokens) - 1
 
 
 def test_penalties_do_not_change_perplexity(tmp_path: Path) -> None:

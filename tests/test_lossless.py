@@ -1,4 +1,4 @@
-"""Greedy ids equal transformers' own `generate`, for every family, method, kind of draft and draft length."""
+"""Greedy ids equal transformers' own `generate`, for every family, method, kind of draft, draft length and backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from families import FAMILIES, make_model, plain, prompt
+from families import BACKENDS, FAMILIES, make_model, plain, prompt
+from runner_checks import RUN_BY
 from scripted_models import LENGTH_SETTINGS
 
 from specgen.pair import Pair
@@ -21,8 +22,8 @@ PEARL = ("pearl", "pearl:pre_verify=false", "pearl:post_verify=false")
 METHODS = ("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "spectr", "specinfer", *PEARL)
 COUNT = 20
 PROMPTS = 3  # twice as many are run; transformers takes most of the time
-AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS)
-Case = tuple[str, str, str, int]
+AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS, ("auto", "transformers"))
+Case = tuple[str, str, str, int, str]
 
 
 def pairwise() -> Iterator[Case]:
@@ -61,26 +62,26 @@ def check(pair: Pair, family: str, method: str, length: int) -> None:
         assert result.summary["finish_reason"] == ("eos" if wanted[-1] in pair.target.eos_ids else "length")
 
 
-@pytest.mark.parametrize(("family", "method", "draft", "length"), list(pairwise()))
+@pytest.mark.parametrize(("family", "method", "draft", "length", "backend"), list(pairwise()))
 def test_greedy_ids_are_the_targets_own(
-    pair_of: Callable[[str, str], Pair], family: str, method: str, draft: str, length: int
+    pair_of: Callable[..., Pair], family: str, method: str, draft: str, length: int, backend: str
 ) -> None:
-    check(pair_of(family, draft), family, method, length)
+    check(pair_of(family, draft, backend), family, method, length)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "backend"), RUN_BY)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_greedy_ids_in_the_full_product(pair_of: Callable[[str, str], Pair], family: str, draft: str) -> None:
-    pair = pair_of(family, draft)
+def test_greedy_ids_in_the_full_product(pair_of: Callable[..., Pair], family: str, backend: str, draft: str) -> None:
+    pair = pair_of(family, draft, backend)
     for method, length in product(METHODS, LENGTHS):
         check(pair, family, method, length)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_draft_that_is_the_target_is_accepted_whole(pair_of: Callable[[str, str], Pair], family: str) -> None:
+@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+def test_a_draft_that_is_the_target_is_accepted_whole(pair_of: Callable[..., Pair], family: str, backend: str) -> None:
     """As in mlx-lm's tests: fixes the pattern of accepted and bonus tokens."""
-    pair = pair_of(family, "itself")
+    pair = pair_of(family, "itself", backend)
     result = pair.generate(prompt(3), "sd", SamplingParams(max_new_tokens=31, ignore_eos=True), k=4)
     prefill, *rounds = result.rounds
     assert prefill.verdict.source is None
@@ -90,18 +91,18 @@ def test_a_draft_that_is_the_target_is_accepted_whole(pair_of: Callable[[str, st
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_sampling_from_the_target_itself_accepts_everything(pair_of: Callable[[str, str], Pair], length: int) -> None:
-    pair = pair_of("llama", "itself")
+def test_sampling_from_the_target_itself_accepts_everything(pair_of: Callable[..., Pair], length: int) -> None:
+    pair = pair_of("llama", "itself", BACKENDS[length % 2])
     sampling = SamplingParams(max_new_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=length, ignore_eos=True)
     summary = pair.generate(prompt(5), "sd", sampling, k=length).summary
     # both compute the same logits up to rounding, so a token at the edge of top-p may be rejected
     assert summary["acceptance_rate"] > 0.97
 
 
-def test_any_policy_runs_on_any_drafter_that_feeds_it(pair_of: Callable[[str, str], Pair]) -> None:
+def test_any_policy_runs_on_any_drafter_that_feeds_it(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("llama", "near")
     ids = prompt(11)
-    expected = plain(pair.target.model, ids, COUNT)
+    expected = plain(make_model("llama"), ids, COUNT)
     combinations_ = [("sd", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
     combinations_ += [("pearl", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
     combinations_ += [("lookup", p) for p in ("fixed", "heuristic", "beta-ts")]

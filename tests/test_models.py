@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_copy, plain, save
+from families import BACKENDS, CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_copy, plain, save
+from runner_checks import TOLERANCE, uncached
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
-from specgen.engine.cached_prefix import context_limits
 from specgen.engine.devices import pick_device, pick_dtype, pick_threads
+from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.tokenizer import Detokenizer
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
 from specgen.pair import Pair
@@ -101,13 +103,14 @@ def test_recurrent_models_and_encoder_decoders_are_refused(tmp_path: Path) -> No
 def test_eager_attention_gives_the_reference_output(models_folder: Path) -> None:
     """Gemma 2 uses eager attention, which would add a boolean mask as numbers."""
     model = make_model("gemma2", seed=6)
-    pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32")
-    pair.target.model.set_attn_implementation("eager")
+    pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32", backend="transformers")
+    transformers_module(pair.target).set_attn_implementation("eager")
     result = pair.generate([1, 5, 6, 5, 6], "lookup", SamplingParams(max_new_tokens=30))
     assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
 
 
-def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 4,
@@ -117,13 +120,17 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, monkeypa
     }
     changes = {"original_max_position_embeddings": 32, "rope_parameters": factors | {"original_max_position_embeddings": 32}}
     model = make_model("phi3", sliding_window=None, **changes)
-    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32")
-    assert context_limits(pair.target.model.config) == (CONTEXT, 32)
+    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend=backend)
+    shape = pair.target.model.shape
+    assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
     short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
     assert short.context_ends
     assert short.run.limit == 13, "the token after the boundary is never run"
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
+    for length in (20, 32, 33, 60):
+        reference = pair.target.reference_logits(text[:length], [])
+        assert torch.allclose(reference, uncached(model, text[:length]), atol=TOLERANCE, rtol=1e-4)
     for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
         limit = min(40, pair.target.max_tokens(length) - length)
         expected = plain(model, text[:length], limit)
@@ -264,16 +271,21 @@ def test_leading_spaces_are_kept_if_the_tokenizer_strips_them() -> None:
     assert [detokenizer.push(token) for token in (1, 2, 0)] == [" world", "!", " Hello"]
 
 
-def test_a_second_run_reuses_the_cached_prompt_until_forget(pair_of: Callable[[str, str], Pair]) -> None:
+def test_a_second_run_reuses_the_cached_prompt_until_forget(
+    pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = pair_of("llama", "near")
     seen: list[int] = []
-    handle = pair.target.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    forward = pair._target_runner._forward
+
+    def observed(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        seen.append(forward_pass.last - forward_pass.first)
+        return forward(forward_pass, logits_to_keep)
+
+    monkeypatch.setattr(pair._target_runner, "_forward", observed)
     for forget in (True, False, True):
         if forget:
             pair.forget()
         seen.clear()
         pair.generate([1, *range(5, 25)], "ar", SamplingParams(max_new_tokens=2))
         assert (seen[0] == 21) == forget
-    handle.remove()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import CONTEXT, LETTERS, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
-from specgen.engine.decoder_layers import check_llama_structure
+from runner_checks import RUN_BY
 
 import specgen
 from specgen import demo, factory, methods
@@ -20,7 +20,10 @@ from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import WIDTHS, SpeedupModel
 from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.model_loading import ModelSource
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
+from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.setting_parsing import Setting
 from specgen.tuning import pair_inspection
 from specgen.types import Context
@@ -58,17 +61,17 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
     assert demo_pair.draft is not None
     caches = 0
     for role, model in (("target", demo_pair.target), ("draft", demo_pair.draft)):
-        parameters = sum(weight.numel() for weight in model.model.parameters())
+        parameters = sum(weight.numel() for weight in transformers_module(model).parameters())
+        assert parameters == model.model.num_parameters
         assert line[role]["parameters"] == parameters
         assert line[role]["weight_bytes"] == 4 * parameters
         assert line[role]["context_limit"] == model.context_limit
         runner = model.runner()
         runner.reserve(64)
         runner.logits(Context([1] * 64))
-        layers = runner.cache.layers
-        held = sum(buffer[:, :, :64].numel() * buffer.element_size() for layer in layers for buffer in (layer.keys, layer.values))
-        assert line[role]["cache_bytes"] == held / 64
-        caches += held // 64 * model.context_limit
+        held = bytes_per_token(runner)
+        assert line[role]["cache_bytes"] == held
+        caches += held * model.context_limit
     assert line["cache_bytes"] == caches
     assert line["tokenizers"]["refusal"] is None
     assert line["tokenizers"]["shared"] == line["tokenizers"]["target_size"] == len(demo_pair.tokenizer.vocabulary())
@@ -79,24 +82,28 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
         assert readiness["ready"] == (not methods.METHODS[name].needs_exit_layer or demo.exit_folder().is_dir())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt_neox", "qwen3"])
-def test_any_familys_files_are_understood(tmp_path: Path, family: str) -> None:
-    folder = save(make_model(family), tmp_path / family)
-    report = pair_inspection.inspect_files(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
-    pair = specgen.load(folder, device="cpu", dtype="float32")
-    assert report.target.parameters == sum(weight.numel() for weight in pair.target.model.parameters())
+def bytes_per_token(runner: ModelRunner) -> int:
+    """What the KV cache of a runner that has run holds per token."""
+    cache: Any = runner.cache
+    layers = cache._data if isinstance(cache, KVBuffer) else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
+    return sum(layer.numel() // layer.shape[-2] * layer.element_size() for layer in layers)
+
+
+@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
+    module = make_model(family)
+    folder = save(module, tmp_path / family)
+    report = pair_inspection.inspect_files(ModelSource(folder, backend=backend), None, (CPU, CPU), "auto", lambda _: None)
+    pair = specgen.load(folder, device="cpu", dtype="float32", backend=backend)
+    parameters = sum(weight.numel() for weight in module.parameters())
+    assert report.target.parameters == pair.target.model.num_parameters == parameters
     assert report.target.context_limit == CONTEXT
     runner = pair.target.runner()
     runner.logits(Context([1] * 10))
-    held = sum(
-        buffer[:, :, :10].numel() * buffer.element_size()
-        for layer in runner.cache.layers
-        for buffer in (layer.keys, layer.values)
-    )
-    assert report.target.cache_bytes == held / 10
+    assert report.target.cache_bytes == bytes_per_token(runner)
     needing = {name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer}
     try:
-        check_llama_structure(pair.target.model)
+        pair.target.model.check_layers("early exit")
         assert report.methods["eesd"].hint == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
     except specgen.SpecgenError:
         needing.add("selfsd")

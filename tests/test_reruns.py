@@ -48,7 +48,7 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target with an exit and a predictor, neither trained, and no draft model."""
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path_factory.mktemp("early"))
     target = specgen.load(folder, device="cpu", dtype="float32").target
-    return Pair(target, None, exit_layer=exit_of(target.model, 2))
+    return Pair(target, None, exit_layer=exit_of(target, 2))
 
 
 class Probe:

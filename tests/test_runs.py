@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from families import CONTEXT, exit_of, make_model, near_copy, plain, save
+from families import BACKENDS, CONTEXT, exit_of, make_model, near_copy, plain, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 import specgen
+from specgen.engine.transformers_backend.reference import transformers_module
+from specgen.engine.transformers_backend.transformers_model import TransformersModel
 from specgen.methods import METHODS
 from specgen.pair import Pair, Result
 from specgen.types import Round, SamplingParams
@@ -62,13 +64,13 @@ def several_ends(models_folder: Path) -> Pair:
     target.generation_config.eos_token_id = ends
     folder = save(target, models_folder / "ends")
     pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
-    pair.exit_layer, pair._process_worker = exit_of(pair.target.model, 1), None
+    pair.exit_layer, pair._process_worker = exit_of(pair.target, 1), None
     return pair
 
 
 @pytest.fixture(scope="module")
 def ended(several_ends: Pair) -> list[int]:
-    return plain(several_ends.target.model, [1, 5, 6, 7], 40)
+    return plain(transformers_module(several_ends.target), [1, 5, 6, 7], 40)
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
@@ -85,7 +87,7 @@ def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, ended: li
     assert longer.token_ids[: len(expected)] == expected
 
 
-def test_the_context_ends_a_run(pair_of: Callable[[str, str], Pair]) -> None:
+def test_the_context_ends_a_run(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("gpt2", "near")
     sampling = SamplingParams(max_new_tokens=500, ignore_eos=True)
     plan = pair.plan([5] * 100, "sd", sampling, k=6)
@@ -121,7 +123,7 @@ def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: P
     assert ids_of(result.rounds) == result.token_ids
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(pair_of: Callable[[str, str], Pair]) -> None:
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("llama", "near")
 
     def tokens(seed: int | None) -> list[int]:
@@ -132,7 +134,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(pair_of: Ca
     assert len({tuple(tokens(None)) for _ in range(5)}) > 1
 
 
-def test_runs_may_take_turns_and_be_left_unfinished(pair_of: Callable[[str, str], Pair]) -> None:
+def test_runs_may_take_turns_and_be_left_unfinished(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("mistral", "near")
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     prompts = [[1, 5, 6], [1, 5, 9, 9]]
@@ -150,16 +152,34 @@ def test_runs_may_take_turns_and_be_left_unfinished(pair_of: Callable[[str, str]
     assert [tokens[:length] for tokens in found] == [tokens[:length] for tokens in expected]
 
 
-def test_an_interruption_inside_a_pass_costs_that_round_only(pair_of: Callable[[str, str], Pair]) -> None:
-    pair = pair_of("qwen3", "near")
+@contextmanager
+def interrupted_layer(pair: Pair, index: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt when the target reaches its layer with this index."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    model = pair.target.model
+    if isinstance(model, TransformersModel):
+        handle = model.module.model.layers[index].register_forward_pre_hook(interrupt)
+        yield
+        handle.remove()
+    else:
+        layers = pair._target_runner._forward._layers  # type: ignore[attr-defined]
+        kept, layers[index] = layers[index], interrupt
+        yield
+        layers[index] = kept
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interruption_inside_a_pass_costs_that_round_only(pair_of: Callable[..., Pair], backend: str) -> None:
+    pair = pair_of("qwen3", "near", backend)
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = pair.generate([1, 5, 6], "ar", sampling).token_ids
     rounds = pair.rounds([1, 5, 6], "sd", sampling)
     done = [next(rounds) for _ in range(3)]
-    handle = pair.target.model.model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_layer(pair, 2), pytest.raises(KeyboardInterrupt):
         next(rounds)
-    handle.remove()
     tokens = ids_of(done)
     assert tokens == expected[: len(tokens)]
     assert pair.generate([1, 5, 6], "sd", sampling).token_ids == expected
@@ -187,7 +207,7 @@ def test_plain_decoding_has_no_rates_and_a_block_efficiency_of_one(demo_pair: Pa
     assert [summary[name] for name in ("acceptance_rate", "draft_share", "harmonic_mean")] == [None] * 3
 
 
-def test_rounds_keep_no_tensors(pair_of: Callable[[str, str], Pair]) -> None:
+def test_rounds_keep_no_tensors(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("llama", "near")
     result = pair.generate([1, 5], "sd", SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True))
     assert all(round_.draft.probs is None for round_ in result.rounds)

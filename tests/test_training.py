@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
-from specgen.engine.decoder_layers import decoder_of
 from specgen.engine.exit_layer import ExitLayer, FirstLayers
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
 from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.transformers_backend.decoder_layers import decoder_of
 from specgen.errors import RunError, SpecgenError
 from specgen.training.corpus import Corpus, read_corpus
 from specgen.training.exit_training import ExitTraining, exit_outputs, train_exit

@@ -219,7 +219,7 @@ def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 60, 100, 126, 127])
 def test_the_window_is_measured_wherever_a_prompt_ends(
-    pair_of: Callable[[str, str], Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pair_of: Callable[..., Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """GPT-2 has a table of 128 positions: a pass beyond it would be an index error."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
@@ -314,7 +314,7 @@ def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, st
         assert not loaded_here
         for method in ("sd", "svip", "sd"):
             pair.generate(PROMPT, method, limit)
-        assert pair.draft.model.num_parameters() > 0
+        assert pair.draft.model.num_parameters > 0
         assert loaded_here == [draft]
 
 

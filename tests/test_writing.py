@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
-from specgen.engine.decoder_layers import decoder_of
+from runner_checks import RUN_BY
 from training_helpers import TINY, Recorder, corpus_of, opened
 
 from specgen.training.batched_generation import continuations
@@ -24,13 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("writing") / "target", make_tokenizer(LETTERS)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_batched_greedy_texts_equal_those_generated_alone(family: str, models_folder: Path) -> None:
-    target = opened(save(make_model(family), models_folder / "side" / family))
+@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+def test_batched_greedy_texts_equal_those_generated_alone(family: str, backend: str, models_folder: Path) -> None:
+    module = make_model(family)
+    target = opened(save(module, models_folder / "side" / family), backend)
     prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
     texts = continuations(target, prompts, 30, greedy=True)
     for prompt, text in zip(prompts, texts, strict=True):
-        alone = plain(target.model, prompt, 24 + 6 - len(prompt))
+        alone = plain(module, prompt, 24 + 6 - len(prompt))
         generated = text[len(prompt) :]
         assert generated == alone[: len(generated)]
         assert text[-1] == EOS or len(text) >= 24
@@ -42,7 +45,7 @@ def test_batched_greedy_texts_equal_those_generated_alone(family: str, models_fo
 def test_sampled_texts_follow_the_targets_distribution(folder: Path) -> None:
     target = opened(folder)
     samples = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
-    expected = target.model(input_ids=torch.tensor([[5, 9, 7]])).logits[0, -1].detach().softmax(dim=-1)
+    expected = target.reference_logits([5, 9, 7], []).softmax(dim=-1)
     found = torch.bincount(samples, minlength=96) / 4000
     assert float((found - expected).abs().max()) < 5 * (0.25 / 4000) ** 0.5
 
@@ -114,16 +117,23 @@ def test_the_batch_size_follows_free_memory(folder: Path, corpus: Path, tmp_path
     assert weights[0] == weights[1]
 
 
-def test_generation_keeps_to_its_share_of_the_time_budget(folder: Path, corpus: Path, tmp_path: Path) -> None:
+def test_generation_keeps_to_its_share_of_the_time_budget(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a simulated clock on which two complete batches would take ten times the budget."""
     target, now = opened(folder), 0.0
 
-    def tick(*_: object) -> None:
-        nonlocal now
-        now += 1.0
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*arguments, **options)
 
-    target.model.register_forward_pre_hook(tick)  # each generated token costs two seconds,
-    decoder_of(target.model).register_forward_pre_hook(tick)  # the predictions of a text one
+        return timed
+
+    model = target.model  # each generated token costs two seconds, the predictions of a text one
+    monkeypatch.setattr(model, "batch_logits", taking(2.0, model.batch_logits))
+    monkeypatch.setattr(model, "batch_layers", taking(1.0, model.batch_layers))
     recipe = replace(TINY, steps=None, seconds=200.0, training_length=64)
     task = TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target), clock=lambda: now)
     generation = TextGeneration(target, task, {}, Recorder())

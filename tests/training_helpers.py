@@ -40,8 +40,8 @@ class Recorder:
         return (self.generated[-1][0] if self.generated else 0) == self.stop_at_batch
 
 
-def opened(folder: Path | str) -> LoadedModel:
-    prepared = prepare(ModelSource(str(folder)), lambda _: None)
+def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
+    prepared = prepare(ModelSource(str(folder), backend=backend), lambda _: None)
     return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
 
 

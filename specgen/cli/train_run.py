@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +187,8 @@ def _load(
 ) -> tuple[LoadedModel, LoadedModel | None, torch.dtype]:
     """Loads the models. Returns the target, the draft, and the dtype in which the draft's weights are to be saved.
 
-    The draft is loaded in float32. It is None if an exit layer is trained; the dtype then has no meaning.
+    The draft is loaded in float32, by transformers, which trains and saves it, whichever backend runs the target. It is None if
+    an exit layer is trained; the dtype then has no meaning.
     """
     import torch
 
@@ -197,12 +198,11 @@ def _load(
 
     if request.is_draft and not models.has_draft:
         raise SpecgenError("there is no draft model to train", "Name one: --draft MODEL")
-    if models.backend == "native":
-        raise SpecgenError("--backend is 'native', and training runs in transformers", "Leave --backend out")
     named = models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
-    sources = model_sources(*named, "transformers")
+    target_source, *draft_sources = model_sources(*named, models.backend)
+    sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if request.is_draft)]
     device = pick_device(models.device)
-    prepared, *drafts = prepare_models(sources if request.is_draft else sources[:1], announce)
+    prepared, *drafts = prepare_models(sources, announce)
     dtype = pick_dtype(models.dtype, prepared.shape, prepared.folder, device)
     target = load_model(prepared, device, dtype, announce)
     if not drafts:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from specgen import demo
-from specgen.engine.exit_parts import MAX_LAYERS, Predictor, check_exit_depth
+from specgen.engine.exit_parts import Predictor, check_exit_depth, check_exit_layers
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import ExitLayers
 from specgen.engine.model_loading import LoadedModel
@@ -104,8 +104,7 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
             f"the exit layer {weights} was trained for {description.target} ({description.fingerprint}), not for {target.name}",
             _TRAIN,
         )
-    if not 0 <= description.layers <= MAX_LAYERS:
-        raise SpecgenError(f"the exit has {description.layers} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+    check_exit_layers(description.layers)
     check_exit_depth(target.model.shape.num_layers, description.after, f"the exit layer {weights}")
     tensors = _read_tensors(weights, description_path.name, description.fingerprint)
     if description.own_head != ("exit.head.weight" in tensors):

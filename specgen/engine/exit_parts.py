@@ -10,6 +10,12 @@ from specgen.errors import SpecgenError
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 
 
+def check_exit_layers(count: int) -> None:
+    """Raises SpecgenError unless an exit may have `count` decoder layers."""
+    if not 0 <= count <= MAX_LAYERS:
+        raise SpecgenError(f"the exit has {count} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+
+
 def check_exit_depth(layers: int, depth: int, name: str = "the exit") -> None:
     """Raises SpecgenError unless an exit after the first `depth` of `layers` layers has a layer before and after it.
 

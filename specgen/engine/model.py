@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from torch import nn
 
-from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart
+from specgen.engine.batch_pass import BatchCache, BatchPass
+from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.model_shape import ModelShape
 
 Backend = Literal["native", "transformers"]
@@ -22,6 +25,24 @@ class ExitLayers(Protocol):
 
     def forward(self, inputs: HiddenSource) -> ForwardFunction:
         """Returns a function that runs the exit layer on the hidden states [n, width] that `inputs` returns."""
+        ...
+
+
+class TrainableExit(Protocol):
+    """An exit layer of EESD in training. `module` holds its weights, under the names that they have in its file."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def run_layers(self, hidden: torch.Tensor, batch: BatchPass) -> torch.Tensor:
+        """Returns the hidden states [batch, n, width] after the exit's decoder layers, for the hidden states that enter them.
+
+        `batch` is the pass, without a cache, whose tokens these are.
+        """
+        ...
+
+    def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
         ...
 
 
@@ -84,5 +105,36 @@ class Model(Protocol):
         `tensors` has its weights by name: `layers.0.self_attn.q_proj.weight`, ..., `norm.weight` and, unless it uses the model's
         own LM head, `head.weight`. Raises ValueError for missing and unknown tensors and wrong shapes, and SpecgenError if the
         model's layers cannot be run one by one.
+        """
+        ...
+
+    def batch_cache(self, sequences: int) -> BatchCache:
+        """Returns an empty KV cache for so many sequences, for all layers."""
+        ...
+
+    def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
+        """Runs the whole model, and returns the logits [batch, kept, vocabulary] of each sequence's last tokens (None: all)."""
+        ...
+
+    def batch_layers(self, batch: BatchPass, layers: int, *, with_head: bool = False) -> ModelOutput:
+        """Runs the first `layers` layers, then the final norm and the LM head if `with_head`, for all tokens.
+
+        The output's tensors are [batch, n, ...]. Without the head its `hidden_states` are those after the last layer, and its
+        `logits` mean nothing.
+        """
+        ...
+
+    def trainable_exit(self, folder: Path, count: int) -> TrainableExit:
+        """Returns an untrained exit layer: float32 copies of the model's last `count` layers, its norm and its LM head.
+
+        `folder` holds the model's files. Raises SpecgenError for more than `MAX_LAYERS` layers, and if the model's layers cannot
+        be run one by one.
+        """
+        ...
+
+    def free_weights(self, kept_layers: int = 0) -> None:
+        """Frees the memory of the weights, but for the embedding and the first `kept_layers` layers; 0: of all weights.
+
+        After that, the model can only run the layers that it has kept.
         """
         ...

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specgen.engine.batch_pass import BatchPass
 from specgen.engine.inference_mode import inference
-from specgen.engine.transformers_backend.attention_masks import AttentionMasks
-from specgen.engine.transformers_backend.decoder_layers import decoder_of
-from specgen.engine.transformers_backend.kv_cache import KVCache
-from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.errors import nan_logits
 
 if TYPE_CHECKING:
@@ -60,8 +57,7 @@ class _Batch:
 
     def __init__(self, target: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> None:
         self.texts = [list(prompt) for prompt in prompts]
-        self._model, self._eos = transformers_module(target), target.eos_ids
-        self._masks = AttentionMasks(self._model)
+        self._model, self._eos = target.model, target.eos_ids
         self._generator = torch.Generator(target.device).manual_seed(seed)
         self.length = max(map(len, prompts))
         padding = torch.tensor([self.length - len(prompt) for prompt in prompts], device=target.device)[:, None]
@@ -69,7 +65,7 @@ class _Batch:
         columns = torch.arange(self.length, device=target.device)
         self._visible = columns >= padding
         self._positions = (columns - padding).clamp_min(0)
-        self._cache = KVCache(len(decoder_of(self._model).layers))
+        self._cache = self._model.batch_cache(len(prompts))
         self._cache.capacity = max_tokens
         self.texts_of_rows = list(range(len(prompts)))
 
@@ -79,18 +75,8 @@ class _Batch:
         positions = self._positions[:, past:]
         columns = torch.arange(past + new, device=positions.device)
         visible = self._visible[:, None, :] & (columns[past:, None] >= columns)
-        logits = (
-            self._model(
-                input_ids=self._new,
-                attention_mask=self._masks.batched(visible, positions, self._positions, self._model.dtype),
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            .logits[:, -1]
-            .float()
-        )
+        batch = BatchPass(self._new, positions, visible, self._positions, self._cache)
+        logits = self._model.batch_logits(batch, logits_to_keep=1)[:, -1].float()
         self._cache.length = past + new
         if logits.isnan().any():
             raise nan_logits("target")
@@ -109,5 +95,4 @@ class _Batch:
             index = torch.tensor(unfinished, dtype=torch.long, device=tokens.device)
             self.texts_of_rows = [self.texts_of_rows[row] for row in unfinished]
             self._new, self._positions, self._visible = self._new[index], self._positions[index], self._visible[index]
-            for layer in self._cache.layers:
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+            self._cache.keep_sequences(unfinished)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
+from specgen.engine.batch_pass import BatchPass
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.transformers_backend.attention_masks import AttentionMasks
@@ -76,7 +77,8 @@ class DraftTraining(Training):
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch."""
-        mask = self._masks.batched(batch.attention_mask(), batch.positions, batch.positions, self._dtype)
+        forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
+        mask = self._masks.batched(forward_pass, self._dtype)
         with autocast_for(self.draft.device, self._dtype):
             logits: torch.Tensor = self._model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
@@ -135,7 +137,7 @@ def distill(
     generation = TextGeneration(target, task, settings, observer, keep_top_k=True)
     texts = generation.run()
     target_dtype = target.model.dtype
-    transformers_module(target).to("meta")
+    target.model.free_weights()
     held_out = [text for text in texts if text.held_out]
     batches = DistillationBatches(task.corpus, texts, task.recipe.after_generation(generation.seconds))
     del texts  # their tensors have been copied

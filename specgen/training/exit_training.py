@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
+from specgen.engine.batch_pass import BatchPass, text_pass
 from specgen.engine.exit_files import Description, save_exit
 from specgen.engine.exit_parts import check_exit_depth, default_exit_depth
-from specgen.engine.transformers_backend.exit_layer import ExitLayer, FirstLayers
-from specgen.engine.transformers_backend.reference import transformers_module
+from specgen.engine.model import Model, TrainableExit
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import train_predictor
 from specgen.training.text_generation import TextGeneration
@@ -31,44 +31,54 @@ _CPU_TOKENS = 256  # tokens whose logits are computed at once on a CPU: few enou
 
 
 class ExitTraining(Training):
-    """An exit layer in training. `first` are the target's first layers, which are frozen.
+    """An exit layer in training, after the first `depth` layers of the target `model`, which are frozen.
 
     `own_head` trains the exit's language-model head as well; otherwise the head stays unchanged.
     """
 
-    def __init__(self, first: FirstLayers, layer: ExitLayer, batches: TrainingBatches, *, own_head: bool = True) -> None:
-        self.first, self.layer = first, layer
-        layer.to(first.device, torch.float32).requires_grad_(True).train()
-        layer.head.requires_grad_(own_head)
-        trained = {name: weight for name, weight in layer.named_parameters() if weight.requires_grad}
-        vocabulary: int = layer.head.weight.shape[0]  # type: ignore[union-attr,index,assignment]
-        piece_size = min(_CPU_TOKENS if first.device.type == "cpu" else MAX_LOGITS, max(1, MAX_LOGITS // vocabulary))
-        super().__init__(trained, batches, first.device, vocabulary, piece_size)
+    def __init__(
+        self, model: Model, depth: int, layer: TrainableExit, batches: TrainingBatches, *, own_head: bool = True
+    ) -> None:
+        self.layer, self._model, self._depth = layer, model, depth
+        device, vocabulary = model.device, model.vocab_size
+        layer.module.to(device, torch.float32).requires_grad_(True).train()
+        layer.module.get_submodule("head").requires_grad_(own_head)
+        trained = {name: weight for name, weight in layer.module.named_parameters() if weight.requires_grad}
+        piece_size = min(_CPU_TOKENS if device.type == "cpu" else MAX_LOGITS, max(1, MAX_LOGITS // vocabulary))
+        super().__init__(trained, batches, device, vocabulary, piece_size)
 
     def outputs(self, batch: PackedBatch) -> torch.Tensor:
-        mask = self.first.masks.batched(batch.attention_mask(), batch.positions, batch.positions, self.first.dtype)
-        hidden, positions = self.first(batch.ids, batch.positions, mask)
-        with autocast_for(self.first.device, self.first.dtype):
-            hidden = self.layer.run_layers(hidden.float() if self.first.dtype == torch.float32 else hidden, positions, mask)
-            return hidden.reshape(-1, hidden.shape[-1])
+        forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
+        hidden = first_layers(self._model, self._depth, forward_pass)
+        with autocast_for(self._model.device, self._model.dtype):
+            return self.layer.run_layers(hidden, forward_pass).flatten(0, 1)
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        with autocast_for(self.first.device, self.first.dtype):
+        with autocast_for(self._model.device, self._model.dtype):
             logits, _ = self.layer.norm_and_head(outputs)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
 
 @torch.no_grad()
-def exit_outputs(first: FirstLayers, layer: ExitLayer, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each of the token ids `ids` [n]."""
-    ids = ids[None].to(first.device)
-    positions = torch.arange(ids.shape[1], device=first.device)[None]
-    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=first.device).tril()[None]
-    mask = first.masks.batched(causal, positions, positions, first.dtype)
-    with autocast_for(first.device, first.dtype):
-        logits, hidden_states = layer(*first(ids, positions, mask), mask)
-    return logits[0].float(), hidden_states[0].float()
+def first_layers(model: Model, depth: int, batch: BatchPass) -> torch.Tensor:
+    """Returns the hidden states [batch, n, width] after the first `depth` layers of a model, which are not trained."""
+    hidden = model.batch_layers(batch, depth).hidden_states
+    assert hidden is not None
+    return hidden
+
+
+@torch.no_grad()
+def exit_outputs(model: Model, depth: int, layer: TrainableExit, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each of the token ids `ids` [n].
+
+    The exit comes after the model's first `depth` layers.
+    """
+    batch = text_pass(ids.to(model.device))
+    with autocast_for(model.device, model.dtype):
+        hidden = layer.run_layers(first_layers(model, depth, batch), batch)
+        logits, hidden = layer.norm_and_head(hidden)
+    return logits[0].float(), hidden[0].float()
 
 
 def exit_depth(target: LoadedModel, after: int | None) -> int:
@@ -102,15 +112,15 @@ def train_exit(
     settings = {**task.settings(target), "after": after, "layers": layers, "own_head": own_head}
     generation = TextGeneration(target, task, settings, observer)
     texts = generation.run()
-    layer = ExitLayer.of(transformers_module(target), layers)
-    first = FirstLayers(transformers_module(target), after)
+    layer = target.model.trainable_exit(target.folder, layers)
+    target.model.free_weights(after)
     taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if not text.held_out]
     batches = TrainingBatches(task.corpus, taught, task.recipe.after_generation(generation.seconds))
-    training = ExitTraining(first, layer, batches, own_head=own_head)
+    training = ExitTraining(target.model, after, layer, batches, own_head=own_head)
     progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
-    layer.requires_grad_(False).eval()
+    layer.module.requires_grad_(False).eval()
     observer.announce("training the predictor")
-    outputs = partial(exit_outputs, first, layer)
+    outputs = partial(exit_outputs, target.model, after, layer)
     agreement = greedy_agreement(lambda ids: outputs(ids)[0], [text for text in texts if text.held_out])
     predictor, fit = train_predictor(outputs, texts, task.recipe.seed) or (None, None)
     description = Description(
@@ -127,6 +137,6 @@ def train_exit(
         },
         made_with=task.made_with(),
     )
-    path = save_exit(task.out, layer, predictor, description)
+    path = save_exit(task.out, layer.module, predictor, description)
     shutil.rmtree(task.folder, ignore_errors=True)
     return path, description

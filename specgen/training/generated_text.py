@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from specgen.engine.batch_pass import text_pass
 from specgen.engine.inference_mode import inference
-from specgen.engine.transformers_backend.decoder_layers import decoder_of
-from specgen.engine.transformers_backend.reference import transformers_module
+from specgen.engine.model import Model
 from specgen.errors import SpecgenError
 from specgen.files import whole_file
 from specgen.training.batched_generation import OnProgress, continuations
@@ -124,7 +124,7 @@ def generate_texts(
             made.append(_with_top_k(target, text, len(prompt), greedy=greedy, held_out=is_held_out))
         else:
             ids = torch.tensor(text)
-            top1, hidden_states = top1_and_hidden_states(transformers_module(target), ids)
+            top1, hidden_states = top1_and_hidden_states(target.model, ids)
             states = hidden_states.to("cpu", torch.bfloat16) if keep_hidden_states else None
             made.append(GeneratedText(ids, top1.cpu(), states, len(prompt), greedy, is_held_out))
         on_progress(1.0, tokens)
@@ -149,27 +149,28 @@ def read_texts(
 
 def _with_top_k(target: LoadedModel, text: Sequence[int], prompt_length: int, *, greedy: bool, held_out: bool) -> GeneratedText:
     ids = torch.tensor(text)
-    top_k_ids, log_probs = top_k_log_probs(transformers_module(target), ids)
+    top_k_ids, log_probs = top_k_log_probs(target.model, ids)
     return GeneratedText(ids, top_k_ids[:, 0].long(), None, prompt_length, greedy, held_out, top_k_ids, log_probs)
 
 
 @inference
-def top1_and_hidden_states(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def top1_and_hidden_states(model: Model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the model's most probable next token [n] and last hidden state [n, width] after each of the token ids `ids` [n].
 
     The hidden states are taken after the model's final norm.
     """
-    hidden = decoder_of(model)(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state
-    return model.lm_head(hidden)[0].argmax(dim=-1), hidden[0]  # softcapping of logits would not change the argmax
+    output = model.batch_layers(text_pass(ids.to(model.device)), model.shape.num_layers, with_head=True)
+    assert output.hidden_states is not None
+    return output.logits[0].argmax(dim=-1), output.hidden_states[0]
 
 
 @inference
-def top_k_log_probs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def top_k_log_probs(model: Model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the model's most probable next tokens after each of the token ids `ids` [n], and their log-probabilities.
 
     Both results are [n, TOP_K], or [n, vocabulary] for a smaller vocabulary, in descending order of probability, on the CPU.
     """
-    logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
+    logits = model.batch_logits(text_pass(ids.to(model.device)))[0]
     top = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1)
-    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in logits.split(_LOGITS_AT_ONCE)])
+    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in torch.split(logits, _LOGITS_AT_ONCE)])
     return top.indices.int().cpu(), (top.values.float() - totals[:, None]).cpu()

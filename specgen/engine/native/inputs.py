@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardPass, positions
 from specgen.engine.native.attention import WIDE
 from specgen.engine.native.description import Architecture, LayerKind
@@ -32,7 +33,7 @@ class InputMaker:
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, min_rows: int = 1, exact: bool = False
     ) -> None:
         self._kinds = layer_kinds(architecture)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._rotary = dtype, device, architecture.rotary
         self._min_rows, self._exact = min_rows, exact
         self._group = architecture.num_heads // architecture.num_kv_heads
         rounded = None if architecture.rotary_in_float32 else dtype
@@ -68,6 +69,24 @@ class InputMaker:
             for kind in self._kinds
         ]
         return PassInputs(count, count, count, kinds)
+
+    def batched(self, batch: BatchPass) -> PassInputs:
+        """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `KVBuffer` for as many."""
+        sequences, tokens = batch.ids.shape
+        keys, at, cache = batch.key_positions.shape[1], batch.positions.flatten(), batch.cache
+        first = keys - tokens
+        entries = None if cache is None else cache.entries(first, keys, 0, keys)
+        windows = {kind.window for kind in self._kinds}
+        masks = {window: additive(batch.within(window), self._dtype)[:, None] for window in windows}
+        last = int(batch.key_positions.max()) + 1  # found once for all tables: a GPU has to be waited for
+        kinds = []
+        for kind in self._kinds:
+            rotation = None
+            if kind.rotary is not None:
+                is_long = last > (self._rotary[kind.rotary].long_boundary or last)
+                rotation = self._tables[kind.rotary].gather(at, is_long, last)[:, None]
+            kinds.append(KindInputs(rotation, masks[kind.window], entries))
+        return PassInputs(tokens, tokens, tokens, kinds, sequences, 0 if cache is None else cache.first_layer)
 
     def _keys(self, window: int | None, first: int, last: int, is_chain: bool) -> tuple[int, int]:
         """Returns the range of cache entries that attention reads."""

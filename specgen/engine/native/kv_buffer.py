@@ -23,19 +23,28 @@ class LayerEntries(NamedTuple):
 class KVBuffer:
     """The KV cache of some layers of a model, in one buffer [layers, 2, kv heads, capacity, head size] filled with zeros.
 
-    A cache for a batch of sequences has the key-value heads of all sequences, one sequence after the other. `first_layer` is the
+    A cache for several `sequences` has the key-value heads of all of them, one sequence after the other. `first_layer` is the
     index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that a rollback is
     possible. Entries after the first `length` are never read before they are written again: masks hide them, and they are finite,
     so they do not change what attention computes.
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, *, first_layer: int = 0
+        self,
+        layers: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        first_layer: int = 0,
+        sequences: int = 1,
     ) -> None:
         self.length = 0
         self.capacity = 64
         self.first_layer = first_layer
-        self._data = torch.zeros(layers, 2, kv_heads, 0, head_size, dtype=dtype, device=device)
+        self._kv_heads = kv_heads
+        self._data = torch.zeros(layers, 2, sequences * kv_heads, 0, head_size, dtype=dtype, device=device)
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
         """Returns, for each layer, the views for a pass that writes entries `first` to `last - 1` and reads `start` to `end - 1`.
@@ -52,6 +61,15 @@ class KVBuffer:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         source = torch.tensor(indices, device=self._data.device)
         self._data[:, :, :, start : start + len(indices)] = self._data.index_select(3, source)
+
+    def keep_sequences(self, kept: Sequence[int]) -> None:
+        """Drops all sequences but those with the indices `kept`; see `batch_pass.BatchCache`. No memory is allocated or freed."""
+        heads, data = self._kv_heads, self._data
+        for new, old in enumerate(kept):
+            if new != old:  # moved to a lower index, so a sequence that is moved later is not overwritten
+                moved = data[:, :, old * heads : (old + 1) * heads, : self.length]
+                data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
+        self._data = data[:, :, : len(kept) * heads]
 
     def _enlarge(self, needed: int) -> None:
         """Copies the valid entries to a buffer with room for `needed` tokens at least, and for `capacity`."""

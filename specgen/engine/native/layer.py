@@ -108,7 +108,8 @@ class NativeLayer:
         if not self._architecture.gated_mlp:
             return self._activation(inner)
         gate, up = inner.chunk(2, dim=-1)
-        return self._activation(gate).mul_(up)
+        active = self._activation(gate)
+        return active * up if torch.is_grad_enabled() else active.mul_(up)
 
     def _attention(self, normed: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns the attention's output [batch * rows, heads * head size] before the output product."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from specgen.engine.batch_pass import BatchPass
+from specgen.engine.exit_parts import check_exit_layers
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import ModelShape
@@ -16,11 +19,11 @@ from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import layer_weights
-from specgen.engine.native.products import Product, ProductFactory
+from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
-from specgen.engine.native.tensor_names import FINAL_NORM, bias_of, layer_tensors
-
-EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
+from specgen.engine.native.tensor_names import EXIT_HEAD, FINAL_NORM, bias_of, layer_tensors
+from specgen.engine.native.trainable_exit import NativeTrainableExit, final_logits, untrained_exit
+from specgen.engine.native.weight_files import WeightFiles
 
 
 class NativeParts(NamedTuple):
@@ -108,17 +111,11 @@ class NativeModel:
 
     def norm_and_head(self, residual: Residual, parts: NativeParts, first: int = 0, rows: int | None = None) -> ModelOutput:
         """Returns logits and hidden states after the norm, for `rows` tokens (None: all) from index `first` on."""
-        architecture = self.architecture
         normed = residual.normed()
         if rows is not None and rows < normed.shape[0]:
             normed = normed.narrow(0, first, rows)
         normed = normed * parts.norm if parts.norm_bias is None else torch.addcmul(parts.norm_bias, normed, parts.norm)
-        logits = parts.head(normed)
-        if architecture.logit_scale != 1.0:
-            logits = logits * architecture.logit_scale
-        if (cap := architecture.logit_cap) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return ModelOutput(logits, normed)
+        return ModelOutput(final_logits(self.architecture, parts.head(normed)), normed)
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
@@ -129,11 +126,58 @@ class NativeModel:
 
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        inputs = self.inputs.without_cache(len(ids))
+        boundary = self.shape.rope_boundary
+        inputs = self.inputs.without_cache(len(ids), long_rope=boundary is not None and len(ids) > boundary)
         residual = self.residual(self.embed(ids))
         for layer in self.layers:
             layer(residual, inputs)
         return self.norm_and_head(residual, self.parts).logits
+
+    def batch_cache(self, sequences: int) -> KVBuffer:
+        heads = self.architecture.num_kv_heads
+        layers, size = len(self.layers), self.architecture.head_size
+        return KVBuffer(layers, heads, size, self.dtype, self.device, sequences=sequences)
+
+    def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
+        sequences, tokens = batch.ids.shape
+        residual = self._run_batch(batch, len(self.layers))
+        if logits_to_keep is not None and logits_to_keep < tokens:
+            kept = residual.values.view(sequences, tokens, -1)[:, -logits_to_keep:]
+            residual = self.residual(kept.flatten(0, 1))
+        return self.norm_and_head(residual, self.parts).logits.view(sequences, -1, self.vocab_size)
+
+    def batch_layers(self, batch: BatchPass, layers: int, *, with_head: bool = False) -> ModelOutput:
+        """Runs the first layers on several sequences; see `engine.model.Model`."""
+        shape = batch.ids.shape
+        residual = self._run_batch(batch, layers)
+        if not with_head:
+            hidden = residual.values.view(*shape, -1)
+            return ModelOutput(hidden, hidden)
+        logits, normed = self.norm_and_head(residual, self.parts)
+        assert normed is not None
+        return ModelOutput(logits.view(*shape, -1), normed.view(*shape, -1))
+
+    def _run_batch(self, batch: BatchPass, layers: int) -> Residual:
+        """Runs the first layers on all tokens of all sequences, which are rows one after the other."""
+        inputs = self.inputs.batched(batch)
+        embeddings = self.parts.embedding.index_select(0, batch.ids.flatten())
+        residual = self.residual(self.scaled(embeddings.to(self.dtype)))
+        for layer in self.layers[:layers]:
+            layer(residual, inputs)
+        return residual
+
+    def trainable_exit(self, folder: Path, count: int) -> NativeTrainableExit:
+        """Returns an untrained exit layer; see `engine.model.Model`."""
+        check_exit_layers(count)
+        files = WeightFiles(folder, str(folder), self.device)
+        return NativeTrainableExit(self.architecture, self.inputs, untrained_exit(self.architecture, files, count), count)
+
+    def free_weights(self, kept_layers: int = 0) -> None:
+        """Frees the memory of weights; see `engine.model.Model`."""
+        none = self.parts.norm.new_empty(0, self.shape.hidden_size)
+        self.layers = self.layers[:kept_layers]
+        embedding = self.parts.embedding if kept_layers else none
+        self.parts = self.parts._replace(embedding=embedding, head=DenseProduct(none))
 
 
 class NativeForward:

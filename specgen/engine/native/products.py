@@ -72,6 +72,23 @@ class DenseProduct:
             residual.add_(self._bias, alpha=self._scale)
 
 
+class TrainedProduct:
+    """A product with a weight that changes after every product, and is not copied to make one faster. Differentiable."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias, self._scale = weight, bias, scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self._weight, self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return torch.add(residual, self(x), alpha=self._scale)
+
+    def add_into(self, residual: Tensor, x: Tensor) -> None:
+        residual.add_(self(x), alpha=self._scale)
+
+
 class PackedProduct:
     """A product with a weight reordered for oneDNN on a CPU; it keeps no reference to `weight`. Not differentiable.
 

@@ -12,6 +12,7 @@ from specgen.engine.native.description import Architecture
 EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
 HEAD = "lm_head.weight"
+EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from specgen.engine.batch_pass import BatchPass
+
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 Mask = LayerMasks | None
 
@@ -118,16 +120,12 @@ class AttentionMasks:
 
         return self._for_each_type(within)
 
-    def batched(self, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> LayerMasks:
-        """Returns the mask [batch, 1, queries, keys] of several sequences at once; a dictionary for several attention types.
-
-        `visible` [batch, queries, keys] is true where a query may see a key; sliding windows are applied here. `queries`
-        [batch, queries] and `keys` [batch, keys] hold the positions of the query and key tokens.
-        """
+    def batched(self, batch: BatchPass, dtype: torch.dtype) -> LayerMasks:
+        """Returns the mask [batch, 1, n, keys] of several sequences at once; a dictionary for several attention types."""
 
         def within(window: int | None) -> torch.Tensor:
-            seen = visible if window is None else visible & (queries[:, :, None] - keys[:, None, :] < window)
-            mask = torch.zeros(seen.shape, dtype=dtype, device=visible.device)
+            seen = batch.within(window)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
             return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
         return self._for_each_type(within)

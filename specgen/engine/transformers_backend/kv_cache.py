@@ -65,6 +65,12 @@ class KVCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.gather(source, start)
 
+    def keep_sequences(self, kept: Sequence[int]) -> None:
+        """Drops all sequences but those with the indices `kept`; see `batch_pass.BatchCache`."""
+        for layer in self.layers:
+            index = torch.tensor(kept, device=layer.keys.device)
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
+
 
 def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """Writes `states` [..., n, size] into `buffer` [..., capacity, size] at the index `cache.length`, and returns the buffer.

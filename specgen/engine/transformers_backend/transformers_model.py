@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import of_transformers
-from specgen.engine.transformers_backend.attention_masks import AttentionMasks, Mask
+from specgen.engine.transformers_backend.attention_masks import AttentionMasks, LayerMasks, Mask
 from specgen.engine.transformers_backend.decoder_layers import (
     DecoderLayers,
     check_llama_structure,
@@ -63,11 +65,7 @@ class TransformersModel:
     def layers_forward(
         self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
     ) -> ForwardFunction:
-        decoder, types = decoder_of(self.module), layer_types(self.module)
-        parts = [_part(decoder.layers[part.layer], part) for part in layers]
-        norm, head = (decoder.norm, self.module.lm_head) if with_head else (nn.Identity(), nn.Identity())
-        config = self.module.config.get_text_config() if with_head else None
-        return _LayersForward(self, DecoderLayers(parts, [types[part.layer] for part in layers], norm, head, config), inputs)
+        return _LayersForward(self, self._decoder_layers(layers, with_head=with_head), inputs)
 
     def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> TransformersExit:
         """Returns a trained exit layer; see `engine.model.Model`."""
@@ -81,6 +79,64 @@ class TransformersModel:
         if "head.weight" not in tensors:
             layer.head = self.module.lm_head
         return TransformersExit(self, layer)
+
+    def batch_cache(self, sequences: int) -> KVCache:
+        """Returns an empty KV cache; its first pass decides for how many sequences."""
+        return KVCache(self.shape.num_layers)
+
+    def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
+        """Runs the model's own `forward` on several sequences; see `engine.model.Model`."""
+        options = {"position_ids": batch.positions, "logits_to_keep": logits_to_keep or 0}
+        output = self.module(
+            input_ids=batch.ids,
+            attention_mask=self.inputs.batch_masks(batch),
+            past_key_values=batch.cache,
+            use_cache=batch.cache is not None,
+            **{name: options[name] for name in _accepted_options(self.module)},
+        )
+        logits: torch.Tensor = output.logits
+        return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
+
+    def batch_layers(self, batch: BatchPass, layers: int, *, with_head: bool = False) -> ModelOutput:
+        """Runs the first layers on several sequences; see `engine.model.Model`."""
+        decoder = decoder_of(self.module)
+        hidden = decoder.embed_tokens(batch.ids)
+        parts = self._decoder_layers([LayerPart(index) for index in range(layers)], with_head=with_head)
+        return ModelOutput(*parts(hidden, *self.inputs.batched(batch, hidden), batch.cache))
+
+    def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
+        """Returns an untrained exit layer; see `engine.model.Model`."""
+        return TransformersTrainableExit(self, ExitLayer.of(self.module, count))
+
+    def free_weights(self, kept_layers: int = 0) -> None:
+        """Frees the memory of weights; see `engine.model.Model`."""
+        if not kept_layers:
+            self.module.to("meta")
+            return
+        decoder = decoder_of(self.module)
+        decoder.layers = decoder.layers[:kept_layers]
+        decoder.norm, self.module.lm_head = nn.Identity(), nn.Identity()
+
+    def _decoder_layers(self, layers: Sequence[LayerPart], *, with_head: bool) -> DecoderLayers:
+        decoder, types = decoder_of(self.module), layer_types(self.module)
+        parts = [_part(decoder.layers[part.layer], part) for part in layers]
+        norm, head = (decoder.norm, self.module.lm_head) if with_head else (nn.Identity(), nn.Identity())
+        config = self.module.config.get_text_config() if with_head else None
+        return DecoderLayers(parts, [types[part.layer] for part in layers], norm, head, config)
+
+
+class TransformersTrainableExit:
+    """An exit layer made of transformers' decoder layers, in training. Implements `engine.model.TrainableExit`."""
+
+    def __init__(self, model: TransformersModel, layer: ExitLayer) -> None:
+        self._model, self.module = model, layer
+
+    def run_layers(self, hidden: torch.Tensor, batch: BatchPass) -> torch.Tensor:
+        """Runs the decoder layers; see `engine.model.TrainableExit`."""
+        return self.module.run_layers(hidden, *self._model.inputs.batched(batch, hidden))
+
+    def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.module.norm_and_head(hidden)
 
 
 class TransformersExit:
@@ -101,7 +157,7 @@ class _InputMaker:
 
     def __init__(self, module: Any) -> None:
         self._dtype: torch.dtype = module.dtype
-        self._masks = AttentionMasks(module)
+        self._masks, self._rotary = AttentionMasks(module), getattr(decoder_of(module), "rotary_emb", None)
         self._positions = torch.arange(64, device=module.device)
 
     def __call__(self, forward_pass: ForwardPass) -> tuple[torch.Tensor, Mask]:
@@ -119,6 +175,14 @@ class _InputMaker:
             raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
         return of_keys[first:], mask
 
+    def batched(self, batch: BatchPass, hidden: torch.Tensor) -> tuple[Any, LayerMasks]:
+        """Returns the rotary embeddings (cos, sin) and the mask of a pass over several sequences with Llama's structure."""
+        assert self._rotary is not None
+        return self._rotary(hidden, batch.positions), self.batch_masks(batch)
+
+    def batch_masks(self, batch: BatchPass) -> LayerMasks:
+        return self._masks.batched(batch, self._dtype)
+
     def ids(self, forward_pass: ForwardPass) -> torch.Tensor:
         """Returns the ids [1, n] of the tokens to run."""
         return torch.tensor([forward_pass.ids], device=self._positions.device)
@@ -128,8 +192,7 @@ class _FullModelForward:
     """Runs a forward pass through the whole model, by the model's own `forward`."""
 
     def __init__(self, module: Any, inputs: _InputMaker) -> None:
-        accepted = inspect.signature(module.forward).parameters
-        self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
+        self._options = _accepted_options(module)
         self._module, self._inputs = module, inputs
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
@@ -143,6 +206,12 @@ class _FullModelForward:
             **{name: options[name] for name in self._options},
         )
         return ModelOutput(output.logits[0][-logits_to_keep:])
+
+
+def _accepted_options(module: Any) -> list[str]:
+    """Returns which of the options that not all models have the model's `forward` takes."""
+    accepted = inspect.signature(module.forward).parameters
+    return [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
 
 class _LayersForward:
