@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 LONGEST_WINDOW = 64
 _ACCEPTANCE = 0.8  # assumed probability that a drafted token is accepted
+_MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class ParallelCosts:
         def seconds(lead: int) -> float:
             return lead * self.draft_pass + self.single_pass + lead * slope + _ACCEPTANCE ** (lead + 1) * further
 
-        return replace(window, lead=min(range(window.size), key=seconds), is_flexible=True)
+        longest = min(LONGEST_WINDOW, round(_MARGIN * window.size))
+        return Window(longest, longest, min(range(window.size), key=seconds), is_flexible=True)
 
     def as_dict(self) -> dict[str, float]:
         """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""

@@ -18,7 +18,7 @@ SIZE = 4096
 _ASKED, _ANSWERED, _CUT, _DRAFTED = 0, 1, 2, 8  # the positions of the words; the last is that of the first token
 _LONGEST = SIZE // 8 - _DRAFTED
 _TOKEN_BITS = 32
-_WATCH = 2e-3  # seconds
+_WATCH = 5e-3  # seconds
 
 
 class SharedFlags:

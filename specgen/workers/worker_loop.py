@@ -74,7 +74,9 @@ class Worker:
         """Handles a request with its serial number. Returns the answer to a `DraftRequest`, otherwise None."""
         if isinstance(request, DraftRequest):
             run = self._runs.get(request.run)
-            return run.draft(request, partial(self._show, serial)) if run is not None else None  # None: why the run could not begin has been reported
+            return (
+                run.draft(request, partial(self._show, serial)) if run is not None else None
+            )  # None: why the run could not begin has been reported
         if isinstance(request, LoadModel):
             self._load(request)
         elif isinstance(request, BeginRun):
