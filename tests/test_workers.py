@@ -71,15 +71,17 @@ def test_a_process_and_a_thread_give_the_same_rounds(
     monkeypatch.setattr(apart, "_process_worker", None)
     here = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
     assert [comparable(round_) for round_ in there.rounds] == [comparable(round_) for round_ in here.rounds]
+    for one, other in zip(there.rounds, here.rounds, strict=True):  # each process picks its kernels, which round differently
+        assert list(one.draft.entropies) == pytest.approx(list(other.draft.entropies), abs=1e-4)
+        assert list(one.draft.top_probs) == pytest.approx(list(other.draft.top_probs), abs=1e-4)
     if sampling.greedy:
         assert there.token_ids == apart.generate(PROMPT, "ar", sampling).token_ids
 
 
 def comparable(round_: Round) -> object:
-    """A round without its seconds; tuples become lists in a pipe."""
+    """A round without its times and its statistics; tuples become lists in a pipe."""
     draft = round_.draft
-    figures = list(draft.tokens), list(draft.entropies), list(draft.top_probs)
-    return figures, draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
+    return list(draft.tokens), draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
 
 
 @posix
@@ -384,7 +386,7 @@ def test_the_workers_idle_threads_leave_their_cores_to_others(
 @posix
 @pytest.mark.usefixtures("puppet")
 def test_the_worker_runs_the_forward_pass_that_the_pair_was_loaded_with(folders: tuple[str, str]) -> None:
-    with specgen.load(*folders, device="cpu", dtype="float32", backend="transformers", exact=True) as pair:
+    with specgen.load(*folders, device="cpu", dtype="float32", backend="transformers") as pair:
         worker = pair._process_worker
         assert worker is not None
         assert worker._load.backend == "transformers"

@@ -15,8 +15,8 @@ class Window:
 
     `size` (PEARL's gamma) is this number while the target verifies a whole window, so `size` tokens. `first` is this number while
     the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on a CPU.
-    If `is_flexible`, a draft ends with the target pass, and `size` is only its largest number of tokens. Then `lead` is the number
-    of tokens that the target waits for after a rejection, and verifies in its next pass; in the paper it waits for none.
+    If `is_flexible`, a draft ends with the target pass, and `size` only limits it. Then `lead` is the number of tokens that the
+    target waits for after a rejection, and verifies in its next pass; in the paper it waits for none.
     """
 
     size: int
