@@ -131,9 +131,15 @@ def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(thread_worker.ThreadDrafter, "finish", noted)
     for seed in range(20):
-        made.clear()
-        rounds = decode("pearl", RandomRunner(8, seed), RandomRunner(8, seed, 0.3), 30, {5}, window=4)
-        assert [token for round_ in rounds for token in round_.draft.tokens] == made
+        for window in (None, Window(4, 4, 2, is_flexible=True)):
+            made.clear()
+            with closing(ThreadWorker(draft := RandomRunner(8, seed, 0.3))) as worker:  # type: ignore[arg-type]
+                sampling = SamplingParams(max_new_tokens=30)
+                run = scripted_run("pearl", {"window": 4}, RandomRunner(8, seed), draft, sampling, eos={5}, worker=worker)
+                assert isinstance(run.schedule, Parallel)
+                run.schedule = replace(run.schedule, window=window or run.schedule.window)
+                rounds = list(run.rounds())
+            assert [token for round_ in rounds for token in round_.draft.tokens] == made
 
 
 def test_rounds_as_in_the_papers_figure_3() -> None:
