@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 LONGEST_WINDOW = 64
-_ACCEPTANCE = 0.8  # assumed probability that a drafted token is accepted
+_ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
 
 
