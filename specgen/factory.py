@@ -94,7 +94,7 @@ def make_parallel(settings: Settings, components: Components, worker: DraftWorke
         raise no_draft_model(METHODS["pearl"])
     size = settings.values["window"]
     window = components.window or Window(int(size), int(size))
-    drafter = worker.drafter(settings, components, window.size)
+    drafter = worker.drafter(settings, components, window.longest)
     return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 
 

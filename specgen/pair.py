@@ -205,7 +205,9 @@ class Pair:
             worker = self._worker
             if settings.values["window"] == "auto":
                 costs = prepared(chosen, self._parallel_costs.get(self._bucket(request.typical_length, sampling)))
-                components = replace(components, window=costs.window)
+                # sampled tokens must depend on the seed alone, not on how long a target pass takes
+                is_flexible = sampling.greedy and worker is not None and worker.kind == "process"
+                components = replace(components, window=costs.flexible_window if is_flexible else costs.window)
                 settings = settings.with_value("window", costs.window.size)
         prompt_ids, limit = request.prompt_ids, request.limit
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None

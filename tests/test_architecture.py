@@ -14,7 +14,6 @@ from torch.nn.functional import gelu, layer_norm, relu, rms_norm, silu
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXConfig, OPTConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specgen.engine.cached_prefix import context_limits
 from specgen.engine.model_shape import NO_LIMIT, of_transformers
 from specgen.engine.native.architecture import Architecture, LayerKind, UnsupportedConfig, read_architecture, read_config
 from specgen.engine.native.families import FAMILIES
@@ -310,7 +309,8 @@ def test_a_folder_without_config_is_an_error(tmp_path: Any) -> None:
 @pytest.mark.parametrize("config", [GPT2Config(), OPTConfig(), BloomConfig(), GPTNeoXConfig(), GPT2Config(n_inner=77)])
 def test_the_shape_of_other_families_is_read_from_transformers(config: Any) -> None:
     shape = of_transformers(config)
-    assert (shape.context_limit, shape.rope_boundary) == context_limits(config)
+    lengths = {"gpt2": 1024, "opt": 2048, "bloom": NO_LIMIT, "gpt_neox": 2048}
+    assert (shape.context_limit, shape.rope_boundary) == (lengths[config.model_type], None)
     assert (shape.hidden_size, shape.num_layers) == (config.hidden_size, config.num_hidden_layers)
     assert shape.num_kv_heads == shape.num_heads == config.num_attention_heads
     assert shape.head_size * shape.num_heads == shape.hidden_size

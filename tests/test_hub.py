@@ -132,8 +132,8 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def found(revision: str | None = None, name: str = "lab/cached", remote_code: bool = False) -> Path:
-    return model_folder(name, revision, False, remote_code, lambda _: None)
+def found(revision: str | None = None, name: str = "lab/cached", remote_code: bool = False, offline: bool = True) -> Path:
+    return model_folder(name, revision, offline, remote_code, lambda _: None)
 
 
 @pytest.mark.usefixtures("without_library")
@@ -180,6 +180,20 @@ def test_an_incomplete_model_is_left_to_huggingface_hub(
     damage(cached_model(tmp_path))
     with pytest.raises(ImportError):
         found()
+
+
+@pytest.mark.usefixtures("without_library")
+def test_online_only_a_full_commit_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch may have moved on the hub; a commit cannot."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    folder = cached_model(tmp_path)
+    assert found(revision=CACHED, offline=False) == folder
+    for moving in (None, "main", CACHED[:12]):
+        with pytest.raises(ImportError):
+            found(revision=moving, offline=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert found(offline=False) == folder
 
 
 @pytest.mark.usefixtures("without_library")

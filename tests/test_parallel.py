@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen.cost_model.pearl_window import Window
+from specgen.cost_model.pearl_window import ParallelCosts, Window
+from specgen.decoding.parallel import Parallel
 from specgen.types import Round, SamplingParams, TokenStatus
 from specgen.workers.thread_worker import ThreadWorker
 
@@ -67,6 +69,57 @@ def test_random_cases_give_plain_decodings_tokens(
         assert len(round_.draft.tokens) <= 2 * window
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    vocabulary=st.integers(2, 9),
+    seed=st.integers(0, 10_000),
+    noise=st.sampled_from([0.0, 0.1, 0.5]),
+    size=st.integers(1, 8),
+    lead=st.integers(0, 5),
+    limit=st.integers(1, 20),
+    eos=st.sets(st.integers(0, 8), max_size=2),
+    policy=st.sampled_from([None, "fixed", "svip"]),
+)
+def test_a_flexible_window_gives_plain_decodings_tokens(
+    vocabulary: int, seed: int, noise: float, size: int, lead: int, limit: int, eos: set[int], policy: str | None
+) -> None:
+    """However long the drafts are when the target's passes end, and however many tokens the target waits for."""
+    target, draft = RandomRunner(vocabulary, seed), RandomRunner(vocabulary, seed, noise)
+    sampling = SamplingParams(max_new_tokens=limit)
+    given_ = {"window": size + lead} | ({} if policy is None else {"policy": policy})
+    with closing(ThreadWorker(draft)) as worker:  # type: ignore[arg-type]
+        run = scripted_run("pearl", given_, target, draft, sampling, eos=eos, worker=worker, prompt=[0, 1])
+        assert isinstance(run.schedule, Parallel)
+        run.schedule = replace(run.schedule, window=Window(size, size, lead, is_flexible=True))
+        rounds = list(run.rounds())
+    assert ids_of(rounds) == ids_of(decode("ar", target, draft, limit, eos))
+    for round_ in rounds[1:]:
+        assert round_.token_ids
+        assert len(round_.draft.tokens) == len(round_.draft.entropies) == len(round_.statuses)
+
+
+def test_the_target_waits_for_the_lead_after_a_rejection() -> None:
+    runner = RandomRunner(12, 4)
+    with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+        run = scripted_run("pearl", {"window": 7}, runner, runner, SamplingParams(max_new_tokens=9), worker=worker, prompt=[0, 1])
+        assert isinstance(run.schedule, Parallel)
+        run.schedule = replace(run.schedule, window=Window(4, 4, 3, is_flexible=True))
+        rounds = list(run.rounds())
+    assert len(rounds[1].verdict.path) >= 3
+    assert rounds[1].mode == "pre-verify"
+    for round_ in rounds[1:-1]:  # the models agree: each token is accepted, and the next draft continues behind it
+        assert set(round_.statuses) == {TokenStatus.ACCEPTED}
+        assert round_.verdict.source is None
+
+
+def test_a_costly_draft_pass_makes_the_lead_shorter() -> None:
+    """With passes that cost nearly the same the target waits for nothing, as in the paper."""
+    leads = [ParallelCosts(draft, 4.0, 3.0, 8, 100).flexible_window.lead for draft in (0.1, 0.4, 1.5)]
+    assert leads == sorted(leads, reverse=True)
+    assert leads[0] > 2
+    assert leads[-1] == 0
+
+
 def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """And in no other: the rounds hold exactly the tokens that the drafter proposed."""
     from specgen.workers import thread_worker
@@ -81,9 +134,15 @@ def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(thread_worker.ThreadDrafter, "finish", noted)
     for seed in range(20):
-        made.clear()
-        rounds = decode("pearl", RandomRunner(8, seed), RandomRunner(8, seed, 0.3), 30, {5}, window=4)
-        assert [token for round_ in rounds for token in round_.draft.tokens] == made
+        for window in (None, Window(4, 4, 2, is_flexible=True)):
+            made.clear()
+            with closing(ThreadWorker(draft := RandomRunner(8, seed, 0.3))) as worker:  # type: ignore[arg-type]
+                sampling = SamplingParams(max_new_tokens=30)
+                run = scripted_run("pearl", {"window": 4}, RandomRunner(8, seed), draft, sampling, eos={5}, worker=worker)
+                assert isinstance(run.schedule, Parallel)
+                run.schedule = replace(run.schedule, window=window or run.schedule.window)
+                rounds = list(run.rounds())
+            assert [token for round_ in rounds for token in round_.draft.tokens] == made
 
 
 def test_rounds_as_in_the_papers_figure_3() -> None:

@@ -10,7 +10,6 @@ import torch
 from native_configs import assert_same_rotary, read_like, reference_of, sparse, written
 from transformers import AutoModelForCausalLM
 
-from specgen.engine.cached_prefix import context_limits
 from specgen.engine.model_shape import of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig, read_architecture
 from specgen.engine.native.families import FAMILIES
@@ -121,9 +120,9 @@ def test_the_table_grows_and_serves_inference_mode_and_training() -> None:
         table.rows(0, 1, long=True)
 
 
-@pytest.mark.parametrize("name", [name for name in ROPES if ROPES[name].get("rope_type") in ("dynamic", "longrope", "yarn")])
-def test_context_limits_are_those_in_use(name: str) -> None:
+@pytest.mark.parametrize(("name", "limits"), [("dynamic", (40, None)), ("longrope", (128, 40)), ("yarn", (128, None))])
+def test_context_limits_of_scaled_rotary_embeddings(name: str, limits: tuple[int, int | None]) -> None:
+    """A dynamic rope ends where its frequencies would change; LongRoPE changes them once; YaRN only stretches them."""
     rope = {**ROPES[name], "short_factor": _SHORT, "long_factor": _LONG, "original_max_position_embeddings": 40}
-    reference = reference_of(sparse("llama", rope_scaling=rope))
-    shape = of_transformers(reference)
-    assert (shape.context_limit, shape.rope_boundary) == context_limits(reference)
+    shape = of_transformers(reference_of(sparse("llama", rope_scaling=rope)))
+    assert (shape.context_limit, shape.rope_boundary) == limits

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,30 +116,20 @@ def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
-        with _collector_off():
-            from specgen.loading import load
+        from specgen.loading import load
 
-            interrupt_watch.check()
-            pair = load(**asdict(models), announce=loading.announce, process=process)
+        interrupt_watch.check()
+        pair = load(**asdict(models), announce=loading.announce, process=process)
         if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):
             loading.announce(f"loading {pair.draft.name}")
             pair.load_draft()
         loading.still("warming up")
         pair.warm_up()
         interrupt_watch.check()
+    if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
+        gc.freeze()
+        gc.enable()
     return pair
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Stops the garbage collector in the `with` block. It would take a tenth of the time of importing torch, and free nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def disable_hub_progress(err: Console, *, quiet: bool) -> None:

@@ -106,8 +106,18 @@ class ModelDrafter(ModelDrafterBase):
     _keeps_probs: ClassVar[bool] = True  # whether the verifier reads the draft's distributions
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int, unverified: Sequence[int] = ()) -> Draft:
-        """Drafts at most `limit` new tokens after the context and after `unverified`: tokens drafted earlier."""
+    def propose(
+        self,
+        context: Context,
+        policy: LengthPolicy,
+        limit: int,
+        unverified: Sequence[int] = (),
+        show: Callable[[int, int], bool] | None = None,
+    ) -> Draft:
+        """Drafts at most `limit` new tokens after the context and after `unverified`: tokens drafted earlier.
+
+        `show` gets each new token's number, from 0, and the token, as soon as it is drafted. If it returns False, the draft ends.
+        """
         tokens = list(unverified)
         limit = self._room(context, limit + len(tokens)) - len(tokens)
         if limit < 1:
@@ -126,7 +136,8 @@ class ModelDrafter(ModelDrafterBase):
                 chain.drop_last()
                 return refusal
             tokens.append(chain.tokens[-1])
-            return "eos" if chain.tokens[-1] in self._eos_ids else token
+            goes_on = show is None or show(position - 1, tokens[-1])
+            return "eos" if tokens[-1] in self._eos_ids else token if goes_on else "pass ended"
 
         return chain.draft(extend_draft(policy, limit, extend))
 

@@ -2,7 +2,7 @@
 
 The target verifies a draft's first token while the rest is drafted (pre-verify). The draft model drafts on while the target
 verifies the tokens before (post-verify). The window is the number of tokens drafted during one target pass: the ratio of both
-models' pass times, so that both finish together.
+models' pass times, so that both finish together. A flexible window ends with the target pass instead.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ class ParallelDrafter(Protocol):
 
         `unverified` are tokens drafted earlier that the target is still verifying.
         """
+
+    def first(self, count: int) -> list[int]:
+        """Waits until the draft that was started has `count` tokens or is complete, and returns its first `count` tokens."""
+
+    def cut(self) -> None:
+        """Ends the draft that was started after the token that is being drafted, but not before its first token."""
 
     def finish(self) -> Draft:
         """Waits for the draft that was started, and returns it. Its `probs` stay valid until the second next draft starts."""
@@ -103,14 +109,24 @@ class Parallel:
             unverified = self._finish(self._start(run, unverified, self.window.size))  # the target idles meanwhile
             run.clock.lap("draft")
         mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
+        lead = 0 if unverified.tokens else min(self.window.lead, run.remaining - 1)
         size = self.window.beside(len(unverified.tokens) + 1)
-        window = self._start(run, unverified, size) if self.post_verify or not unverified.tokens else 0
-        inputs = unverified.part(0, run.remaining - 1)  # the logits after the last possible token are not needed
-        output = run.target.logits(run.context, inputs.tokens, inputs.parents)
+        window = self._start(run, unverified, lead + size) if self.post_verify or not unverified.tokens else 0
+        known: Sequence[int] = unverified.tokens
+        if lead:
+            known = self.drafter.first(lead)
+            run.clock.lap("draft")
+        # the logits after the last possible token are not needed
+        inputs = known[: run.remaining - 1]
+        output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
         run.clock.lap("verify", synchronize=True)
+        if window and self.window.is_flexible:
+            self.drafter.cut()
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")
         both = _joined(unverified, fresh)
+        if lead:
+            fresh = fresh.part(len(known))
         # the last logits verify the first fresh token, so there is never a bonus after pending ones
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), output)

@@ -85,9 +85,10 @@ def _is_complete(folder: Path) -> bool:
 
 def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub import errors as hub_errors
 
-    offline = offline or huggingface_hub.constants.HF_HUB_OFFLINE
+    offline = offline or constants.HF_HUB_OFFLINE
     snapshot = partial(
         huggingface_hub.snapshot_download,
         name,

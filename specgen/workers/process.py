@@ -21,7 +21,9 @@ from typing import IO, Any
 
 from specgen.environment import WAIT_PASSIVELY
 from specgen.errors import RunError, SpecgenError
+from specgen.workers.shared_flags import SIZE, SharedFlags
 
+_POLL = 1e-3  # seconds between two looks at the shared memory
 _PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its connection
 WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
@@ -36,12 +38,14 @@ class DraftProcess:
 
     Unlike with `multiprocessing`, the user's script is not run again in the child, which has no stdin or terminal and ignores
     Ctrl-C. The child ends with `close`, when this object is deleted, or when the parent process ends for any reason.
-    `memory` is the descriptor of the file that parent and child share as memory.
+    `memory` is the descriptor of the file that parent and child share as memory. `flags` are numbers in it.
     """
 
     def __init__(self) -> None:
         try:
             self.memory = _nameless_file()
+            os.ftruncate(self.memory, SIZE)
+            self.flags = SharedFlags(self.memory)
             self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `_end`
             self._connection, theirs = Pipe()
             with theirs:
@@ -69,6 +73,7 @@ class DraftProcess:
         self._serial += 1
         with self._exchange():
             self._connection.send_bytes(pickle.dumps((self._serial, request)))  # `send` would take longer to pickle it
+            self.flags.ask(self._serial)
         return self._serial
 
     def receive(self, serial: int, run: int = 0) -> Any:
@@ -77,6 +82,7 @@ class DraftProcess:
         Raises an error that the worker reports for this request, or for the request that began its `run` (0: no run).
         """
         with self._exchange():
+            self.flags.await_answer(serial)
             while True:
                 answered, answer = self._connection.recv()
                 if isinstance(answer, SpecgenError) and answered in (serial, run):
@@ -84,6 +90,16 @@ class DraftProcess:
                     raise answer
                 if answered == serial:
                     return answer
+
+    def drafted(self, serial: int, count: int) -> list[int]:
+        """Waits until the draft requested by `serial` has `count` tokens, and returns them.
+
+        Returns fewer if the draft is complete, or if an error is to be received.
+        """
+        with self._exchange():
+            while not self.flags.await_tokens(serial, count) and not self._connection.poll(_POLL):
+                pass
+        return self.flags.shown(serial, count)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:

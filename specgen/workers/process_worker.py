@@ -17,6 +17,7 @@ from specgen.types import Context, Draft
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, ForgetCache, LoadModel
 from specgen.workers.process import DraftProcess, cannot_start
 from specgen.workers.shared_drafts import SharedDrafts
+from specgen.workers.shared_flags import SIZE
 
 if TYPE_CHECKING:
     from specgen.engine.generation_config import GenerationConfig
@@ -67,7 +68,7 @@ class ProcessWorker:
 
         The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
         """
-        offset = max(self._region_ends.values(), default=0)
+        offset = max(self._region_ends.values(), default=SIZE)
         if not self._region_ends and self.threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(min(self._threads_before, self.threads))
@@ -127,6 +128,14 @@ class ProcessDrafter:
         self._serial = self._process.send(DraftRequest(self._run, committed, unverified, self._observed, limit, self._slot))
         self._known = len(context)
         self._observed.clear()
+
+    def first(self, count: int) -> list[int]:
+        assert self._process is not None
+        return self._process.drafted(self._serial, count)
+
+    def cut(self) -> None:
+        assert self._process is not None
+        self._process.flags.cut(self._serial)
 
     def finish(self) -> Draft:
         assert self._process is not None

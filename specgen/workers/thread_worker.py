@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from specgen.setting_parsing import Settings
 
 
+_POLL = 5e-5  # seconds between two looks at a draft that is being made
+
+
 class ThreadWorker:
     """Runs a draft model in a thread. Implements `DraftWorker`.
 
@@ -58,6 +61,8 @@ class ThreadDrafter:
         self._pool, self._runner, self._stream = worker.pool, worker.runner, worker.stream
         self._model = ModelDrafter(factory.draft_setup(replace(components, draft=worker.runner)))
         self._work: Future[Draft] | None = None
+        self._shown: list[int] = []
+        self._is_cut = False
 
     def prefill(self, context: Context) -> None:
         fits = context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit
@@ -67,7 +72,17 @@ class ThreadDrafter:
             self._pool.submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self._shown, self._is_cut = [], False
         self._work = self._pool.submit(self._draft, context, unverified, limit)
+
+    def first(self, count: int) -> list[int]:
+        assert self._work is not None
+        while len(self._shown) < count and not self._work.done():
+            time.sleep(_POLL)
+        return self._shown[:count]
+
+    def cut(self) -> None:
+        self._is_cut = True
 
     def finish(self) -> Draft:
         assert self._work is not None
@@ -91,11 +106,15 @@ class ThreadDrafter:
     def _draft(self, context: Context, unverified: Sequence[int], limit: int) -> Draft:
         start = time.perf_counter()
         with self._on_stream():
-            draft = self._model.propose(context, self.policy, limit, unverified)
+            draft = self._model.propose(context, self.policy, limit, unverified, self._show)
             if self._stream is not None:
                 self._stream.synchronize()  # the target's stream reads the distributions next
         self.seconds = time.perf_counter() - start
         return draft
+
+    def _show(self, position: int, token: int) -> bool:
+        self._shown.append(token)
+        return not self._is_cut
 
     def _on_stream(self) -> Any:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

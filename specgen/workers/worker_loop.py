@@ -6,8 +6,10 @@ import os
 import pickle
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, LoadModel
 from specgen.workers.shared_drafts import SharedDrafts
+from specgen.workers.shared_flags import SharedFlags
 
 _POLL = 2.0  # seconds between two checks that the parent process is alive
 
@@ -35,28 +38,34 @@ def serve(connection: Connection, parent: int, memory: int) -> None:
     `parent` is its process id, checked regularly: if it dies, another child may still hold the connection open. `memory` is the
     descriptor of the shared memory.
     """
-    worker = Worker(memory)
+    flags = SharedFlags(memory)
+    worker = Worker(memory, flags)
+    serial, is_drafting = 0, False
     with suppress(EOFError, OSError):
         while True:
-            while not connection.poll(_POLL):
-                if os.getppid() != parent:
-                    return
+            if not (is_drafting and flags.await_request(serial)):
+                while not connection.poll(_POLL):
+                    if os.getppid() != parent:
+                        return
             serial, request = connection.recv()
+            is_drafting = isinstance(request, DraftRequest)
             try:
                 answer = worker.handle(serial, request)
             except Exception as error:  # noqa: BLE001  every failure is reported to the pair
                 traceback.print_exc()
                 connection.send((serial, _reportable(error)))
+                flags.answer(serial)
             else:
                 if isinstance(request, LoadModel | DraftRequest):
                     connection.send_bytes(pickle.dumps((serial, answer)))
+                    flags.answer(serial)
 
 
 class Worker:
     """Handles requests, and keeps the draft model and the active runs (outputs being generated) between them."""
 
-    def __init__(self, memory: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: int, flags: SharedFlags) -> None:
+        self._memory, self._flags = memory, flags
         self._model: Any = None
         self._runner: ModelRunner | None = None
         self._runs: dict[int, _Run] = {}
@@ -65,7 +74,9 @@ class Worker:
         """Handles a request with its serial number. Returns the answer to a `DraftRequest`, otherwise None."""
         if isinstance(request, DraftRequest):
             run = self._runs.get(request.run)
-            return run.draft(request) if run is not None else None  # None: why the run could not begin has been reported
+            return (
+                run.draft(request, partial(self._show, serial)) if run is not None else None
+            )  # None: why the run could not begin has been reported
         if isinstance(request, LoadModel):
             self._load(request)
         elif isinstance(request, BeginRun):
@@ -75,6 +86,11 @@ class Worker:
         elif self._runner is not None:
             self._runner.clear_cache()
         return None
+
+    def _show(self, serial: int, position: int, token: int) -> bool:
+        """Makes a drafted token known to the parent. Returns whether the draft may go on."""
+        self._flags.show(serial, position, token)
+        return not self._flags.is_cut(serial)
 
     def _load(self, request: LoadModel) -> None:
         torch.set_num_threads(request.threads)
@@ -119,14 +135,17 @@ class _Run:
     policy: LengthPolicy
     shared: SharedDrafts
 
-    def draft(self, request: DraftRequest) -> DraftAnswer:
-        """Drafts as requested. Writes the draft's probabilities and logits to the shared memory, where the run needs them."""
+    def draft(self, request: DraftRequest, show: Callable[[int, int], bool]) -> DraftAnswer:
+        """Drafts as requested. Writes the draft's probabilities and logits to the shared memory, where the run needs them.
+
+        `show` gets each token's number, from 0, and the token. If it returns False, the draft ends.
+        """
         start = time.perf_counter()
         if request.committed:
             self.context.extend(request.committed)
         for drafted, accepted in request.observed:
             self.policy.observe(drafted, accepted)
-        draft = self.drafter.propose(self.context, self.policy, request.limit, request.unverified)
+        draft = self.drafter.propose(self.context, self.policy, request.limit, request.unverified, show)
         if draft.tokens and self.shared.size:
             self.shared.write(request.slot, draft)
         seconds = time.perf_counter() - start
