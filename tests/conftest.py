@@ -37,8 +37,11 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair_of(models_folder: Path) -> Callable[[str, str], Pair]:
-    """A float32 pair of a family, its draft an unrelated model, a near copy of the target, or the target itself."""
+def pair_of(models_folder: Path) -> Callable[..., Pair]:
+    """A float32 pair of a family, its draft an unrelated model, a near copy of the target, or the target itself.
+
+    Runs on the backend that is named third, by default on the one that specgen chooses.
+    """
 
     @cache
     def folder(family: str, role: str) -> str:
@@ -49,9 +52,9 @@ def pair_of(models_folder: Path) -> Callable[[str, str], Pair]:
         return save(model, models_folder / family / role)
 
     @cache
-    def made(family: str, draft: str) -> Pair:
+    def made(family: str, draft: str, backend: str = "auto") -> Pair:
         role = "target" if draft == "itself" else draft
-        pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32")
+        pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32", backend=backend)
         pair._process_worker = None  # PEARL's drafts in a thread: as many processes as there are pairs would take minutes
         return pair
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from specgen.engine.exit_layer import ExitLayer, Predictor
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -24,9 +30,18 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from specgen.engine.exit_files import Description, Exit
+from specgen.engine.exit_parts import Predictor
+from specgen.engine.model import ExitLayers, Model
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.native.architecture import read_architecture, read_config
+from specgen.engine.native.loading import load_native
+from specgen.engine.transformers_backend.transformers_model import TransformersModel
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2
@@ -55,6 +70,22 @@ FAMILIES: dict[str, Any] = {
     "phi3": lambda: Phi3Config(**_LLAMA, **_IDS, sliding_window=_WINDOW),
     "gemma2": lambda: Gemma2Config(**_LLAMA, **_IDS, head_dim=8, sliding_window=_WINDOW, query_pre_attn_scalar=8),
     "olmo2": lambda: Olmo2Config(**_LLAMA, **_IDS),
+    "gemma": lambda: GemmaConfig(**_LLAMA, **_IDS, head_dim=8),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **_LLAMA,
+        **_IDS,
+        head_dim=8,
+        sliding_window=_WINDOW,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "smollm3": lambda: SmolLM3Config(**_LLAMA, **_IDS, no_rope_layers=[1, 0, 1]),
+    "granite": lambda: GraniteConfig(
+        **_LLAMA, **_IDS, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=2.0
+    ),
+    "starcoder2": lambda: Starcoder2Config(**_LLAMA, **_IDS, sliding_window=_WINDOW),
+    "stablelm": lambda: StableLmConfig(**_LLAMA, **_IDS, use_qkv_bias=True, qk_layernorm=True),
+    "cohere": lambda: CohereConfig(**_LLAMA, **_IDS, use_qk_norm=True, logit_scale=0.5),
     "gpt2": lambda: GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT, initializer_range=0.25, **_IDS),
     "opt": lambda: OPTConfig(
         hidden_size=32,
@@ -68,6 +99,9 @@ FAMILIES: dict[str, Any] = {
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, **_IDS),
 }
+
+NATIVE = tuple(name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox"))  # the native decoder runs these families
+BACKENDS = ("native", "transformers")
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -127,13 +161,45 @@ def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list
     return new
 
 
-def exit_of(model: object, depth: int, *, predictor: bool = True, seed: int = 0) -> Exit:
+def model_of(module: Any, backend: str) -> Model:
+    """A transformers model as the engine runs it on `backend`."""
+    if backend == "transformers":
+        return TransformersModel(module)
+    with tempfile.TemporaryDirectory() as folder:
+        module.save_pretrained(folder)
+        architecture = read_architecture(read_config(Path(folder), "a test's"))
+        return load_native(Path(folder), "a test's", architecture, module.dtype, module.device)
+
+
+def exit_tensors(weights: Mapping[str, torch.Tensor], layers: int = 1) -> dict[str, torch.Tensor]:
+    """An untrained exit layer: a model's last `layers` layers, norm and LM head, by their names in an exit layer's file.
+
+    `weights` are the model's, by name.
+    """
+    count = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    tensors = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith("model.norm.")}
+    for index in range(layers):
+        prefix = f"model.layers.{count - layers + index}."
+        for name, weight in weights.items():
+            if name.startswith(prefix):
+                tensors[f"layers.{index}.{name.removeprefix(prefix)}"] = weight
+    head = weights["lm_head.weight"] if "lm_head.weight" in weights else weights["model.embed_tokens.weight"]
+    return {**{name: weight.clone() for name, weight in tensors.items()}, "head.weight": head.clone()}
+
+
+def exit_layers_of(model: Model, module: Any, layers: int = 1) -> ExitLayers:
+    """An untrained exit layer of a model whose weights `module` has."""
+    return model.exit_layers(exit_tensors(module.state_dict(), layers), layers)
+
+
+def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: int = 0) -> Exit:
     """An untrained exit after `depth` layers, with a predictor that has random weights."""
     own = None
     if predictor:
         torch.manual_seed(seed)
-        own = Predictor(model.config.hidden_size)  # type: ignore[attr-defined]
+        own = Predictor(target.model.shape.hidden_size)
         for weight in own.parameters():
             torch.nn.init.normal_(weight, std=0.3)
         own.requires_grad_(False)
-    return Exit(ExitLayer.of(model), own, Description("a test's", "", depth))
+    tensors = exit_tensors(load_file(target.folder / "model.safetensors"))
+    return Exit(target.model.exit_layers(tensors, 1), own, Description("a test's", "", depth))

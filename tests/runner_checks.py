@@ -8,19 +8,27 @@ from collections import Counter
 from typing import Any
 
 import torch
-from families import make_model
-from specgen.engine.exit_layer import ExitLayer
+from families import BACKENDS, FAMILIES, NATIVE, make_model
 
+from specgen.engine.model import ExitLayers, Model
+from specgen.engine.native.layer import NativeLayer, PassInputs
+from specgen.engine.native.native_model import NativeExit, NativeModel
+from specgen.engine.native.residual import Residual
+from specgen.engine.transformers_backend.transformers_model import TransformersExit, TransformersModel
 from specgen.types import Context
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "olmo2")
+RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if family in NATIVE or backend != "native"]
+# which families a backend can run layer by layer: transformers those that compute nothing between the layers
+LAYERED = [
+    pair for pair in RUN_BY if pair[1] == "native" or (pair[0] in NATIVE and pair[0] not in ("gemma3_text", "granite", "cohere"))
+]
 TOLERANCE = 2e-4
 
 
-def uncached(model: Any, ids: list[int]) -> torch.Tensor:
-    """The logits [vocabulary] after `ids`, by a forward pass without a cache."""
+def uncached(module: Any, ids: list[int]) -> torch.Tensor:
+    """The logits [vocabulary] after `ids`, by a forward pass of transformers' model `module` without a cache."""
     with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        return module(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
 def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
@@ -32,11 +40,11 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
     return path
 
 
-def check(model: Any, logits: torch.Tensor, context: Context, tokens: list[int], parents: list[int], start: int = 0) -> None:
-    """Assert that a runner's logits, from index `start` on, are those of forward passes without a cache."""
+def check(module: Any, logits: torch.Tensor, context: Context, tokens: list[int], parents: list[int], start: int = 0) -> None:
+    """Assert that a runner's logits, from index `start` on, are those of transformers' model `module` without a cache."""
     assert logits.shape[0] == len(tokens) + 1 - start
     for index in range(start, len(tokens) + 1):
-        expected = uncached(model, context.ids + path_to(tokens, parents, index - 1))
+        expected = uncached(module, context.ids + path_to(tokens, parents, index - 1))
         assert torch.allclose(logits[index - start], expected, atol=TOLERANCE, rtol=1e-4), index
 
 
@@ -57,30 +65,32 @@ def random_path(rng: random.Random, parents: list[int]) -> list[int]:
     return path
 
 
-def four_layer_types(family: str) -> dict[str, Any]:
-    """The config's `layer_types` for four layers, if the family's config has them."""
-    types = getattr(make_model(family).config, "layer_types", None)
-    return {"layer_types": [types[index % len(types)] for index in range(4)]} if types else {}
-
-
-class CountedTokens:
-    """Counts the tokens that a model is run on."""
-
-    def __init__(self, model: Any) -> None:
-        self.tokens = 0
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, _: Any, args: Any, kwargs: Any) -> None:
-        self.tokens += (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape[1]
+def four_layers(family: str) -> dict[str, Any]:
+    """Changes of a family's config that give it four layers."""
+    config = make_model(family).config
+    lists = {name: getattr(config, name, None) for name in ("layer_types", "no_rope_layers")}
+    four = {name: [entries[index % len(entries)] for index in range(4)] for name, entries in lists.items() if entries}
+    return {"num_hidden_layers": 4, **four}
 
 
 class CountedLayers:
-    """Counts the tokens that each layer of a model and of its exit is run on."""
+    """Counts the tokens that each layer of a model is run on, and each layer of its exit.
 
-    def __init__(self, model: Any, layer: ExitLayer) -> None:
+    Counts the runners that are made afterwards.
+    """
+
+    def __init__(self, model: Model, exit_layers: ExitLayers | None = None) -> None:
         self.tokens: Counter[str] = Counter()
-        for name, found in [*enumerate(model.model.layers), *((f"exit {i}", own) for i, own in enumerate(layer.layers))]:
-            found.register_forward_pre_hook(self._count(str(name)), with_kwargs=True)
+        if isinstance(model, NativeModel):
+            assert exit_layers is None or isinstance(exit_layers, NativeExit)
+            for prefix, layers in (("", model.layers), ("exit ", exit_layers._layers if exit_layers else [])):
+                layers[:] = [_CountedLayer(layer, f"{prefix}{index}", self.tokens) for index, layer in enumerate(layers)]
+        else:
+            assert isinstance(model, TransformersModel)
+            assert exit_layers is None or isinstance(exit_layers, TransformersExit)
+            for prefix, layers in (("", model.module.model.layers), ("exit ", exit_layers.layer.layers if exit_layers else [])):
+                for index, layer in enumerate(layers):
+                    layer.register_forward_pre_hook(self._count(f"{prefix}{index}"), with_kwargs=True)
 
     def _count(self, name: str) -> Any:
         def count(_: Any, args: Any, __: Any) -> None:
@@ -89,7 +99,36 @@ class CountedLayers:
         return count
 
 
-TRACED = tuple(f"engine/{name}.py" for name in ("model_runner", "cached_prefix", "kv_cache", "early_exit"))
+class _CountedLayer:
+    """A native layer that counts the tokens that it is run on, padding included."""
+
+    def __init__(self, layer: NativeLayer, name: str, tokens: Counter[str]) -> None:
+        self._layer, self._name, self._tokens = layer, name, tokens
+
+    def __call__(self, residual: Residual, inputs: PassInputs, **options: Any) -> None:
+        self._tokens[self._name] += residual.values.shape[0]
+        self._layer(residual, inputs, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+TRACED = tuple(
+    f"engine/{name}.py"
+    for name in (
+        "model_runner",
+        "cached_prefix",
+        "early_exit",
+        "transformers_backend/kv_cache",
+        "transformers_backend/transformers_model",
+        "native/inputs",
+        "native/kv_buffer",
+        "native/native_model",
+        "native/layer",
+        "native/masks",
+        "native/rotary",
+    )
+)
 
 
 class InterruptAt:

@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from families import make_bloom, make_model
-from runner_checks import LLAMA_LIKE, CountedLayers, InterruptAt, check, four_layer_types, random_path, random_tree
-from specgen.engine.exit_layer import ExitLayer, Predictor
+from families import BACKENDS, exit_layers_of, make_bloom, make_model, model_of
+from runner_checks import LAYERED, CountedLayers, InterruptAt, check, four_layers, random_path, random_tree
 
 from specgen.engine.early_exit import EarlyExit
+from specgen.engine.exit_parts import Predictor
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
-
-def early_exit(model: Any, depth: int = 1, layers: int = 1, predictor: Predictor | None = None) -> EarlyExit:
-    """Early exit with an untrained exit layer: copies of the target's last layers."""
-    return EarlyExit(model, ExitLayer.of(model, layers), depth, predictor)
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def exit_model(model: Any, depth: int) -> Any:
+def early_exit(module: Any, backend: str, depth: int = 1, predictor: Predictor | None = None) -> EarlyExit:
+    """Early exit with an untrained exit layer: a copy of the target's last layer."""
+    model = model_of(module, backend)
+    return EarlyExit(model, exit_layers_of(model, module), depth, predictor)
+
+
+def exit_model(module: Any, depth: int) -> Any:
     """A model that computes what an untrained exit does: the target's first `depth` layers, then its last one."""
-    layers = model.model.layers
-    kinds = getattr(model.config, "layer_types", None)
-    changes = {"layer_types": [*kinds[:depth], kinds[-1]]} if kinds else {}
-    short = make_model(model.config.model_type, num_hidden_layers=depth + 1, **changes)
-    state = {name: weight for name, weight in model.state_dict().items() if "layers." not in name}
+    layers = module.model.layers
+    lists = {name: getattr(module.config, name, None) for name in ("layer_types", "no_rope_layers")}
+    changes = {name: [*entries[:depth], entries[-1]] for name, entries in lists.items() if entries}
+    short = make_model(module.config.model_type, num_hidden_layers=depth + 1, **changes)
+    state = {name: weight for name, weight in module.state_dict().items() if "layers." not in name}
     for position, layer in enumerate([*layers[:depth], layers[-1]]):
         state |= {f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()}
     short.load_state_dict(state)
     return short
 
 
-@pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.parametrize(("family", "backend"), LAYERED)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_both_runners_give_the_reference_logits(family: str, depth: int) -> None:
+def test_both_runners_give_the_reference_logits(family: str, backend: str, depth: int) -> None:
     """For chains, trees, drafts that grow, commits and other contexts in any order."""
-    model = make_model(family, num_hidden_layers=4, **four_layer_types(family))
-    drafts = exit_model(model, depth)
-    both = early_exit(model, depth)
+    module = make_model(family, **four_layers(family))
+    drafts = exit_model(module, depth)
+    both = early_exit(module, backend, depth)
     rng = random.Random(f"{family} {depth}")
     context = Context([1, 5, 6, 7])
     for step in range(12):
@@ -56,32 +60,43 @@ def test_both_runners_give_the_reference_logits(family: str, depth: int) -> None
             logits = both.draft.logits(context, tokens[:size], parents[:size], start=size).logits
             check(drafts, logits, context, tokens[:size], parents[:size], size)
         check(drafts, both.draft.logits(context, tokens, parents).logits, context, tokens, parents)
-        check(model, both.target.logits(context, tokens, parents).logits, context, tokens, parents)
+        check(module, both.target.logits(context, tokens, parents).logits, context, tokens, parents)
         context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom", "granite"])
 def test_families_without_llamas_structure_are_refused(family: str) -> None:
-    model = make_bloom() if family == "bloom" else make_model(family)
+    """By transformers: the native decoder runs Granite's layers one by one."""
+    module = make_bloom() if family == "bloom" else make_model(family)
+    model = model_of(module, "transformers")
     with pytest.raises(SpecgenError, match=f"early exit needs a model built as Llama is, and {family} is not"):
-        early_exit(model)
+        EarlyExit(model, exit_layers_of(model_of(make_model("llama"), "native"), make_model("llama")), 1)
     with pytest.raises(SpecgenError, match=f"layer skipping needs a model built as Llama is, and {family} is not"):
         LayerSkippingRunner(ModelRunner(model), model, SkippedLayers.parse("1", 2))
 
 
+@both_backends
 @pytest.mark.parametrize("depth", [0, 3, 4])
-def test_an_exit_without_layers_before_or_after_it_is_refused(depth: int) -> None:
+def test_an_exit_without_layers_before_or_after_it_is_refused(backend: str, depth: int) -> None:
     with pytest.raises(SpecgenError, match=f"after layer {depth} of 3"):
-        early_exit(make_model("llama"), depth)
+        early_exit(make_model("llama"), backend, depth)
 
 
-def test_each_layer_runs_as_few_tokens_as_possible() -> None:
+def counted_exit(module: Any, backend: str, depth: int) -> tuple[EarlyExit, Counter[str]]:
+    """Early exit, and the number of tokens that each of its layers has been run on."""
+    model = model_of(module, backend)
+    layers = exit_layers_of(model, module)
+    counted = CountedLayers(model, layers).tokens
+    both = EarlyExit(model, layers, depth)
+    counted.clear()  # what the check of the model's structure ran
+    return both, counted
+
+
+@both_backends
+def test_each_layer_runs_as_few_tokens_as_possible(backend: str) -> None:
     """With drafts accepted partly, fully or not at all, the target's layers run each committed and drafted token once, and the
     exit layer runs the last drafted token only if it is committed."""
-    model = make_model("llama", num_hidden_layers=4)
-    layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 2)
-    counted = CountedLayers(model, layer)
+    both, counted = counted_exit(make_model("llama", num_hidden_layers=4), backend, 2)
     rng, context = random.Random(3), Context([1, 5, 6, 7])
     both.target.logits(context)
     context.extend([8])
@@ -93,17 +108,15 @@ def test_each_layer_runs_as_few_tokens_as_possible() -> None:
         both.target.logits(context, draft)
         first += 1 + 4  # the correction or bonus token, and the drafted ones
         context.extend([*draft[:accepted], 50 + accepted])
-    assert counted.tokens["0"] == counted.tokens["1"] == first
-    assert counted.tokens["2"] == counted.tokens["3"] == first, "verification runs each token once in the layers after N"
+    assert counted["0"] == counted["1"] == first
+    assert counted["2"] == counted["3"] == first, "verification runs each token once in the layers after N"
     # the exit: the prompt, and per round the correction or bonus token and the drafted ones; the last of these only if accepted
-    assert counted.tokens["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
+    assert counted["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
 
 
-def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers() -> None:
-    model = make_model("llama", num_hidden_layers=4)
-    layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 2)
-    counted = CountedLayers(model, layer)
+@both_backends
+def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers(backend: str) -> None:
+    both, counted = counted_exit(make_model("llama", num_hidden_layers=4), backend, 2)
     context = Context([1, 5, 6])
     both.target.logits(context)
     context.extend([4])
@@ -112,11 +125,11 @@ def test_a_tree_grown_by_levels_runs_each_node_once_in_the_first_layers() -> Non
     both.draft.logits(context, nodes[:2], parents[:2], start=1)
     both.draft.logits(context, nodes[:4], parents[:4], start=3)
     both.target.logits(context, nodes, parents)
-    assert counted.tokens == {"0": 10, "1": 10, "2": 10, "3": 10, "exit 0": 8}
+    assert counted == {"0": 10, "1": 10, "2": 10, "3": 10, "exit 0": 8}
     context.extend([8, 10, 20])  # the second branch of the second branch: gathered in every cache
     both.draft.logits(context)
     both.target.logits(context)
-    assert counted.tokens == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
+    assert counted == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
 
 
 def scripted_calls(both: EarlyExit, context: Context) -> None:
@@ -132,9 +145,11 @@ def scripted_calls(both: EarlyExit, context: Context) -> None:
     both.target.logits(Context([*context.ids[:5], 3, 3]))
 
 
-def test_an_interruption_at_any_line_leaves_both_usable() -> None:
-    model = make_model("llama")
-    drafts, layer = exit_model(model, 1), ExitLayer.of(model)
+@both_backends
+def test_an_interruption_at_any_line_leaves_both_usable(backend: str) -> None:
+    module = make_model("llama")
+    drafts, model = exit_model(module, 1), model_of(module, backend)
+    layer = exit_layers_of(model, module)
     line, finished = 0, False
     while not finished:
         line += 1 if line < 20 else 13
@@ -148,28 +163,28 @@ def test_an_interruption_at_any_line_leaves_both_usable() -> None:
                 pass
         for again in (context, Context([*context.ids[:4], 8, 9, 9])):
             check(drafts, both.draft.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
-            check(model, both.target.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
+            check(module, both.target.logits(again, [11, 13]).logits, again, [11, 13], [-1, 0])
     assert line > 200
 
 
-def test_long_prompts_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_backends
+def test_long_prompts_are_run_in_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
-    model = make_model("gemma2")
-    layer = ExitLayer.of(model)
-    both = EarlyExit(model, layer, 1)
-    counted = CountedLayers(model, layer)
+    module = make_model("gemma2")
+    both, counted = counted_exit(module, backend, 1)
     context = Context([1, *range(3, 27)])
     logits = both.target.logits(context, [8, 9]).logits
     draft_logits = both.draft.logits(context, [8], start=1).logits
-    assert counted.tokens == {"0": 27, "1": 27, "2": 27, "exit 0": 26}
-    check(model, logits, context, [8, 9], [-1, 0])
-    check(exit_model(model, 1), draft_logits, context, [8], [-1], start=1)
+    assert counted == {"0": 27, "1": 27, "2": 27, "exit 0": 26}
+    check(module, logits, context, [8, 9], [-1, 0])
+    check(exit_model(module, 1), draft_logits, context, [8], [-1], start=1)
 
 
-def test_the_hidden_state_that_predicted_the_last_token_is_found() -> None:
+@both_backends
+def test_the_hidden_state_that_predicted_the_last_token_is_found(backend: str) -> None:
     """Cali-TS's predictor needs the target's hidden state after its norm, at whichever node of a draft."""
-    model = make_model("llama")
-    both = early_exit(model)
+    module = make_model("llama")
+    both = early_exit(module, backend)
     context = Context([1, 5, 6, 7])
     assert both.target.last_hidden_state(context) is None
     both.target.logits(context)
@@ -177,7 +192,7 @@ def test_the_hidden_state_that_predicted_the_last_token_is_found() -> None:
 
     def hidden(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            hidden_states: torch.Tensor = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state
+            hidden_states: torch.Tensor = module.model(torch.tensor([ids]), use_cache=False).last_hidden_state
         return hidden_states[0, -1]
 
     for tokens, parents, path in (
@@ -194,15 +209,15 @@ def test_the_hidden_state_that_predicted_the_last_token_is_found() -> None:
     assert both.target.last_hidden_state(Context(context.ids)) is None, "unknown for another run's context"
 
 
-def test_the_acceptance_predictor_computes_the_papers_formula() -> None:
-    model = make_model("llama")
+@both_backends
+def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> None:
     torch.manual_seed(0)
     width, positions = 32, Predictor.POSITIONS
     maps, weights = torch.randn(positions, width, width) / width, torch.randn(2 * width) / 4  # W_i and w
     predictor = Predictor(width).requires_grad_(False)
     predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
     predictor.draft_weights.copy_(weights[width:])
-    both = early_exit(model, predictor=predictor)
+    both = early_exit(make_model("llama"), backend, predictor=predictor)
     context = Context([1, 5, 6, 7])
     hidden_states = both.target.logits(context).hidden_states
     assert hidden_states is not None

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_model, save
-from runner_checks import LLAMA_LIKE, TOLERANCE, check, four_layer_types
+from families import BACKENDS, make_model, model_of, save
+from runner_checks import LAYERED, TOLERANCE, check, four_layers
 
 import specgen
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
+from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
@@ -38,25 +39,28 @@ def test_mistakes_in_skip_are_reported(text: str, named: str) -> None:
         SkippedLayers.parse(text, 8)
 
 
-def skipped(model: Any, skips: SkippedLayers) -> Any:
+def skipped(module: Any, skips: SkippedLayers) -> Any:
     """A model that computes the same with all layers: the output weights of the skipped parts are zero."""
-    zeroed = copy.deepcopy(model)
+    zeroed = copy.deepcopy(module)
     with torch.no_grad():
         for number, layer in enumerate(zeroed.model.layers):
-            if number in skips.attention:
-                layer.self_attn.o_proj.weight.zero_()
+            outputs = [layer.self_attn.o_proj] if number in skips.attention else []
             if number in skips.mlp:
-                layer.mlp.down_proj.weight.zero_()
+                outputs.append(getattr(layer.mlp, "down_proj", None) or layer.mlp.c_proj)
+            for output in outputs:
+                output.weight.zero_()
+                if output.bias is not None:
+                    output.bias.zero_()
     return zeroed
 
 
-@pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.parametrize(("family", "backend"), LAYERED)
 @pytest.mark.parametrize("skip", ["0", "2a", "1m", "1+3a+2m"])
-def test_drafts_read_the_targets_cache(family: str, skip: str) -> None:
+def test_drafts_read_the_targets_cache(family: str, backend: str, skip: str) -> None:
     """The committed tokens' cache entries are the whole model's, so the expected logits come from such a cache."""
-    model = make_model(family, num_hidden_layers=4, **four_layer_types(family))
+    module = make_model(family, **four_layers(family))
     skips = SkippedLayers.parse(skip, 4)
-    zeroed = skipped(model, skips)
+    model, zeroed = model_of(module, backend), model_of(skipped(module, skips), backend)
     target = ModelRunner(model)
     runner = LayerSkippingRunner(target, model, skips)
     rng = random.Random(skip)
@@ -69,26 +73,25 @@ def test_drafts_read_the_targets_cache(family: str, skip: str) -> None:
         grown = [runner.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
         assert torch.allclose(torch.stack(grown), expected, atol=TOLERANCE, rtol=1e-4)
         assert torch.allclose(runner.logits(context, tokens).logits, expected, atol=TOLERANCE, rtol=1e-4)
-        check(model, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
+        check(module, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
         context.extend(tokens[: rng.randrange(4)])
 
 
 @torch.inference_mode()  # the runners' caches are inference tensors
-def logits_on_targets_cache(model: Any, zeroed: Any, context: Context, tokens: list[int]) -> torch.Tensor:
+def logits_on_targets_cache(model: Model, zeroed: Model, context: Context, tokens: list[int]) -> torch.Tensor:
     """The logits of the model with zeroed weights, after keys and values that the whole model computed for `context.ids[:-1]`."""
     whole, part = ModelRunner(model), ModelRunner(zeroed)
     past = Context(context.ids[:-1])
     whole.logits(past)
     part.logits(past)
-    for mine, theirs in zip(part.cache.layers, whole.cache.layers, strict=True):
-        mine.keys[:, :, : len(past)] = theirs.keys[:, :, : len(past)]
-        mine.values[:, :, : len(past)] = theirs.values[:, :, : len(past)]
+    part._cached.cache = part.cache = whole.cache
     past.extend(context.ids[-1:])
     return part.logits(past, tokens).logits
 
 
-def test_trees_are_refused() -> None:
-    model = make_model("llama")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trees_are_refused(backend: str) -> None:
+    model = model_of(make_model("llama"), backend)
     runner = LayerSkippingRunner(ModelRunner(model), model, SkippedLayers.parse("1", 3))
     with pytest.raises(SpecgenError, match="no trees"):
         runner.logits(Context([1, 5]), [6, 7], [-1, -1])

@@ -45,8 +45,8 @@ class ChainMasks:
         hidden = distances > tokens
         if self._window is not None:
             hidden |= distances <= tokens - self._window
-        self._band = additive(~hidden, self._dtype).repeat_interleave(self._group, dim=0)
-        self._origin = left
+        band = additive(~hidden, self._dtype).repeat_interleave(self._group, dim=0)
+        self._band, self._origin = band, left  # on one line, because KeyboardInterrupt may come between two
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

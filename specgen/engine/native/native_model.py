@@ -129,7 +129,8 @@ class NativeModel:
 
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        inputs = self.inputs.without_cache(len(ids))
+        boundary = self.shape.rope_boundary
+        inputs = self.inputs.without_cache(len(ids), long_rope=boundary is not None and len(ids) > boundary)
         residual = self.residual(self.embed(ids))
         for layer in self.layers:
             layer(residual, inputs)
