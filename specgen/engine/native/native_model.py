@@ -199,8 +199,7 @@ class NativeExit:
             return tensor.to(model.device)
 
         with torch.no_grad():
-            sizes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-            factory = ProductFactory(model.device, dtype, model_bytes=sizes)
+            factory = ProductFactory(model.device, dtype)
             width = (architecture.hidden_size,)
             norm = ((take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * model.norm_gain).to(dtype)
             bias = take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None

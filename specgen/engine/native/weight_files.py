@@ -33,7 +33,7 @@ class WeightFiles:
         with self._reading():
             self._paths = _paths(folder)
             self.bytes = sum(path.stat().st_size for path in set(self._paths.values()))
-        self.numbers_taken = 0
+        self._taken: dict[str, int] = {}
         self._prefix = _PREFIX if any(key.startswith(_PREFIX) for key in self._paths) else ""
 
     def __contains__(self, name: str) -> bool:
@@ -60,10 +60,15 @@ class WeightFiles:
         if tensor.dtype not in _DTYPES:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise SpecgenError(f"{self._name}: {key} is stored as {dtype}", "Take weights in float32, bfloat16 or float16")
-        self.numbers_taken += tensor.numel()
+        self._taken[key] = tensor.numel()
         if self._device.type != "cpu":
             return tensor.to(self._device)
         return tensor.clone() if self.are_copied else tensor
+
+    @property
+    def numbers_taken(self) -> int:
+        """How many numbers the tensors taken so far have together."""
+        return sum(self._taken.values())
 
     @property
     def are_copied(self) -> bool:
