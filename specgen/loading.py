@@ -10,7 +10,8 @@ import torch
 
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
-from specgen.engine.devices import pick_device, pick_dtype
+from specgen.engine.devices import pick_device
+from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
 from specgen.errors import SpecgenError
@@ -114,7 +115,7 @@ def _load(
 ) -> Pair:
     prepared = prepare_models(sources, announce)
     placed = [
-        (model, device, pick_dtype(dtype, model.shape, model.folder, device))
+        (model, device, choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype)
         for model, device in zip(prepared, devices, strict=False)
     ]
     worker = None

@@ -52,6 +52,7 @@ def load_native(
             min_rows=factory.min_rows,
             exact=exact,
             num_parameters=files.numbers_taken,
+            product_choices=factory.choices,
         )
 
 

@@ -16,7 +16,7 @@ from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import layer_weights
-from specgen.engine.native.products import Product, ProductFactory
+from specgen.engine.native.products import Product, ProductChoice, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
 from specgen.engine.native.tensor_names import FINAL_NORM, bias_of, layer_tensors
 
@@ -41,7 +41,7 @@ class NativeModel:
 
     `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward
     pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have the same
-    bits whichever tokens are run with it, in drafts without trees.
+    bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed, and why.
     """
 
     backend = "native"
@@ -57,6 +57,7 @@ class NativeModel:
         min_rows: int = 1,
         exact: bool = False,
         num_parameters: int = 0,
+        product_choices: Sequence[ProductChoice] = (),
     ) -> None:
         self.architecture, self.layers, self.parts = architecture, layers, parts
         self.shape: ModelShape = of_architecture(architecture)
@@ -64,6 +65,7 @@ class NativeModel:
         self.num_embeddings = parts.embedding.shape[0]
         self.vocab_size = parts.head.out_features
         self.num_parameters, self.norm_gain = num_parameters, norm_gain
+        self.product_choices = product_choices
         self.min_rows, self.exact = max(min_rows, EXACT_ROWS if exact else 1), exact
         self.inputs = InputMaker(architecture, dtype, self.device, min_rows=self.min_rows, exact=exact)
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))

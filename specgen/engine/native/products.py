@@ -17,12 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specgen.engine.devices import one_thread
+
 PADDED_ROWS = 4
 _TIMED_ROWS = (1, PADDED_ROWS)
 _SAMPLES = 5
 _MAX_LOSS = 1.3  # packed products are refused if they take this many times as long: above the noise of measurements
 _MIN_BYTES = {torch.float32: 1 << 20}  # smaller weights are not packed: a call costs 10 us more than torch's
-_SAMPLE_BYTES = 2 << 20  # of a larger weight, this much is timed
+_SAMPLE_BYTES = 1 << 20  # of a larger weight, this much is timed
 _PACKING_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
 
@@ -164,10 +166,10 @@ class ProductFactory:
 
     @property
     def min_rows(self) -> int:
-        """4 if passes over fewer tokens should be padded, because the products of 4 rows take no longer than those of one, else 1.
+        """4 if passes over fewer tokens should be padded, because products of 4 rows take no longer than those of one; else 1.
 
         This is so for packed weights that are read from memory: reading takes longer than computing, and oneDNN's kernels read
-        faster for 4 rows than for 1 or 2. In the cache, 4 rows take 1.3 to 1.4 times as long as one. Counts the weights made so far.
+        faster for 4 rows than for 1 or 2. In the cache, 4 rows take 1.3 to 1.4 times as long as one. Counts the weights made.
         """
         total = packed = 0
         for choice in self.choices:
@@ -190,7 +192,8 @@ class ProductFactory:
             return choice
         choice.packed = True
         if self._pack is None:
-            choice.dense_seconds, choice.packed_seconds = self._measure(DenseProduct(sample), packed)
+            with one_thread():
+                choice.dense_seconds, choice.packed_seconds = self._measure(DenseProduct(sample), packed)
             if sum(choice.packed_seconds.values()) > _MAX_LOSS * sum(choice.dense_seconds.values()):
                 choice.packed, choice.reason = False, "packed is slower here"
         return choice
