@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from specgen.compare.verdict import judge
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
-METHODS = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
+METHODS: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
 SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
 
 

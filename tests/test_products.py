@@ -46,7 +46,7 @@ class Timer:
 SLOW_DENSE = Timer({1: 1.0, 4: 2.0}, {1: 1.0, 4: 0.8})
 
 
-def factory(timer: Timer, dtype: torch.dtype = torch.float32, **options: bool) -> ProductFactory:
+def factory(timer: Timer, dtype: torch.dtype = torch.float32, **options: bool | None) -> ProductFactory:
     return ProductFactory(CPU, dtype, timer=timer, cache_bytes=4 << 20, **options)
 
 
