@@ -10,7 +10,8 @@ import torch
 
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
-from specgen.engine.devices import pick_device, pick_dtype
+from specgen.engine.devices import pick_device
+from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
 from specgen.errors import SpecgenError
@@ -43,9 +44,9 @@ def load(
     `announce` is called with a short description of each step. `process` is a process started earlier to run PEARL's draft model,
     to save time; None starts one when PEARL first runs. `exit_layer` is the file or folder of EESD's trained exit layer; None
     takes the one that was trained for this target on this machine, or the bundled target's. `backend` says whose forward pass
-    runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute
-    a token's logits alike, so that plain and speculative decoding see equal bits. The draft model's weights are loaded when they
-    are first needed in this process. Raises SpecgenError.
+    runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a
+    token's logits alike, so that plain and speculative decoding see equal bits: on a CPU, and not in drafts that are trees. The
+    draft model's weights are loaded when they are first needed in this process. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -54,6 +55,10 @@ def load(
     check_backend(backend)
     target_device = pick_device(device)
     other_device = target_device if draft_device is None else pick_device(draft_device)
+    if exact and target_device.type != "cpu":
+        raise SpecgenError(
+            f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
+        )
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
     sources[0] = replace(sources[0], exact=exact)
     try:
@@ -114,7 +119,7 @@ def _load(
 ) -> Pair:
     prepared = prepare_models(sources, announce)
     placed = [
-        (model, device, pick_dtype(dtype, model.shape, model.folder, device))
+        (model, device, choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype)
         for model, device in zip(prepared, devices, strict=False)
     ]
     worker = None

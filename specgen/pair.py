@@ -16,7 +16,7 @@ from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.deferred_model import DraftModel
-from specgen.engine.devices import pick_threads, synchronizer
+from specgen.engine.devices import ThreadChoice, pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Description, Exit, FoundExit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
@@ -61,6 +61,7 @@ class Pair:
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._parallel_costs: dict[tuple[Any, ...], ParallelCosts] = {}
         self._fastest_skips: str | None = None
+        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
     @property
     def default_method(self) -> str:
@@ -369,10 +370,11 @@ class Pair:
             if draft is not None:
                 for length in range(4):
                     draft.logits(context, [1] * length, start=length)
+            target.logits(context)
             target.logits(context, [1] * 4)
 
         if self.target.device.type == "cpu":
-            pick_threads(a_round)
+            self.thread_choice = pick_threads(a_round)
         else:
             a_round()
         self.forget()

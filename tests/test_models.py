@@ -14,7 +14,8 @@ from runner_checks import TOLERANCE, uncached
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
-from specgen.engine.devices import pick_device, pick_dtype, pick_threads
+from specgen.engine.devices import ThreadChoice, pick_device, pick_threads
+from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.tokenizer import Detokenizer
 from specgen.engine.transformers_backend.reference import transformers_module
@@ -149,13 +150,16 @@ def test_the_fewest_threads_that_are_nearly_the_fastest_are_chosen(
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    pick_threads(lambda: clock.__setitem__(0, clock[0] + 0.1 / speedups[threads[0]]))
+    choice = pick_threads(lambda: clock.__setitem__(0, clock[0] + 0.1 / speedups[threads[0]]))
     assert threads == [chosen]
+    assert choice.threads == chosen
+    assert choice.seconds == pytest.approx({number: 0.1 / speedups.get(number, 1) for number in (1, 2, 4)})
 
 
 def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    pick_threads(lambda: pytest.fail("nothing to time"))
+    choice = pick_threads(lambda: pytest.fail("nothing to time"))
+    assert choice == ThreadChoice(torch.get_num_threads(), "OMP_NUM_THREADS is set")
 
 
 def test_unknown_devices_and_dtypes_are_refused() -> None:
@@ -166,7 +170,7 @@ def test_unknown_devices_and_dtypes_are_refused() -> None:
         with pytest.raises(SpecgenError, match="no CUDA device"):
             pick_device("cuda")
     with pytest.raises(SpecgenError, match="no dtype 'float8'"):
-        pick_dtype("float8", None, Path(), torch.device("cpu"))
+        choose_dtype("float8", None, Path(), torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -58,12 +58,16 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tuning.pair_inspection import measure, measure_parallel, planned
+    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel, planned
 
+    dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
+    if len(dtypes) == 1:  # already measured
+        models = replace(models, dtype=dtypes.pop())
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(
             report,
             speedup_model=measure(pair, line.still),
+            choices=engine_choices(pair),
             parallel_costs=measure_parallel(pair, line.still),
             methods=planned(pair, report.methods),
         )

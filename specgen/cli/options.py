@@ -81,7 +81,9 @@ Backend = Annotated[
 Exact = Annotated[
     bool,
     _model(
-        "--exact", help="Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits."
+        "--exact",
+        help="Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits. For specgen's"
+        " own forward pass on a CPU, and for methods that draft no trees.",
     ),
 ]
 ExitLayer = Annotated[

@@ -192,7 +192,8 @@ def _load(
     """
     import torch
 
-    from specgen.engine.devices import DTYPES, pick_device, pick_dtype
+    from specgen.engine.devices import DTYPES, pick_device
+    from specgen.engine.dtype_choice import choose_dtype
     from specgen.engine.model_loading import load_model
     from specgen.loading import model_sources, prepare_models
 
@@ -203,7 +204,7 @@ def _load(
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if request.is_draft)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
-    dtype = pick_dtype(models.dtype, prepared.shape, prepared.folder, device)
+    dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
     target = load_model(prepared, device, dtype, announce)
     if not drafts:
         return target, None, torch.float32

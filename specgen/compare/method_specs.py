@@ -39,6 +39,13 @@ class MethodSpec:
         to start."""
         return not self.is_baseline and methods.find(self.name).is_parallel
 
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether it is specgen's own method and no draft of it is a tree: what `--exact` covers."""
+        return not self.is_baseline and not (method := methods.find(self.name)).drafts_trees(
+            methods.resolve(method, self.settings)
+        )
+
 
 def parse_spec(written: str) -> MethodSpec:
     """Parses one method with its settings. Raises SpecgenError for an unknown name (the message suggests the most similar one)

@@ -258,6 +258,13 @@ class Runner:
         if not self.config.sampling.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:
             return
         answers = reference.line["token_ids"], run.line["token_ids"]
-        difference = judge(self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers)
+        difference = judge(
+            self.pair,
+            prompt.index,
+            repeat,
+            self.prompt_ids(prompt),
+            *answers,
+            exact=self.pair.target.exact and spec.drafts_chains,
+        )
         if difference is not None:
             results.differences[key] = difference

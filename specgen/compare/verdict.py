@@ -89,11 +89,18 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 
 
 def judge(
-    pair: Pair, prompt_index: int, repeat: int, prompt_ids: Sequence[int], reference: Sequence[int], other: Sequence[int]
+    pair: Pair,
+    prompt_index: int,
+    repeat: int,
+    prompt_ids: Sequence[int],
+    reference: Sequence[int],
+    other: Sequence[int],
+    *,
+    exact: bool = False,
 ) -> Difference | None:
     """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all are token ids. Returns None
     if they are equal. Otherwise one forward pass of the target without a key-value cache computes the logits of both tokens at
-    the first difference."""
+    the first difference. `exact`: both outputs come from equal bits, so that no difference is a tie."""
     from specgen.engine.tolerances import FLOAT32_TIE, tie_threshold
 
     position = first_difference(reference, other)
@@ -104,5 +111,5 @@ def judge(
         return Difference(prompt_index, repeat, position, reference_id, token_id, None, FLOAT32_TIE)
     logits = pair.target.reference_logits(prompt_ids, reference[:position])
     gap = float(logits[reference_id] - logits[token_id])
-    threshold = tie_threshold(pair.target.dtype_name, float(logits.max()))
+    threshold = 0.0 if exact else tie_threshold(pair.target.dtype_name, float(logits.max()))
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)

@@ -1,23 +1,22 @@
-"""Chooses the device, the dtype and the number of CPU threads: what the user asks for, or else what suits the machine."""
+"""Chooses the device and the number of CPU threads: what the user asks for, or else what suits the machine."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from specgen.engine.model_shape import ModelShape
 from specgen.errors import SpecgenError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
+_TURNS = 4
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
-_MIN_NARROW_SPEEDUP = 1.3  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above measurement noise
 
 
 def pick_device(name: str) -> torch.device:
@@ -76,66 +75,46 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
     return torch.mps.synchronize if device.type == "mps" else None
 
 
-def pick_dtype(name: str, shape: ModelShape, folder: Path, device: torch.device) -> torch.dtype:
-    """Returns the dtype named `name`.
-
-    `auto` takes the dtype that the model's config names. On a CPU it takes float32 instead of a 16-bit dtype, unless the 16-bit
-    dtype is measured to be faster or weights in float32 might not fit into memory. Raises SpecgenError for an unknown name.
-    """
-    if name != "auto":
-        if name not in DTYPES:
-            raise SpecgenError(f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)}")
-        return DTYPES[name]
-    own = DTYPES.get(str(shape.dtype), torch.float32)
-    if device.type != "cpu" or own not in (torch.bfloat16, torch.float16):
-        return own
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    free = free_memory(device)
-    if free is not None and 2 * stored > 0.8 * free:  # float32 might not fit
-        return own
-    return own if _is_faster(own, shape.hidden_size, shape.intermediate_size) else torch.float32
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch use one CPU thread. For measurements: several threads on a busy machine wait for each other for any length."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _is_faster(narrow: torch.dtype, hidden: int, intermediate: int | None) -> bool:
-    """Whether the 16-bit dtype `narrow` is clearly faster than float32 on this CPU.
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """The number of CPU threads, and why it was chosen. `seconds` has the measured time for each number that was tried."""
 
-    Times the first matrix product of an MLP, from `hidden` to `intermediate` features, on 1 token and on 8.
-    """
-
-    def seconds(dtype: torch.dtype) -> float:
-        weight = torch.zeros(intermediate or 4 * hidden, hidden, dtype=dtype)
-        total = 0.0
-        for tokens in (1, 8):
-            hidden_states = torch.zeros(tokens, hidden, dtype=dtype)
-            samples = []
-            for _ in range(7):
-                start = time.perf_counter()
-                torch.nn.functional.linear(hidden_states, weight)
-                samples.append(time.perf_counter() - start)
-            total += median(samples[2:])
-        return total
-
-    with torch.inference_mode():
-        return seconds(torch.float32) > _MIN_NARROW_SPEEDUP * seconds(narrow)
+    threads: int
+    reason: str
+    seconds: Mapping[int, float] = field(default_factory=dict)
 
 
-def pick_threads(work: Callable[[], object]) -> None:
+def pick_threads(work: Callable[[], object]) -> ThreadChoice:
     """Sets torch's number of CPU threads to the smallest with which `work` is nearly as fast as with the fastest number.
 
-    Tries one thread, half of them and all. A small model gains little from a second thread, and on a busy machine threads wait
-    for each other at every matrix product, which was measured to be twenty times slower. Does nothing if the user has set
-    `OMP_NUM_THREADS`, or if `work` takes more than `_MAX_SECONDS`, as with a large model.
+    `work` is a round of decoding with the loaded models. Tries one thread, half of them and all. A small model gains little from
+    a second thread, and on a busy machine threads wait for each other at every matrix product, which was measured to be twenty
+    times slower. Changes nothing if the user has set `OMP_NUM_THREADS`, or if `work` takes more than `_MAX_SECONDS`, as with a
+    large model.
     """
     all_threads = torch.get_num_threads()
-    if all_threads == 1 or "OMP_NUM_THREADS" in os.environ:
-        return
+    if "OMP_NUM_THREADS" in os.environ:
+        return ThreadChoice(all_threads, "OMP_NUM_THREADS is set")
+    if all_threads == 1:
+        return ThreadChoice(1, "torch has one")
     start = time.perf_counter()
     work()
     if time.perf_counter() - start > _MAX_SECONDS:
-        return
+        return ThreadChoice(all_threads, "the models are large")
     candidates = sorted({1, all_threads // 2, all_threads})
     best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(3):  # in turn, so that a machine that slows down affects all alike
+    for _ in range(_TURNS):  # in turn, so that a machine that slows down affects all alike
         for threads in candidates:
             torch.set_num_threads(threads)
             start = time.perf_counter()
@@ -144,9 +123,11 @@ def pick_threads(work: Callable[[], object]) -> None:
             best[threads] = min(best[threads], taken)
             if taken > _MAX_SECONDS:
                 torch.set_num_threads(all_threads)
-                return
+                return ThreadChoice(all_threads, "the models are large")
     fastest = min(best.values())
-    torch.set_num_threads(next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * fastest))
+    chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * fastest)
+    torch.set_num_threads(chosen)
+    return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
 
 
 def split_threads() -> tuple[int, int]:

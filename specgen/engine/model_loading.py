@@ -102,6 +102,7 @@ class LoadedModel:
 
     `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
     generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
+    `exact`: see `ModelSource`.
     """
 
     name: str
@@ -112,6 +113,7 @@ class LoadedModel:
     generation: GenerationConfig
     has_penalties: bool
     folder: Path
+    exact: bool = False
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         return ModelRunner(self.model, penalties)
@@ -204,7 +206,9 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
     limit = prepared.shape.context_limit
-    return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder)
+    return LoadedModel(
+        name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, prepared.source.exact
+    )
 
 
 def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:

@@ -14,10 +14,13 @@ from safetensors import safe_open
 from specgen import methods
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.devices import free_memory, pick_dtype
+from specgen.engine.devices import ThreadChoice, free_memory
+from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import find_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, prepare
 from specgen.engine.model_shape import NO_LIMIT
+from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.products import ProductChoice
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
@@ -40,7 +43,9 @@ class ModelFacts:
 
     `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
     with which the model would run. `context_limit` is the largest number of tokens in a context, None if the config names no
-    limit. `table_rows` is the number of rows of the embedding table.
+    limit. `table_rows` is the number of rows of the embedding table. `backend` runs the forward pass; `fallback` says why it is
+    transformers, `tokenizer_fallback` why transformers reads the tokenizer, both None otherwise. `dtype_reason` says why `dtype`
+    was chosen.
     """
 
     name: str
@@ -54,6 +59,40 @@ class ModelFacts:
     cache_bytes: int
     context_limit: int | None
     table_rows: int
+    backend: str
+    fallback: str | None
+    dtype_reason: str
+    tokenizer_fallback: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoices:
+    """What was chosen for the loaded models, and why: the CPU threads (None on an accelerator), and the weights of each model.
+
+    `products` has the choices for the weights of target and draft model, `padded_to` the number of tokens that their shorter
+    passes are padded to; both only for models that the native decoder runs.
+    """
+
+    threads: ThreadChoice | None
+    products: Mapping[str, Sequence[ProductChoice]]
+    padded_to: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the choices as an object for the JSON output."""
+        return {
+            "threads": None if self.threads is None else {**asdict(self.threads), "seconds": _by_text(self.threads.seconds)},
+            "padded_to": dict(self.padded_to),
+            "products": {role: [_product(choice) for choice in choices] for role, choices in self.products.items()},
+        }
+
+
+def _product(choice: ProductChoice) -> dict[str, Any]:
+    seconds = {"dense_seconds": _by_text(choice.dense_seconds), "packed_seconds": _by_text(choice.packed_seconds)}
+    return {**asdict(choice), **seconds}
+
+
+def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
+    return {str(number): taken for number, taken in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +137,7 @@ class PairReport:
     `draft` and `tokenizers` (their comparison) are None without a draft model. `free_bytes` is the free memory on the target's
     device, None if the system does not report it. `methods` says for each method whether it can run. `speedup_model` has the pass
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
-    as in PEARL; None if not measured or without a usable draft model.
+    as in PEARL; None if not measured or without a usable draft model. `choices` are the engine's, None if not measured.
     """
 
     target: ModelFacts
@@ -108,6 +147,7 @@ class PairReport:
     methods: Mapping[str, Readiness]
     speedup_model: SpeedupModel | None = None
     parallel_costs: ParallelCosts | None = None
+    choices: EngineChoices | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -142,6 +182,7 @@ class PairReport:
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
+            "engine": None if self.choices is None else self.choices.as_dict(),
             "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs),
         }
 
@@ -235,6 +276,15 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     return SpeedupModel(seconds, drafting, length)
 
 
+def engine_choices(pair: Pair) -> EngineChoices:
+    """Returns what was chosen for the loaded models of a pair that was warmed up."""
+    loaded = {"target": pair.target, "draft": pair.draft}
+    models = {role: one.model for role, one in loaded.items() if one is not None}
+    native = {role: model for role, model in models.items() if isinstance(model, NativeModel)}
+    products = {role: model.product_choices for role, model in native.items()}
+    return EngineChoices(pair.thread_choice, products, {role: model.min_rows for role, model in native.items()})
+
+
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
     """Measures pass times while both models run at the same time, which decide PEARL's window; None without a draft model."""
     if pair.draft is None:
@@ -263,8 +313,8 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
 
 def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFacts:
     shape = prepared.shape
-    weights = pick_dtype(dtype, shape, prepared.folder, device)
-    size = torch.empty(0, dtype=weights).element_size()
+    weights = choose_dtype(dtype, shape, prepared.folder, device, prepared.config.architecture)
+    size = weights.dtype.itemsize
     parameters = _parameters(prepared.folder)
     if not parameters:
         raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
@@ -274,12 +324,16 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         parameters,
         shape.num_layers,
         shape.hidden_size,
-        str(weights).removeprefix("torch."),
+        weights.name,
         str(device),
         parameters * size,
         shape.kv_bytes_per_token(size),
         None if shape.context_limit >= NO_LIMIT else shape.context_limit,
         shape.vocab_size,
+        prepared.config.backend,
+        prepared.config.fallback,
+        weights.reason,
+        prepared.tokenizer.fallback,
     )
 
 

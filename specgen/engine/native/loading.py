@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 
@@ -28,11 +30,9 @@ def load_native(
         files = WeightFiles(folder, name, device)
         names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
         files.check_complete(_required(architecture, names))
-        factory = ProductFactory(device, dtype, model_bytes=files.bytes)
+        factory = ProductFactory(device, dtype)
         gain = norm_gain(architecture, dtype, device)
-        parts = _parts(
-            architecture, files, factory, dtype, gain
-        )  # the head before the layers: packing needs it twice for a moment
+        parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
         files.close()
         kinds = layer_kinds(architecture)
         layers = []
@@ -41,6 +41,8 @@ def load_native(
             layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factory))
             del weights
             files.close()
+            if not files.are_copied:
+                _return_free_memory()
         return NativeModel(
             architecture,
             layers,
@@ -50,7 +52,14 @@ def load_native(
             min_rows=factory.min_rows,
             exact=exact,
             num_parameters=files.numbers_taken,
+            product_choices=factory.choices,
         )
+
+
+def _return_free_memory() -> None:
+    """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a tenth of a model's size."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> float:
@@ -87,14 +96,17 @@ def _parts(
     """
     shape = architecture.vocab_size, architecture.hidden_size
     files.check_complete([] if architecture.tied else [EMBEDDING, HEAD])
-    stored = files.take(HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, shape)
-    own_head = files.take(HEAD, shape) if EMBEDDING in files and HEAD in files else None
-    matrix = (stored if own_head is None else own_head).to(dtype)
+    embedding_name = HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING
+    head_name = HEAD if HEAD in files else EMBEDDING
+    matrix = files.take(head_name, shape).to(dtype)
     head = factory(matrix)
-    if own_head is None and isinstance(head, DenseProduct):
+    if head_name == embedding_name and isinstance(head, DenseProduct):
         embedding = matrix
     else:
-        embedding = stored.to(dtype) if files.are_copied else stored
+        del matrix
+        files.close()  # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
+        embedding = files.take(embedding_name, shape)
+        embedding = embedding.to(dtype) if files.are_copied else embedding
     width = shape[1:]
     norm = ((files.take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * gain).to(dtype)
     bias = files.take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None

@@ -20,7 +20,7 @@ from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, PassInputs
 from specgen.engine.native.layer_weights import layer_weights
-from specgen.engine.native.products import DenseProduct, Product, ProductFactory
+from specgen.engine.native.products import DenseProduct, Product, ProductChoice, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
 from specgen.engine.native.tensor_names import EXIT_HEAD, FINAL_NORM, bias_of, layer_tensors
 from specgen.engine.native.trainable_exit import NativeTrainableExit, final_logits, untrained_exit
@@ -45,8 +45,9 @@ class NativeModel:
 
     `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward
     pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have the same
-    bits whichever tokens are run with it, in drafts without trees. `wrap` makes the functions that the methods return out of
-    eager ones, see `static_pass.use_static_passes`; None returns the eager ones.
+    bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed, and why.
+    `wrap` makes the functions that the methods return out of eager ones, see `static_pass.use_static_passes`; None returns the
+    eager ones.
     """
 
     backend = "native"
@@ -62,6 +63,7 @@ class NativeModel:
         min_rows: int = 1,
         exact: bool = False,
         num_parameters: int = 0,
+        product_choices: Sequence[ProductChoice] = (),
     ) -> None:
         self.architecture, self.layers, self.parts = architecture, layers, parts
         self.shape: ModelShape = of_architecture(architecture)
@@ -69,6 +71,7 @@ class NativeModel:
         self.num_embeddings = parts.embedding.shape[0]
         self.vocab_size = parts.head.out_features
         self.num_parameters, self.norm_gain = num_parameters, norm_gain
+        self.product_choices = product_choices
         self.min_rows, self.exact = max(min_rows, EXACT_ROWS if exact else 1), exact
         self.inputs = InputMaker(architecture, dtype, self.device, min_rows=self.min_rows, exact=exact)
         self.wrap: Callable[[NativeForward], ForwardFunction] | None = None
@@ -252,8 +255,7 @@ class NativeExit:
             return tensor.to(model.device)
 
         with torch.no_grad():
-            sizes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-            factory = ProductFactory(model.device, dtype, model_bytes=sizes)
+            factory = ProductFactory(model.device, dtype)
             width = (architecture.hidden_size,)
             norm = ((take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * model.norm_gain).to(dtype)
             bias = take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None

@@ -38,6 +38,7 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
         yield from _tokenizers(report.tokenizers, report.target, report.draft, width)
     yield from _line(*_memory(report), width)
     yield from _line("✓ context", _context(report), width)
+    yield from _engine(report, width)
     if report.speedup_model is not None:
         yield from _costs(report.speedup_model, report.parallel_costs, width)
         yield from _pays(report.speedup_model, width)
@@ -122,6 +123,38 @@ def _context(report: PairReport) -> str:
     if draft_limit is not None and (limit is None or draft_limit < limit):
         text += f"; the draft's ends at {draft_limit:,}, after which nothing is drafted"
     return text
+
+
+def _engine(report: PairReport, width: int) -> Iterator[Text]:
+    """Yields lines about what runs each model, and about what was chosen when the models were loaded."""
+    models = {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
+    label = "· engine"
+    texts = {role: _running(model) for role, model in models.items()}
+    for text in dict.fromkeys(texts.values()):
+        roles = " and ".join(role for role, of_role in texts.items() if of_role == text)
+        yield from _line(label, f"{roles}: {text}", width)
+        label = ""
+    if report.choices is None:
+        return
+    for role, choices in report.choices.products.items():
+        packed = [choice for choice in choices if choice.packed]
+        reasons = dict.fromkeys(choice.reason for choice in choices if choice.reason is not None)
+        text = f"{role}: {len(packed)} of {len(choices)} shapes of weights packed" + (
+            f" (not: {', '.join(reasons)})" if reasons else ""
+        )
+        if (rows := report.choices.padded_to[role]) > 1:
+            text += f", passes padded to {rows} tokens"
+        yield from _line("", text, width, style="quiet")
+    threads = report.choices.threads
+    if threads is not None:
+        times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
+        yield from _line("· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else ""), width)
+
+
+def _running(model: ModelFacts) -> str:
+    text = "specgen's own forward pass" if model.backend == "native" else f"transformers ({model.fallback})"
+    text += f", {model.dtype}: {model.dtype_reason}"
+    return text if model.tokenizer_fallback is None else f"{text}; tokenizer of transformers ({model.tokenizer_fallback})"
 
 
 def _costs(model: SpeedupModel, parallel: ParallelCosts | None, width: int) -> Iterator[Text]:

@@ -1,0 +1,63 @@
+"""`--exact`: greedy speculative output equals plain decoding's token by token, in bfloat16 too, and comparisons expect that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import make_model, near_copy, save
+
+import specgen
+from specgen.compare.method_specs import parse_spec
+from specgen.compare.verdict import judge
+from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
+
+METHODS: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
+SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # grouped heads; both reach their windows or caps
+def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: str) -> None:
+    target = make_model(family, initializer_range=0.05)  # close logits: rounding would show
+    folders = save(target, tmp_path / "target"), save(near_copy(target, 0.3), tmp_path / "draft")
+    with specgen.load(*folders, device="cpu", dtype=dtype, backend="native", exact=True) as pair:
+        assert pair.target.exact
+        for length in (1, 7, 40):
+            prompt = [3 + 5 * at % 80 for at in range(length)]
+            expected = pair.generate(prompt, "ar", SAMPLING).token_ids
+            for name, settings in METHODS.items():
+                pair.forget()
+                assert pair.generate(prompt, name, SAMPLING, **settings).token_ids == expected, (name, length)
+
+
+def test_no_difference_between_exact_outputs_is_a_tie() -> None:
+    target = SimpleNamespace(reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]), dtype_name="bfloat16")
+    pair = SimpleNamespace(target=target)
+    rounding = judge(pair, 0, 0, [1], [0], [1])  # type: ignore[arg-type]
+    bug = judge(pair, 0, 0, [1], [0], [1], exact=True)  # type: ignore[arg-type]
+    assert rounding is not None
+    assert bug is not None
+    assert (rounding.is_broken, bug.is_broken) == (False, True)
+    assert judge(pair, 0, 0, [1], [0], [0], exact=True) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "covered"),
+    [("sd:k=3", True), ("pearl", True), ("eesd", True), ("eesd-tree", False), ("specinfer", False), ("transformers", False)],
+)
+def test_exactness_covers_chains_of_specgens_own_methods(written: str, covered: bool) -> None:
+    assert parse_spec(written).drafts_chains == covered
+
+
+def test_exactness_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.loading.pick_device", lambda _: torch.device("cuda", 0))
+    with pytest.raises(SpecgenError, match=r"--exact is for the CPU, and the target would run on cuda:0"):
+        specgen.load(exact=True)
+    monkeypatch.undo()
+    with pytest.raises(SpecgenError, match="--exact needs the native backend"):
+        specgen.load(exact=True, device="cpu", backend="transformers")
