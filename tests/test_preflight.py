@@ -85,7 +85,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
 def bytes_per_token(runner: ModelRunner) -> int:
     """What the KV cache of a runner that has run holds per token."""
     cache: Any = runner.cache
-    layers = cache._data if isinstance(cache, KVBuffer) else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
+    layers = cache.data if isinstance(cache, KVBuffer) else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
     return sum(layer.numel() // layer.shape[-2] * layer.element_size() for layer in layers)
 
 

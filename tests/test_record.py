@@ -27,7 +27,7 @@ def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float]:
     """Overlap and KL of both models after these tokens, by forward passes without a cache."""
     assert pair.draft is not None
     with torch.no_grad():
-        rows = [model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] for model in (pair.target, pair.draft)]
+        rows = [model.model.reference_logits(ids)[-1] for model in (pair.target, pair.draft)]
     p, q = (row[:VOCAB].double().softmax(-1) for row in rows)
     return float(torch.minimum(p, q).sum()), float((q * (q.log() - p.log())).sum())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -329,9 +330,9 @@ def test_damaged_files_raise_the_error_of_transformers(tmp_path: Path, file: str
     (folder / file).write_text(content, encoding="utf-8")
     with pytest.raises(Exception) as expected:
         AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(type(expected.value)) as raised:
+    reason = " ".join(str(expected.value).split())[:60].rstrip(".")
+    with pytest.raises(SpecgenError, match=re.escape(reason)):
         load(folder)
-    assert str(raised.value) == str(expected.value)
     source = model_loading.ModelSource(str(folder), label="thing")
     with pytest.raises(SpecgenError, match="cannot read the tokenizer of thing"):
         model_loading.prepare(source, announce=lambda _: None)

@@ -123,17 +123,17 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
     Token and numbers are those of `argmax_tokens` and `entropy_and_top_prob`. NumPy takes a quarter of torch's time for one row,
     and needs no transfers of scalars. Returns (-1, NaN, NaN) if the logits hold a NaN or no finite maximum.
     """
-    row = logits.float()
-    probs, scores = row.softmax(dim=-1).numpy(), row.numpy()
-    token = int(probs.argmax())
-    top_prob = float(probs[token])
-    if isnan(top_prob):
+    scores = logits.float().numpy()
+    token = int(scores.argmax())
+    top = scores[token]
+    if not isfinite(top):
         return -1, nan, nan
-    mean = float(np.vdot(probs, scores))  # unlike dot, vdot does not warn of a NaN
-    if not isfinite(mean):  # impossible tokens: 0 * -inf is NaN, 0 * -1e30 is the 0 that it should be
-        mean = float(np.vdot(probs, scores.clip(-1e30)))
-    # the log of the softmax's denominator is the token's score minus the log of its probability; abs: rounding
-    return token, abs(float(scores[token]) - log(top_prob) - mean), top_prob
+    shifted = scores - top
+    weights = np.exp(shifted)
+    total, weighted = float(weights.sum()), float(np.vdot(weights, shifted))  # unlike dot, vdot does not warn of a NaN
+    if isnan(weighted):  # impossible tokens: 0 * -inf is NaN, 0 * -1e30 is the 0 that it should be
+        weighted = float(np.vdot(weights, shifted.clip(-1e30)))
+    return token, abs(log(total) - weighted / total), 1 / total  # abs: rounding may leave either sign
 
 
 def bernoulli(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

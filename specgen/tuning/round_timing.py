@@ -209,6 +209,8 @@ class WindowCycle:
     `sizes`. `drafted` is the last round's window, `pass_tokens` the number of tokens of its target pass.
     """
 
+    lead, is_flexible = 0, False
+
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes, self.size = cycle(sizes), max(sizes)
         self.drafted = self.pass_tokens = 0
