@@ -5,6 +5,7 @@ Mistakes that are refused before torch is imported are tested in one process wit
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -222,6 +223,19 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Calla
     return damage
 
 
+def change_config(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def lose_shards(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "model-1.safetensors"}}')
+
+
 NAN = change_weights(lambda weights: weights["model.norm.weight"].fill_(float("nan")))
 
 
@@ -243,9 +257,13 @@ NAN = change_weights(lambda weights: weights["model.norm.weight"].fill_(float("n
             USER_ERROR,
         ),
         (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], ("tokenizer",), USER_ERROR),
+        (lambda folder: (folder / "model.safetensors").unlink(), ("no safetensors weights", "save it again"), USER_ERROR),
+        (lose_shards, ("index of weight files, but none of the files",), USER_ERROR),
+        (change_config(model_type="unheard"), ("model_type", "Install a newer transformers"), USER_ERROR),
+        (change_config(hidden_act="unheard"), ("'unheard' is unknown",), USER_ERROR),
         (NAN, ("NaN", "--dtype float32"), RUN_FAILED),
     ],
-    ids=["no-config", "config", "pickled", "noise", "half", "tensor", "tokenizer", "nan"],
+    ids=["no-config", "config", "pickled", "noise", "half", "tensor", "tokenizer", "no-weights", "shards", "type", "act", "nan"],
 )
 def test_a_damaged_model_is_named(
     folders: Folders, tmp_path: Path, fails: Fails, damage: Callable[[Path], object], named: tuple[str, ...], code: int

@@ -102,6 +102,7 @@ TopK = Annotated[int, _sampling("--top-k", metavar="K", help="Sample from the K 
 Seed = Annotated[
     int | None, _sampling(metavar="N", help="The seed for sampling. The same seed gives the same tokens. Default: a random one.")
 ]
+FixedSeed = Annotated[int | None, _sampling("--seed", metavar="N", help="The seed for sampling and for training.")]
 Stop = Annotated[list[str] | None, _sampling(metavar="TEXT", help="End the output before this text (repeatable).")]
 IgnoreEos = Annotated[
     bool, _sampling("--ignore-eos", help="Continue after an end-of-sequence token, so that every measured run is equally long.")

@@ -45,7 +45,7 @@ class TuneSampling(options.SamplingOptions):
     """Options for choosing tokens during tuning. With `--train`, only the seed is used."""
 
     max_new_tokens: options.MaxNewTokens = 64
-    seed: options.Seed = 0
+    seed: options.FixedSeed = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,13 +213,7 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
 
 def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
     """Loads the weights in `folder` with the backend that `config` names. Raises SpecgenError and RunError as `load_model`."""
-    if not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
-        found = f" (only {others[0]})" if others else ""
-        raise SpecgenError(
-            f"{source.name} has no safetensors weights{found}",
-            "Other formats can run code when read: convert it to safetensors first",
-        )
+    check_weight_files(folder, source.name)
     try:
         if config.architecture is not None:
             return load_native(folder, source.name, config.architecture, dtype, device, exact=source.exact)
@@ -231,6 +225,17 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
             raise
         hint = "Try --dtype bfloat16 or a smaller model"
         raise RunError(f"{source.name} does not fit into the memory of {device}", hint) from error
+
+
+def check_weight_files(folder: Path, name: str) -> None:
+    """Raises SpecgenError if there are no safetensors weights in `folder`; `name` is the model's, for the message."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.safetensors.index.json")):
+        raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")
+    others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+    hint = "Other formats can run code when read: convert it to safetensors first" if others else "Download or save it again"
+    raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {others[0]})" if others else ""), hint)
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:

@@ -17,7 +17,7 @@ from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import find_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
@@ -315,9 +315,8 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
     shape = prepared.shape
     weights = choose_dtype(dtype, shape, prepared.folder, device, prepared.config.architecture)
     size = weights.dtype.itemsize
+    check_weight_files(prepared.folder, prepared.name)
     parameters = _parameters(prepared.folder)
-    if not parameters:
-        raise SpecgenError(f"{prepared.name} has no safetensors weights", "Convert it to safetensors first")
     return ModelFacts(
         prepared.name,
         shape.model_type,
@@ -356,7 +355,7 @@ def _parameters(folder: Path) -> int:
             with safe_open(path, framework="pt") as file:
                 total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
         except Exception as error:  # safetensors' own exceptions share no base that it exports
-            raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them anew") from error
+            raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
     return total
 
 

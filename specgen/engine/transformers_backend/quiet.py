@@ -30,8 +30,15 @@ def reading(part: str, name: str) -> Iterator[None]:
             ) from error
         if "Unrecognized configuration class" in text:
             raise SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model") from error
+        if "does not recognize this architecture" in text:
+            raise SpecgenError(
+                f"{name} has a model_type that transformers does not know", "Install a newer transformers"
+            ) from error
+        if isinstance(error, KeyError):  # its text is the key alone
+            text = f"{text} is unknown"
         reason = shorten(text, 160, placeholder=" …") or type(error).__name__
-        raise SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", "Download or save it again") from error
+        hint = "Install what is missing" if isinstance(error, ImportError) else "Download or save it again"
+        raise SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", hint) from error
 
 
 @contextmanager
