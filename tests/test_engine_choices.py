@@ -41,7 +41,7 @@ def test_the_choices_of_loading_are_shown_with_their_reasons(tmp_path: Path) -> 
     threads = ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01})
     report = replace(report, choices=EngineChoices(threads, products, {"target": 4}))
     text = " ".join(" ".join(line.plain for line in pair_report.lines(report, 400, None)).split())
-    assert "target: 1 of 2 shapes of weights packed (not: too small), passes padded to 4 tokens" in text
+    assert "target: weights of 1 of 2 shapes packed for oneDNN (the others: too small), passes padded to 4 tokens" in text
     assert "threads 2: the fewest (20 ms with 1, 10 ms with 2)" in text
     engine = report.as_dict()["engine"]
     assert engine["threads"] == {"threads": 2, "reason": "the fewest", "seconds": {"1": 0.02, "2": 0.01}}

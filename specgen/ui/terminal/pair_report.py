@@ -139,8 +139,8 @@ def _engine(report: PairReport, width: int) -> Iterator[Text]:
     for role, choices in report.choices.products.items():
         packed = [choice for choice in choices if choice.packed]
         reasons = dict.fromkeys(choice.reason for choice in choices if choice.reason is not None)
-        text = f"{role}: {len(packed)} of {len(choices)} shapes of weights packed" + (
-            f" (not: {', '.join(reasons)})" if reasons else ""
+        text = f"{role}: weights of {len(packed)} of {len(choices)} shapes packed for oneDNN" + (
+            f" (the others: {', '.join(reasons)})" if reasons else ""
         )
         if (rows := report.choices.padded_to[role]) > 1:
             text += f", passes padded to {rows} tokens"
