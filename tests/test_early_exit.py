@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, exit_layers_of, make_bloom, make_model, model_of
-from runner_checks import LAYERED, CountedLayers, InterruptAt, check, four_layers, random_path, random_tree
+from runner_checks import LAYERED, CountedLayers, InterruptAt, check, four_layers, quick, random_path, random_tree
 
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_parts import Predictor
@@ -40,8 +40,7 @@ def exit_model(module: Any, depth: int) -> Any:
     return short
 
 
-@pytest.mark.parametrize(("family", "backend"), LAYERED)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("family", "backend", "depth"), quick((*case, 1 + at // 2 % 2) for at, case in enumerate(LAYERED)))
 def test_both_runners_give_the_reference_logits(family: str, backend: str, depth: int) -> None:
     """For chains, trees, drafts that grow, commits and other contexts in any order."""
     module = make_model(family, **four_layers(family))
