@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
-from families import BACKENDS, FAMILIES, NATIVE, make_model
+from families import BACKENDS, FAMILIES, NATIVE
 
 from specgen.engine.model import ExitLayers, Model
 from specgen.engine.native.layer import NativeLayer, PassInputs
@@ -23,6 +25,19 @@ LAYERED = [
     pair for pair in RUN_BY if pair[1] == "native" or (pair[0] in NATIVE and pair[0] not in ("gemma3_text", "granite", "cohere"))
 ]
 TOLERANCE = 2e-4
+
+
+def quick(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters that begin with a family and a backend; transformers runs a sample of the native families, the rest is slow.
+
+    For what both backends have in common: that all families give the reference logits on both, and the same greedy output, is
+    tested without this in `test_model_runner.py` and `test_lossless.py`.
+    """
+    often = ("llama", "qwen3", "gemma2")
+    return [
+        pytest.param(*case, marks=pytest.mark.slow if case[1] != "native" and case[0] in NATIVE and case[0] not in often else ())
+        for case in cases
+    ]
 
 
 def uncached(module: Any, ids: list[int]) -> torch.Tensor:
@@ -67,7 +82,7 @@ def random_path(rng: random.Random, parents: list[int]) -> list[int]:
 
 def four_layers(family: str) -> dict[str, Any]:
     """Changes of a family's config that give it four layers."""
-    config = make_model(family).config
+    config = FAMILIES[family]()
     lists = {name: getattr(config, name, None) for name in ("layer_types", "no_rope_layers")}
     four = {name: [entries[index % len(entries)] for index in range(4)] for name, entries in lists.items() if entries}
     return {"num_hidden_layers": 4, **four}

@@ -36,7 +36,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = 
         return (1 - architecture.norm_weight_offset + numbers / 8 if "norm" in name else numbers / 8).to(dtype)
 
     with torch.no_grad():
-        factory = ProductFactory(torch.device(device), dtype, model_bytes=0, pack=False)
+        factory = ProductFactory(torch.device(device), dtype, pack=False)
         gain, kinds = norm_gain(architecture, dtype, torch.device(device)), layer_kinds(architecture)
         layers = []
         for index, kind in enumerate(architecture.layers):

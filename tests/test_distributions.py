@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_model, model_of
+from families import BACKENDS, make_model, model_of
 from runner_checks import uncached
 from scripted_models import PROMPT, TableRunner, ids_of, scripted_run
 from statistics_checks import SIGNIFICANCE, Distribution, output_distribution, p_value
@@ -174,15 +174,20 @@ def test_joint_distribution_with_many_runs(name: str) -> None:
     assert p_value(counts, expected(WARPS["plain"])) > SIGNIFICANCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_joint_distribution_of_a_real_model(name: str) -> None:
+def every_real_run() -> Iterator[object]:
+    """One method on each backend with few runs; all methods with many are slow tests."""
+    yield from (("sd", backend, 500) for backend in BACKENDS)
+    yield from (pytest.param(name, backend, 4000, marks=pytest.mark.slow) for name, backend in product(SETTINGS, BACKENDS))
+
+
+@pytest.mark.parametrize(("name", "backend", "count"), list(every_real_run()))
+def test_joint_distribution_of_a_real_model(name: str, backend: str, count: int) -> None:
     """The same on model runners with KV caches: a random Llama with a vocabulary of twelve tokens."""
     size = 12
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
-    runners = ModelRunner(model_of(target, "native")), RunnerWithHiddenStates(model_of(draft, "native"))
+    runners = ModelRunner(model_of(target, backend)), RunnerWithHiddenStates(model_of(draft, backend))
     worker = ThreadWorker(runners[1])
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
@@ -190,7 +195,7 @@ def test_joint_distribution_of_a_real_model(name: str) -> None:
         return probs
 
     method = name.partition(":")[0]
-    runs = (scripted_run(method, SETTINGS[name], *runners, sampling, seed=seed, worker=worker) for seed in range(4000))
+    runs = (scripted_run(method, SETTINGS[name], *runners, sampling, seed=seed, worker=worker) for seed in range(count))
     counts = Counter(tuple(ids_of(run.rounds())) for run in runs)
     assert p_value(counts, output_distribution(next_probs, TOKENS)) > SIGNIFICANCE
 

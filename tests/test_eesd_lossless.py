@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import BACKENDS, CONTEXT, exit_of, make_model, plain, prompt, save
-from runner_checks import LAYERED, four_layers
+from runner_checks import LAYERED, RUN_BY, four_layers, quick
 
 import specgen
 from specgen.engine.transformers_backend.reference import transformers_module
@@ -56,15 +56,25 @@ def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     return with_exit
 
 
-def exits() -> Iterator[object]:
-    """Every family and backend with one depth of the exit, and in slow tests with the other."""
+def exits() -> Iterator[tuple[str, str, int]]:
+    """Every family and backend with one depth of the exit."""
     for number, (family, backend) in enumerate(LAYERED):
-        for depth in (1, LAYERS // 2):
-            yield pytest.param(family, backend, depth, marks=() if depth == 1 + number % 2 else pytest.mark.slow)
+        yield family, backend, (1, LAYERS // 2)[number // 2 % 2]
 
 
-@pytest.mark.parametrize(("family", "backend", "depth"), list(exits()))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "backend"), LAYERED)
+def test_greedy_ids_with_another_depth_of_the_exit(pair_with: Callable[..., Pair], family: str, backend: str) -> None:
+    depths = {(family, backend): depth for family, backend, depth in exits()}
+    check_greedy_ids(pair_with, family, backend, 3 - depths[family, backend])
+
+
+@pytest.mark.parametrize(("family", "backend", "depth"), quick(exits()))
 def test_greedy_ids_are_the_targets_own(pair_with: Callable[..., Pair], family: str, backend: str, depth: int) -> None:
+    check_greedy_ids(pair_with, family, backend, depth)
+
+
+def check_greedy_ids(pair_with: Callable[..., Pair], family: str, backend: str, depth: int) -> None:
     pair = pair_with(family, depth, backend)
     expected = {seed: plain(transformers_module(pair.target), prompt(seed), COUNT) for seed in (depth, depth + 100)}
     for (name, settings), (seed, tokens) in zip(METHODS.items(), cycle(expected.items()), strict=False):
@@ -91,16 +101,16 @@ def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[..., Pair], le
 
 
 def every_tree() -> Iterator[object]:
-    """All drafts and widths with one family, one draft and width with the others; the rest are slow tests."""
-    for family, (draft, width) in product(
-        ["llama", "gemma2", "gpt2", "gpt_neox"], [("unrelated", 3), ("near", 2), ("near", 4), ("itself", 2)]
+    """All drafts and widths with the native Llama, one draft and width with the others; the rest are slow tests."""
+    for (family, backend), (draft, width) in product(
+        [case for case in RUN_BY if case[0] in ("llama", "gemma2", "gpt2", "gpt_neox")],
+        [("unrelated", 3), ("near", 2), ("near", 4), ("itself", 2)],
     ):
-        often = family == "llama" or (draft, width) == ("near", 4)
-        yield pytest.param(family, draft, width, marks=() if often else pytest.mark.slow)
+        often = (family, backend) == ("llama", "native") or (draft, width) == ("near", 4)
+        yield pytest.param(family, draft, width, backend, marks=() if often else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("backend", ["auto", "transformers"])
-@pytest.mark.parametrize(("family", "draft", "width"), list(every_tree()))
+@pytest.mark.parametrize(("family", "draft", "width", "backend"), list(every_tree()))
 def test_trees_of_a_draft_model(pair_of: Callable[..., Pair], family: str, draft: str, width: int, backend: str) -> None:
     pair = pair_of(family, draft, backend)
     ids = prompt(width)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from runner_checks import LAYERED
+from runner_checks import LAYERED, quick
 from training_helpers import opened
 
 from specgen.engine.early_exit import EarlyExit
@@ -34,7 +34,7 @@ def untrained() -> ExitLayer:
     return ExitLayer.of(make_model("llama"))
 
 
-@pytest.mark.parametrize(("family", "backend"), LAYERED)
+@pytest.mark.parametrize(("family", "backend"), quick(LAYERED))
 def test_an_untrained_exit_before_the_last_layer_gives_the_targets_logits(models_folder: Path, family: str, backend: str) -> None:
     module = make_model(family)
     target = opened(save(module, models_folder / "exit" / family), backend)

@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 import pytest
 from families import BACKENDS, FAMILIES, make_model, plain, prompt
-from runner_checks import RUN_BY
+from runner_checks import RUN_BY, quick
 from scripted_models import LENGTH_SETTINGS
 
 from specgen.pair import Pair
@@ -78,7 +78,7 @@ def test_greedy_ids_in_the_full_product(pair_of: Callable[..., Pair], family: st
         check(pair, family, method, length)
 
 
-@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+@pytest.mark.parametrize(("family", "backend"), quick(RUN_BY))
 def test_a_draft_that_is_the_target_is_accepted_whole(pair_of: Callable[..., Pair], family: str, backend: str) -> None:
     """As in mlx-lm's tests: fixes the pattern of accepted and bonus tokens."""
     pair = pair_of(family, "itself", backend)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import CONTEXT, LETTERS, NATIVE, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
-from runner_checks import LAYERED, RUN_BY
+from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
 from specgen import demo, factory, methods
@@ -90,7 +90,7 @@ def bytes_per_token(runner: ModelRunner) -> int:
 
 
 # that transformers computes something between a model's layers shows only when they are run
-@pytest.mark.parametrize(("family", "backend"), [pair for pair in RUN_BY if pair in LAYERED or pair[0] not in NATIVE])
+@pytest.mark.parametrize(("family", "backend"), quick(pair for pair in RUN_BY if pair in LAYERED or pair[0] not in NATIVE))
 def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
     module = make_model(family)
     folder = save(module, tmp_path / family)

@@ -1,0 +1,134 @@
+"""Where a draft model's weights are loaded, when, and what a failed load says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import run_main
+from families import VOCAB, make_model, save
+from transformers import BertConfig, BertLMHeadModel
+from worker_helpers import PROMPT, posix, save_pair
+
+import specgen
+from specgen.engine import deferred_model
+from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
+from specgen.workers.messages import LoadModel
+from specgen.workers.worker_loop import serve
+
+NOTHING: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return save_pair(tmp_path_factory.mktemp("pearl"))
+
+
+@posix
+def test_a_failed_load_is_reported(tmp_path: Path) -> None:
+    """Runs the worker's loop in a thread of this process."""
+    folder = save(make_model("llama"), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    here, there = Pipe()
+    with here, there:
+        here.send((7, LoadModel("a draft", folder, False, "cpu", "float32", 1)))
+        threading.Thread(target=serve, args=(there, os.getppid(), -1), daemon=True).start()
+        serial, error = here.recv()
+    assert (serial, type(error)) == (7, SpecgenError)
+    assert "no safetensors weights" in str(error)
+
+
+@posix
+def test_a_draft_that_cannot_be_rolled_back_is_found_by_the_worker(tmp_path: Path) -> None:
+    """The check of `load_model`, which this process does not call for PEARL's draft."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = BertLMHeadModel(BertConfig(**shape, initializer_range=0.25))
+    target, draft = save(make_model("llama"), tmp_path / "target"), save(bert, tmp_path / "draft")
+    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
+        with pytest.raises(SpecgenError, match="does not work with a cache that is rolled back") as refusal:
+            pair.generate(PROMPT, "pearl", window=4)
+        assert refusal.value.exit_code == 2
+
+
+@pytest.fixture
+def loaded_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the draft models whose weights this process has loaded, longest ago first."""
+    names: list[str] = []
+    load: Any = deferred_model.load_model
+
+    def load_and_note(prepared: Any, *given: Any) -> Any:
+        names.append(prepared.name)
+        return load(prepared, *given)
+
+    monkeypatch.setattr(deferred_model, "load_model", load_and_note)
+    return names
+
+
+@posix
+def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, str], loaded_here: list[str]) -> None:
+    target, draft = folders
+    limit = SamplingParams(max_new_tokens=5)
+    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
+        assert pair.draft is not None
+        known = pair.draft.name, str(pair.draft.device), pair.draft.dtype_name, pair.draft.context_limit, str(pair.draft.folder)
+        assert known == (draft, "cpu", "float32", pair.target.context_limit, draft)
+        assert pair.draft.tokenizer.vocabulary() == pair.target.tokenizer.vocabulary()
+        pair.warm_up()
+        for method, settings in (("ar", NOTHING), ("lookup", NOTHING), ("pearl", {"window": 4}), ("pearl", NOTHING)):
+            pair.generate(PROMPT, method, limit, **settings)
+        pair.forget()
+        assert not loaded_here
+        for method in ("sd", "svip", "sd"):
+            pair.generate(PROMPT, method, limit)
+        assert pair.draft.model.num_parameters > 0
+        assert loaded_here == [draft]
+
+
+@posix
+@pytest.mark.parametrize(
+    ("command", "loaded"),
+    [
+        (["generate", "-m", "pearl", "--set", "window=4", "abc"], []),
+        (["generate", "-m", "ar", "abc"], []),
+        (["generate", "abc"], ["draft"]),
+        (["compare", "-m", "pearl:window=4", "--repeats", "1", "--limit", "1"], []),
+        (["compare", "-m", "pearl:window=4,sd", "--repeats", "1", "--limit", "1"], ["draft"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_command_loads_the_draft_only_if_a_method_needs_it_here(
+    folders: tuple[str, str],
+    loaded_here: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: list[str],
+    loaded: list[str],
+) -> None:
+    code, _, err = run_main(monkeypatch, capfd, *command, "-t", folders[0], "-d", folders[1], "-n", "3", "--device", "cpu", "-q")
+    assert (code, err) == (0, "")
+    assert [Path(name).name for name in loaded_here] == loaded
+
+
+def test_threads_that_need_the_draft_at_once_load_it_once(folders: tuple[str, str], loaded_here: list[str]) -> None:
+    with specgen.load(*folders, device="cpu", dtype="float32") as pair, ThreadPoolExecutor(4) as pool:
+        assert pair.draft is not None
+        assert len(set(pool.map(id, [task.result() for task in [pool.submit(lambda: pair.draft.model) for _ in range(8)]]))) == 1
+    assert len(loaded_here) == 1
+
+
+def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tmp_path: Path) -> None:
+    target, draft = folders[0], tmp_path / "damaged"
+    shutil.copytree(folders[1], draft)
+    (draft / "model.safetensors").write_bytes(b"no weights")
+    with specgen.load(target, str(draft), device="cpu", dtype="float32") as pair:
+        pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=2))
+        for method, settings in (("sd", NOTHING), ("pearl", {"window": 4}), ("sd", NOTHING)):
+            with pytest.raises(SpecgenError, match=f"cannot read the weights of {draft}"):
+                pair.generate(PROMPT, method, **settings)
