@@ -55,7 +55,7 @@ class Pair:
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
-        self._target_runner = target.runner(target.penalties(target.device, target.runner().vocab_size))
+        self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self._draft_runner: ModelRunner | None = None
         self._early_exit: EarlyExit | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
@@ -191,7 +191,7 @@ class Pair:
         Raises SpecgenError for an invalid argument, and if `prepare` has to be called first because a setting is `auto`.
         """
         request = self._request(prompt, method, sampling, parameters)
-        chosen, settings, sampling = request.method, request.settings, request.sampling
+        chosen, settings, sampling, prompt_ids = request.method, request.settings, request.sampling, request.prompt_ids
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
@@ -210,10 +210,9 @@ class Pair:
                 is_flexible = sampling.greedy and worker is not None and worker.kind == "process"
                 components = replace(components, window=costs.flexible_window if is_flexible else costs.window)
                 settings = settings.with_value("window", costs.window.size)
-        prompt_ids, limit = request.prompt_ids, request.limit
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
-        run = factory.make_run(chosen, settings, components, Context(prompt_ids), limit, stops, clock, worker)
+        run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)
         info = RunInfo(
             chosen.name,
             settings.as_dict(with_policy=chosen.any_policy),
@@ -226,7 +225,7 @@ class Pair:
             replace(sampling, seed=seed),
             costs,
         )
-        return Plan(run, chosen, settings, info, limit < sampling.max_new_tokens, record)
+        return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
 
     def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
         """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
@@ -337,9 +336,8 @@ class Pair:
         bucket = self._bucket(context_length, sampling)
         if bucket not in self._parallel_costs:
             components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
-            self._parallel_costs[bucket] = preparation.parallel_costs(
-                self.target, self.draft, worker, components, context_length, bucket
-            )
+            measured = preparation.parallel_costs(self.target, self.draft, worker, components, context_length, bucket)
+            self._parallel_costs[bucket] = measured
         return self._parallel_costs[bucket]
 
     def _bucket(self, context_length: int, sampling: SamplingParams) -> tuple[Any, ...]:
@@ -362,7 +360,6 @@ class Pair:
         If the target is on the CPU, also sets torch's number of threads (`torch.set_num_threads`) to what suits this pair. This
         changes the whole process, so a library that uses specgen should not call it; specgen's command line does.
         """
-
         target, draft = self._target_runner, self._draft_runner
 
         def a_round() -> None:

@@ -188,3 +188,15 @@ def test_configs_of_older_versions(tmp_path: Path, family: str, index: int) -> N
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
     check(tmp_path, module)
+
+
+def test_a_system_without_a_c_library_to_ask_loads_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make(variant("llama"))
+    save(module, tmp_path)
+
+    def refuse(_: None) -> None:
+        raise TypeError("argument of type 'NoneType' is not iterable")  # Windows
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    monkeypatch.setattr("specgen.engine.native.weight_files._COPIED_BYTES", 0)
+    check(tmp_path, module)

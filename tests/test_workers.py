@@ -331,6 +331,45 @@ def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, mon
     assert sum(len(round_.token_ids) for round_ in going) > 40
 
 
+@posix
+def test_a_run_whose_failed_beginning_another_run_has_skipped_says_so(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker: Any = apart._process_worker
+    make: Any = worker.drafter
+
+    def without_settings(*given: Any) -> Any:
+        made = make(*given)
+        made._settings = None  # the worker cannot make a policy of it
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "drafter", without_settings)
+        broken = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
+    next(broken)
+    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60
+    with pytest.raises(RunError, match="could not begin this run"):
+        list(broken)
+
+
+@posix
+def test_an_interrupt_while_a_run_begins_leaves_the_threads_as_before(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart.generate(PROMPT, "pearl", SAMPLED, window=4)  # the process has been started
+    set_threads = torch.set_num_threads
+    set_threads(2)
+
+    def interrupted(threads: int) -> None:
+        set_threads(threads)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    try:
+        monkeypatch.setattr("specgen.workers.process_worker.torch.set_num_threads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            apart.generate(PROMPT, "pearl", SAMPLED, window=4)
+        assert torch.get_num_threads() == 2
+    finally:
+        set_threads(1)
+
+
 def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -69,10 +69,12 @@ class ProcessWorker:
         The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
         """
         offset = max(self._region_ends.values(), default=SIZE)
-        if not self._region_ends and self.threads is not None:
+        is_first = not self._region_ends
+        if is_first:
             self._threads_before = torch.get_num_threads()
+        self._region_ends[run] = offset + size  # before the number of threads changes: `leave` restores it after an interrupt
+        if is_first and self.threads is not None:
             torch.set_num_threads(min(self._threads_before, self.threads))
-        self._region_ends[run] = offset + size
         try:
             if os.fstat(process.memory).st_size < offset + size:
                 os.ftruncate(process.memory, offset + size)
@@ -81,9 +83,8 @@ class ProcessWorker:
         return offset
 
     def leave(self, run: object) -> None:
-        """Ends a run. When no run is left, the target gets back all CPU threads."""
-        del self._region_ends[run]
-        if not self._region_ends and self.threads is not None:
+        """Ends a run, if it has begun. When no run is left, the target gets back all CPU threads."""
+        if self._region_ends.pop(run, None) is not None and not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
 
     def forget(self) -> None:

@@ -74,9 +74,9 @@ class Worker:
         """Handles a request with its serial number. Returns the answer to a `DraftRequest`, otherwise None."""
         if isinstance(request, DraftRequest):
             run = self._runs.get(request.run)
-            return (
-                run.draft(request, partial(self._show, serial)) if run is not None else None
-            )  # None: why the run could not begin has been reported
+            if run is None:  # why it could not begin has been reported, but another run may have skipped that answer
+                raise RunError("the draft worker could not begin this run")
+            return run.draft(request, partial(self._show, serial))
         if isinstance(request, LoadModel):
             self._load(request)
         elif isinstance(request, BeginRun):

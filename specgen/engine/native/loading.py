@@ -29,7 +29,7 @@ def load_native(
     with torch.no_grad():
         files = WeightFiles(folder, name, device)
         names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-        files.check_complete(_required(architecture, names))
+        files.check_complete(_required(names))
         factory = ProductFactory(device, dtype)
         gain = norm_gain(architecture, dtype, device)
         parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
@@ -58,7 +58,7 @@ def load_native(
 
 def _return_free_memory() -> None:
     """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a tenth of a model's size."""
-    with suppress(AttributeError, OSError):
+    with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -68,8 +68,8 @@ def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.devi
     return sqrt(architecture.hidden_size) if extended else 1.0
 
 
-def _required(architecture: Architecture, names: list[LayerTensors]) -> list[str]:
-    """Returns the names of all tensors that every model of this architecture has, without its LM head and biases."""
+def _required(names: list[LayerTensors]) -> list[str]:
+    """Returns the names of all tensors that a model with these layers has, without its embedding, LM head and biases."""
     required = [FINAL_NORM]
     for layer in names:
         for field in (

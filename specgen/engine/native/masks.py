@@ -62,9 +62,10 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def visible_to_chain(first: int, rows: int, start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Returns which keys, from `start` to `end` - 1, each of the `rows` tokens from index `first` on sees: [rows, keys]."""
-    distances = torch.arange(first, first + rows, device=device)[:, None] - torch.arange(start, end, device=device)
-    visible = distances >= 0
-    return visible if window is None else visible & (distances < window)
+    tokens = torch.arange(first, first + rows, device=device)[:, None]
+    keys = torch.arange(start, end, device=device)
+    visible = keys <= tokens  # compared at once: a matrix of distances would take eight times the memory
+    return visible if window is None else visible.logical_and_(keys > tokens - window)
 
 
 class TreeMasks:
