@@ -61,8 +61,10 @@ def load(
         )
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
     sources[0] = replace(sources[0], exact=exact)
+    devices = target_device, other_device
+    sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
     try:
-        pair = _load(sources, (target_device, other_device), dtype, announce, process)
+        pair = _load(sources, devices, dtype, announce, process)
     except BaseException:
         if process is not None:
             process.close()

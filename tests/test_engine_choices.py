@@ -10,8 +10,9 @@ import torch
 from families import make_model, save
 
 import specgen
+from specgen import demo
 from specgen.engine.devices import ThreadChoice
-from specgen.engine.model_loading import ModelSource
+from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.native.products import ProductChoice
 from specgen.tuning.pair_inspection import EngineChoices, engine_choices, inspect_files
 from specgen.ui.terminal import pair_report
@@ -61,3 +62,11 @@ def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest
     assert sum(choice.count for choice in choices.products["target"]) == 1 + 4 * 3  # the head, and four of each layer
     assert {choice.reason for choice in choices.products["target"]} == {"too small"}
     assert choices.padded_to == {"target": 1}
+
+
+def test_on_apple_gpus_auto_takes_transformers() -> None:
+    folder = demo.folder("target")
+    chosen = describe(folder, ModelSource(str(folder), on_mps=True))
+    assert (chosen.backend, chosen.fallback) == ("transformers", "on Apple GPUs")
+    assert describe(folder, ModelSource(str(folder), on_mps=True, backend="native")).backend == "native"
+    assert describe(folder, ModelSource(str(folder))).backend == "native"

@@ -30,6 +30,7 @@ class ModelSource:
     `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids downloads. `backend` says
     whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. `exact`: a token's logits are
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
+    `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     """
 
     location: str
@@ -39,6 +40,7 @@ class ModelSource:
     offline: bool = False
     backend: str = "auto"
     exact: bool = False
+    on_mps: bool = False
 
     @property
     def name(self) -> str:
@@ -175,8 +177,8 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
     fallback = "chosen by --backend transformers"
     if source.backend != "transformers":
         try:
-            if source.trust_remote_code and source.backend == "auto":
-                fallback = "code of the model itself was asked for"
+            if source.backend == "auto" and (source.trust_remote_code or source.on_mps):
+                fallback = "on Apple GPUs" if source.on_mps else "code of the model itself was asked for"
             else:
                 architecture = read_architecture(raw)
                 return ModelConfig(raw, of_architecture(architecture), architecture)

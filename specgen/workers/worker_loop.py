@@ -94,7 +94,12 @@ class Worker:
 
     def _load(self, request: LoadModel) -> None:
         torch.set_num_threads(request.threads)
-        source = ModelSource(request.name, trust_remote_code=request.trust_remote_code, backend=request.backend)
+        source = ModelSource(
+            request.name,
+            trust_remote_code=request.trust_remote_code,
+            backend=request.backend,
+            on_mps=request.device.startswith("mps"),
+        )
         folder, dtype, device = Path(request.folder), DTYPES[request.dtype], torch.device(request.device)
         self._model = load_weights(folder, source, describe(folder, source), dtype, device)
         runner = ModelRunner(self._model)
