@@ -32,7 +32,7 @@ _DYNAMIC = {"rope_type": "dynamic", "factor": 1.7}
 BOUNDARY = 32  # of LongRoPE
 
 
-def _longrope(pairs: int, **more: Any) -> dict[str, Any]:
+def longrope(pairs: int, **more: Any) -> dict[str, Any]:
     factors = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
     return {"rope_type": "longrope", "original_max_position_embeddings": BOUNDARY, **factors, **more}
 
@@ -44,14 +44,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "llama3": _LLAMA3,
     "yarn": _YARN,
     "yarn mscale": _MSCALE,
-    "longrope": _longrope(4),
+    "longrope": longrope(4),
 }
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "llama": [
         {**_SIX, **_BIASES, "head_dim": 10, "rope_scaling": _LLAMA3},
         {**_ONE, "head_dim": 12, "tie_word_embeddings": True, "rope_scaling": _YARN, "hidden_act": "gelu"},
-        {**_EQUAL, "rope_scaling": _longrope(4), "rope_theta": 5e5, "attention_bias": True, "rms_norm_eps": 1e-2},
+        {**_EQUAL, "rope_scaling": longrope(4), "rope_theta": 5e5, "attention_bias": True, "rms_norm_eps": 1e-2},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "mlp_bias": True},
     ],
     "mistral": [
@@ -69,8 +69,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {**_ONE, "head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "layer_types": _SLIDING_LAST},
     ],
     "phi3": [
-        {**_SIX, "sliding_window": 7, "partial_rotary_factor": 0.5, "rope_scaling": _longrope(2)},
-        {**_ONE, "original_max_position_embeddings": BOUNDARY, "rope_scaling": _longrope(4), "tie_word_embeddings": True},
+        {**_SIX, "sliding_window": 7, "partial_rotary_factor": 0.5, "rope_scaling": longrope(2)},
+        {**_ONE, "original_max_position_embeddings": BOUNDARY, "rope_scaling": longrope(4), "tie_word_embeddings": True},
         {**_EQUAL, "partial_rotary_factor": 0.75, "head_dim": 16, "sliding_window": 12},
     ],
     "gemma": [
