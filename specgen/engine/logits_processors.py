@@ -111,7 +111,7 @@ class PenaltyProcessor:
         return logits
 
     def _follow(self, context: Context) -> None:
-        """Adds the context's new tokens to what is kept of it; begins anew with another or a shorter context."""
+        """Updates the kept state with the context's new tokens; rebuilds it for another or a shorter context."""
         ids = context.ids
         if context is not self._context or len(ids) < self._known:
             self._context, self._known = None, 0  # an interrupted call begins anew next time

@@ -41,7 +41,7 @@ _MODELS_AS_FILE = (  # models whose declared class transformers ignores because 
 )
 
 _QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPACE_MARK = "\u2581"  # stands for a space in tokens made by SentencePiece
+_SPACE_MARK = "\u2581"  # how SentencePiece writes a space in tokens
 
 
 class NotNativeError(Exception):

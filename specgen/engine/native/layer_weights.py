@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from specgen.engine.native.description import Architecture
-from specgen.engine.native.tensor_names import LayerTensors, bias_of
+from specgen.engine.native.tensor_names import FINAL_NORM, LayerTensors, bias_of
 
 TakeTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Returns the tensor with this name, on the model's device; raises SpecgenError if it is missing or has another shape."""
@@ -45,6 +45,15 @@ def layer_weights(
     `norm_gain` is a factor on the weights of the norms before attention and MLP (see `residual`).
     """
     return _Fusion(architecture, names, take, dtype, norm_gain).weights()
+
+
+def final_norm(
+    architecture: Architecture, take: TakeTensor, dtype: torch.dtype, norm_gain: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the weight [width] of the norm before the LM head, with `norm_gain` as in `layer_weights`, and its bias or None."""
+    width = (architecture.hidden_size,)
+    weight = ((take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * norm_gain).to(dtype)
+    return weight, take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
 
 
 class _Fusion:

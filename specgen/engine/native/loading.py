@@ -12,10 +12,10 @@ import torch
 from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import layer_weights
+from specgen.engine.native.layer_weights import final_norm, layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, bias_of, layer_tensors
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, layer_tensors
 from specgen.engine.native.weight_files import WeightFiles
 
 
@@ -107,7 +107,4 @@ def _parts(
         files.close()  # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
         embedding = files.take(embedding_name, shape)
         embedding = embedding.to(dtype) if files.are_copied else embedding
-    width = shape[1:]
-    norm = ((files.take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * gain).to(dtype)
-    bias = files.take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
-    return NativeParts(embedding, norm, bias, head)
+    return NativeParts(embedding, *final_norm(architecture, files.take, dtype, gain), head)

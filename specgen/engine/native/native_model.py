@@ -19,10 +19,10 @@ from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, PassInputs
-from specgen.engine.native.layer_weights import layer_weights
+from specgen.engine.native.layer_weights import final_norm, layer_weights
 from specgen.engine.native.products import DenseProduct, Product, ProductChoice, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
-from specgen.engine.native.tensor_names import EXIT_HEAD, FINAL_NORM, bias_of, layer_tensors
+from specgen.engine.native.tensor_names import EXIT_HEAD, layer_tensors
 from specgen.engine.native.trainable_exit import NativeTrainableExit, final_logits, untrained_exit
 from specgen.engine.native.weight_files import WeightFiles
 
@@ -256,9 +256,7 @@ class NativeExit:
 
         with torch.no_grad():
             factory = ProductFactory(model.device, dtype)
-            width = (architecture.hidden_size,)
-            norm = ((take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * model.norm_gain).to(dtype)
-            bias = take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
+            norm, bias = final_norm(architecture, take, dtype, model.norm_gain)
             head = model.parts.head
             if EXIT_HEAD in tensors:
                 head = factory(take(EXIT_HEAD, (model.vocab_size, architecture.hidden_size)).to(dtype))

@@ -1,4 +1,4 @@
-"""A model that transformers runs, behind the interface that the native decoder has too."""
+"""A model that transformers runs, with the same interface as the native decoder's models."""
 
 from __future__ import annotations
 
