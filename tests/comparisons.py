@@ -1,14 +1,22 @@
-"""Comparisons on the tiny pair, and what their traces hold."""
+"""Comparisons on the tiny pair and what their traces hold; and the results of a comparison with given figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_helpers import Lines, parsed, run_main
+
+from specgen.compare.method_specs import MethodSpec, parse_spec
+from specgen.compare.prompts import Prompt
+from specgen.compare.results import BenchmarkConfig, Results, Run, method_results
+from specgen.compare.verdict import Difference
+from specgen.errors import SpecgenError
+from specgen.types import SamplingParams
+from specgen.ui.terminal.comparison import Report, page
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
 CATEGORIES = ["prose", "prose", "code", "code"]
@@ -47,3 +55,58 @@ def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
             start = run["start"]
             runs.setdefault(start["spec"], {}).setdefault(start["prompt_index"], []).append({**line, **run})
     return runs
+
+
+PHASE_SHARES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
+WILD = MethodSpec("wild", "wild", {}, lossless=False)
+
+
+def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
+    """A run of 100 tokens with one token of the target's own in each round; `more` are other keys of its summary line."""
+    line = {
+        "token_ids": [1] * 100,
+        "rounds": 100 - accepted,
+        "drafts": (100 - accepted) * bool(drafted),
+        "drafted": drafted,
+        "accepted": accepted,
+        "seconds": seconds,
+        "phase_seconds": {phase: share * seconds for phase, share in PHASE_SHARES.items()},
+        **more,
+    }
+    return Run(line, None)
+
+
+def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
+    """Each method's runs, one a prompt."""
+    specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
+    prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(3)]
+    results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
+    for spec, runs in zip(specs, methods.values(), strict=True):
+        for index, measured in enumerate(runs):
+            results.runs[spec.written, index, 0] = measured
+    return results
+
+
+def usual() -> Results:
+    """Three prompts, with a tie, a lossy method, one without phases, and one that failed."""
+    results = results_of(
+        {
+            "ar": [run(2.0), run(2.2), run(2.1)],
+            "svip": [run(1.0, 90, 70), run(1.1, 95, 60), run(0.9, 80, 75)],
+            "lookup": [run(1.9, 200, 20), run(1.8, 200, 30), run(2.2, 200, 10)],
+            "transformers-assisted": [run(1.5, 90, 70, phase_seconds=None) for _ in range(3)],
+            "wild": [run(0.5, 90, 80, perplexity=2.0) for _ in range(3)],
+            "sd:k=8": [],
+        }
+    )
+    results.failures["sd:k=8"] = SpecgenError("sd needs a thing that is not there", "Make one: specgen tune --train")
+    results.differences["svip", 1, 0] = Difference(1, 0, 57, 4, 5, 0.0004, 1e-3)
+    return results
+
+
+def report_of(results: Results, **options: bool) -> Report:
+    return Report(results, method_results(results), "demo pair, cpu float32", **options)
+
+
+def shown(results: Results, width: int, **options: bool) -> list[str]:
+    return [line.plain for line in page(report_of(results, **options), width)]

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli_helpers import POSIX
@@ -118,18 +119,34 @@ def test_recorded_distributions_are_those_of_both_models(compare: Compare, pair:
     assert all(line["overlap"] == line["kl"] == [None] * len(line["draft_ids"]) for line in looked_up)
 
 
-def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare) -> None:
-    options = ("-m", "sd:k=3,lookup,transformers", "-n", "25", "--ignore-eos", "--repeats", "1")
-    code, out, _ = compare(*options, "--predict", "--json")
+def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare, tmp_path: Path) -> None:
+    """EESD's Eq. 13 and 14: each drafted token costs a draft pass, and each token that is not from the draft a target pass.
+
+    By pass costs, each round costs its draft passes and one target pass over the draft and one token more.
+    """
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "sd:k=3,lookup,transformers", "-n", "25", "--ignore-eos", "--repeats", "1", "--predict")
+    code, out, _ = compare(*options, "--json", "--trace", str(trace))
     assert code == 0
-    plain_line, sd, _, baseline = parsed(out)
-    costs = sd["costs"]
-    rate, share = sd["acceptance_rate"], sd["draft_share"]
-    ratio = costs["draft"] / costs["target"]["1"]
-    assert sd["predicted"]["eq14"] == pytest.approx(rate / ((ratio - rate) * share + rate))
-    assert sd["predicted"]["pass_costs"] > 0
+    plain_line, *drafting, baseline = parsed(out)
     assert plain_line["predicted"] == baseline["predicted"] == {"eq14": None, "pass_costs": None}
-    assert "by pass" in compare(*options, "--predict")[1]
+    runs = runs_of(trace)
+    prefill = sum(by[0]["phase_seconds"]["prefill"] for by in runs["ar"].values())
+    for line in drafting:
+        costs = line["costs"]
+        widths, seconds = map(list, zip(*((int(width), cost) for width, cost in costs["target"].items()), strict=True))
+        # a draft of lookup takes the time that was measured for it, as no model runs
+        drafted = costs["draft"] if line["method"] == "sd:k=3" else line["phase_seconds"]["draft"] / line["drafted"]
+        passes = line["new_tokens"] - line["accepted"]
+        expected = line["new_tokens"] * seconds[0] / (line["drafted"] * drafted + passes * seconds[0])
+        assert line["predicted"]["eq14"] == pytest.approx(expected)
+        lengths = [len(round_["draft_ids"]) for by in runs[line["method"]].values() for round_ in by[0]["rounds"][1:]]
+        taken = prefill + sum(length * drafted + np.interp(length + 1, widths, seconds) for length in lengths)
+        plain_seconds = prefill + (line["new_tokens"] - len(runs["ar"])) * seconds[0]
+        assert line["predicted"]["pass_costs"] == pytest.approx(plain_seconds / taken)
+    table = compare(*options)[1]
+    assert "by pass" in table
+    assert "Eq. 14" in table
 
 
 def test_settings_that_are_auto_are_measured_before_the_runs(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:

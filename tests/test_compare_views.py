@@ -4,82 +4,27 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
+from comparisons import report_of, results_of, run, shown, usual
 from rich.console import Console
 
-from specgen.compare.columns import as_json, csv_text
-from specgen.compare.method_specs import MethodSpec, parse_spec
+from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import BenchmarkConfig, MethodResult, Prediction, Results, Run, method_results
+from specgen.compare.ranking import ranked
+from specgen.compare.results import MethodResult, Prediction, method_results
 from specgen.compare.runner import BenchmarkStep
-from specgen.compare.verdict import Difference, first_difference
-from specgen.engine.tolerances import tie_threshold
-from specgen.errors import SpecgenError
+from specgen.compare.verdict import Difference
 from specgen.traces.trace_reader import TracedRound, TracedRun
-from specgen.types import Draft, Round, SamplingParams, Verdict
+from specgen.types import Draft, Round, Verdict
 from specgen.ui import theme
 from specgen.ui.html import compare_page
 from specgen.ui.recorded_methods import LOSSY
-from specgen.ui.terminal.comparison import Report, headed_table, page
+from specgen.ui.terminal.comparison import headed_table, page
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.live_table import duration, live_lines, live_table, progress_line
-
-PHASES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
-WILD = MethodSpec("wild", "wild", {}, lossless=False)
-
-
-def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
-    line = {
-        "token_ids": [1] * 100,
-        "rounds": 100 - accepted,
-        "drafts": (100 - accepted) * bool(drafted),
-        "drafted": drafted,
-        "accepted": accepted,
-        "seconds": seconds,
-        "phase_seconds": {phase: share * seconds for phase, share in PHASES.items()},
-        **more,
-    }
-    return Run(line, None)
-
-
-def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
-    """Each method's runs, one a prompt."""
-    specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
-    prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(3)]
-    results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
-    for spec, runs in zip(specs, methods.values(), strict=True):
-        for index, measured in enumerate(runs):
-            results.runs[spec.written, index, 0] = measured
-    return results
-
-
-def usual() -> Results:
-    results = results_of(
-        {
-            "ar": [run(2.0), run(2.2), run(2.1)],
-            "svip": [run(1.0, 90, 70), run(1.1, 95, 60), run(0.9, 80, 75)],
-            "lookup": [run(1.9, 200, 20), run(1.8, 200, 30), run(2.2, 200, 10)],
-            "transformers-assisted": [run(1.5, 90, 70, phase_seconds=None) for _ in range(3)],
-            "wild": [run(0.5, 90, 80, perplexity=2.0) for _ in range(3)],
-            "sd:k=8": [],
-        }
-    )
-    results.failures["sd:k=8"] = SpecgenError("sd needs a thing that is not there", "Make one: specgen tune --train")
-    results.differences["svip", 1, 0] = Difference(1, 0, 57, 4, 5, 0.0004, 1e-3)
-    return results
-
-
-def report_of(results: Results, **options: bool) -> Report:
-    return Report(results, method_results(results), "demo pair, cpu float32", **options)
-
-
-def shown(results: Results, width: int, **options: bool) -> list[str]:
-    return [line.plain for line in page(report_of(results, **options), width)]
 
 
 @pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])
@@ -155,6 +100,10 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     text = "\n".join(lines)
     assert "svip differs from plain decoding at 12 of prompt 1 (p1): the target's logit of its token is 3.5 lower" in text
     assert "\ntransformers-assisted is the fastest" in text
+    order = ["ar", "transformers-assisted", "lookup", "svip", "wild", "sd:k=8"]
+    assert [result.spec.written for result in ranked(method_results(results))] == order, "after all that are right"
+    assert [line.split()[0] for line in lines[4:10]] == order
+    assert next(line for line in lines if line.startswith("wild ")).split()[1] == "lossy"
     broken = next(row for row in method_results(results) if row.spec.written == "svip")
     assert broken.broken is not None
     assert broken.overall is not None
@@ -169,45 +118,19 @@ def test_an_incomplete_repeat_is_not_counted() -> None:
     assert "2 of 3 prompts" in shown(results, 100)[0]
 
 
+def test_rows_by_category_need_two_categories() -> None:
+    results = usual()
+    one_category = [replace(prompt, category="one") for prompt in results.config.prompts]
+    for prompts, names in ((results.config.prompts, ["ar", "two", "one", "svip"]), (one_category, ["ar", "svip"])):
+        results.config = replace(results.config, prompts=prompts)
+        lines = shown(results, 120, by_category=True)[4:]
+        assert [line.split()[0] for line in lines[: len(names)]] == names
+
+
 def test_phases_add_up_to_the_whole() -> None:
     text = "\n".join(line.plain for line in phases_table(method_results(usual()), 120))
     assert re.search(r"^ar +0\.63  10% +1\.26  20% +3\.78  60% +0\.32   5% +0\.3[12]   5% +6\.30 s$", text, flags=re.MULTILINE)
     assert re.search(r"^transformers-assisted +4\.50 s$", text, flags=re.MULTILINE)
-
-
-CSV_HEADER = (
-    "method,category,lossless,prompts,identical,tied,diverged,acceptance_rate,draft_share,harmonic_mean,block_efficiency,"
-    "mean_draft_length,target_passes,rounds,drafted,accepted,new_tokens,seconds,tokens_per_second,speedup,speedup_low,speedup_high,"
-    "perplexity,joules_per_token,prefill_seconds,draft_seconds,verify_seconds,sample_seconds,other_seconds,predicted_eq14,"
-    "predicted_pass_costs,error"
-)
-
-
-def test_csv_and_json_keep_their_keys() -> None:
-    made = method_results(usual())
-    header = csv_text(made).splitlines()[0]
-    assert header == CSV_HEADER
-    csv_only = {"category", *(f"{phase}_seconds" for phase in PHASES), "predicted_eq14", "predicted_pass_costs"}
-    json_only = {"type", "mean_accepted_run", "energy", "phase_seconds", "differences", "by_category"}
-    assert all(set(as_json(result)) == (set(header.split(",")) - csv_only) | json_only for result in made)
-
-
-# ------------------------------------------------------------------ verdicts
-
-
-def test_the_first_difference_may_be_the_end_of_one_answer() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert Difference(0, 0, 2, 3, None, None, 1e-3).is_broken
-
-
-def test_ties_are_gaps_that_rounding_explains() -> None:
-    assert tie_threshold("float32", 50.0) == 1e-3
-    assert tie_threshold("bfloat16", 32.0) == 0.5
-    assert tie_threshold("float16", 32.0) == 0.125
-    assert not Difference(0, 0, 1, 3, 4, -0.4, 0.5).is_broken
-    assert Difference(0, 0, 1, 3, 4, 0.5, 0.5).is_broken
 
 
 # ------------------------------------------------------------------ while it runs

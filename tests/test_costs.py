@@ -14,6 +14,7 @@ import torch
 import specgen
 from specgen import measurement_cache, preparation
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.cost_model.speedup import eesd_speedup
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Always
@@ -79,6 +80,35 @@ def test_measuring_ends_in_time_on_slow_models(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("ratio", "size"), [(0.2, 1), (1.4, 1), (1.6, 2), (10.7, 11), (1e9, LONGEST_WINDOW)])
 def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
     assert ParallelCosts(1.0, ratio, ratio, 8, 10).window.size == size
+
+
+def test_a_flexible_window_by_hand() -> None:
+    """A draft pass takes 1, a target pass 4 over one token and 5 over nine; each token is accepted with probability 0.7.
+
+    Seconds with a lead of n: n for the lead, 4 + n / 8 for its pass, and 0.7 ** (n + 1) * 5 / (1 - 0.7 ** 5) for further passes.
+    """
+    costs = ParallelCosts(1.0, 5.0, 4.0, 9, 64)
+    assert (costs.window.size, costs.window.first) == (5, 4)
+    further = 5 / (1 - 0.7**5)
+    seconds = [4 + 0.7 * further, 5.125 + 0.49 * further, 6.25 + 0.343 * further]
+    assert min(seconds) == seconds[1]
+    flexible = costs.flexible_window
+    assert (flexible.lead, flexible.size, flexible.first, flexible.is_flexible) == (1, 8, 8, True)
+    assert flexible.longest == 9
+    assert ParallelCosts(1.0, 4.0, 6.0, 9, 64).window.first == 4, "never more than during a longer pass"
+    assert ParallelCosts(0.001, 1.0, 1.0, 9, 64).flexible_window.size == LONGEST_WINDOW
+
+
+def test_costs_follow_a_machine_that_is_slower() -> None:
+    draft, target = (CostTable({8: Curve(points), 64: Curve(points)}) for points in ({1: 1.0}, {1: 3.0, 2: 4.0}))
+    slower = RoundCosts(draft, target, 0.5, 0.25).times(2)
+    assert slower.as_dict() == {
+        "drafting": {8: {1: 2.0}, 64: {1: 2.0}},
+        "judging": {8: {1: 6.0, 2: 8.0}, 64: {1: 6.0, 2: 8.0}},
+        "looking": 1.0,
+        "together": 0.5,
+    }
+    assert Curve({1: 3.0, 2: 1.0}).at(4) == 0.0, "times that fall, as short measurements may, are never below zero"
 
 
 KEY = {"models": ["a", "b"], "context": 64}
@@ -177,6 +207,11 @@ def test_inspect_announces_the_window_that_a_run_uses(
 
 
 def test_eesd_speedup_by_hand() -> None:
-    """All of 4 drafted tokens accepted and one of the target's own for each: 5 tokens for 4 draft passes and one target pass."""
-    assert eesd_speedup(1.0, 4 / 5, cost_ratio=10.0) == pytest.approx(5 / (4 / 10 + 1))
+    """In each round 4 tokens are drafted, some are accepted, and the target gives one: 4 draft passes and one target pass.
+
+    A draft pass takes a tenth of a target pass. So with all 4 accepted, 5 tokens take as long as 1.4 of plain decoding.
+    """
+    for accepted, speedup in ((4, 5 / 1.4), (2, 3 / 1.4), (1, 2 / 1.4)):
+        assert eesd_speedup(accepted / 4, accepted / (accepted + 1), cost_ratio=10.0) == pytest.approx(speedup)
+    assert eesd_speedup(1 / 4, 1 / 2, cost_ratio=0.5) == pytest.approx(2 / 9), "a draft pass takes two target passes"
     assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None

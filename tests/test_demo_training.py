@@ -143,9 +143,12 @@ class TestTraining:
     def test_shapes(self) -> None:
         assert Shape(256, 12) == Shape(256, 12, heads=8)
         assert Shape(256, 12).intermediate_size == 704
-        for sizes in [(0, 1), (64, 0), (64, 1, -2), (66, 1, 4), (6, 1, 2)]:
-            with pytest.raises(SpecgenError):
+        for sizes in [(0, 1), (64, 0), (64, 1, -2)]:
+            with pytest.raises(SpecgenError, match="Each size has to be at least 1"):
                 Shape(*sizes)
+        for hidden_size, heads in [(66, 4), (6, 2)]:
+            with pytest.raises(SpecgenError, match=f"{hidden_size} does not fit {heads} heads"):
+                Shape(hidden_size, 1, heads)
 
 
 class TestCommandLine:

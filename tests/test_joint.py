@@ -236,14 +236,14 @@ def run(name: str, settings: dict[str, object], target: TableRunner, draft: Tabl
     return list(scripted_run(name, settings, target, draft, sampling, seed=sampling.seed or 0).rounds())
 
 
-def log_likelihood(runner: TableRunner, tokens: Sequence[int]) -> float:
-    return sum(float(runner.row([*PROMPT, *tokens[:position]]).log_softmax(-1)[token]) for position, token in enumerate(tokens))
+def log_likelihood(runner: TableRunner, tokens: Sequence[int], ids: Sequence[int] = PROMPT) -> float:
+    return sum(float(runner.row([*ids, *tokens[:position]]).log_softmax(-1)[token]) for position, token in enumerate(tokens))
 
 
-def greedy(runner: TableRunner, count: int) -> list[int]:
+def greedy(runner: TableRunner, count: int, ids: Sequence[int] = PROMPT) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens.append(int(runner.row([*PROMPT, *tokens]).argmax()))
+        tokens.append(int(runner.row([*ids, *tokens]).argmax()))
     return tokens
 
 
@@ -298,10 +298,31 @@ class TestMtad:
     @pytest.mark.parametrize("settings", [{"beams": 1}, {"k": 1}, {"beams": 1, "k": 1}, {"beams": 256, "k": 2}])
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_narrow_short_and_wide(self, settings: dict[str, object], temperature: float) -> None:
+        """Each draft has up to k tokens, and of it the longest prefix with min(1, P / Q) above tau is accepted."""
+        target, draft_model = TableRunner(1), TableRunner(2)
+        accepted = []
         for beam, seed in product(("greedy", "sample"), range(3)):
             sampling = SamplingParams(max_new_tokens=10, temperature=temperature, seed=seed)
-            rounds = run("mtad", {**settings, "beam": beam}, TableRunner(1), TableRunner(2), sampling)
-            assert len(ids_of(rounds)) == 10
+            rounds = run("mtad", {**settings, "beam": beam, "tau": 0.4}, target, draft_model, sampling)
+            tokens = ids_of(rounds)
+            assert len(tokens) == 10
+            ids = [*PROMPT, *rounds[0].token_ids]
+            for round_ in rounds[1:]:
+                drafted, room = round_.draft.tokens, len(PROMPT) + 10 - len(ids)
+                assert len(drafted) == min(settings.get("k", 4), room - 1)
+                ratios = [
+                    math.exp(log_likelihood(target, drafted[:length], ids) - log_likelihood(draft_model, drafted[:length], ids))
+                    for length in range(1, len(drafted) + 1)
+                ]
+                assert len(round_.verdict.path) == max((at for at, ratio in enumerate(ratios, 1) if ratio > 0.4), default=0)
+                accepted.append(len(round_.verdict.path))
+                if settings.get("beams") == 1 and beam == "greedy":
+                    assert list(drafted) == greedy(draft_model, len(drafted), ids)
+                ids += round_.accepted_ids
+                assert temperature or round_.verdict.token == greedy(target, 1, ids)[0]
+                ids.append(round_.verdict.token)
+            assert ids == [*PROMPT, *tokens]
+        assert len(set(accepted)) > 1, "some drafts are accepted, and some are not"
 
     @pytest.mark.parametrize("name", ["mtad", "bild"])
     def test_an_end_of_sequence_ends_the_output(self, name: str) -> None:

@@ -264,6 +264,7 @@ def test_the_speedup_model_by_hand() -> None:
     assert cheap.speedup(5, 1.0) == pytest.approx(6 / 2)
     assert cheap.speedup(1, 0.2) == pytest.approx(1.0)
     dear = speedup_model(draft=1.1, a_token_more=0.1)
+    assert dear.relative_draft_cost == pytest.approx(1.1)
     assert dear.break_even_acceptance(3) is None
     free = speedup_model(draft=0.0, a_token_more=0.05)
     assert free.break_even_acceptance(10) == pytest.approx(0.05)

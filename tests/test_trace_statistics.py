@@ -45,6 +45,9 @@ def test_acceptance_by_entropy_counts_verified_tokens_only(recorded: TracedRun) 
         assert (found.verified, found.accepted) == (len(inside), sum(inside))
         expected = stats.binomtest(found.accepted, found.verified).proportion_ci(0.95, method="wilson")
         assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
+        assert found.mean_entropy == pytest.approx(
+            np.mean([entropy for entropy, _ in verified if found.low <= entropy < found.high])
+        )
 
 
 def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
@@ -64,6 +67,7 @@ def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
     assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
     for found in bounds.by_entropy:
         inside = [token for token in tokens if found.low <= token[0] < found.high]
+        assert found.entropy == pytest.approx(median(entropy for entropy, _, _ in inside))
         assert found.acceptance == pytest.approx(median(overlap for _, overlap, _ in inside))
         assert found.pinsker == pytest.approx(median(max(0.0, 1 - math.sqrt(kl / 2)) for _, _, kl in inside))
         assert found.bretagnolle_huber == pytest.approx(median(1 - math.sqrt(1 - math.exp(-kl)) for _, _, kl in inside))
@@ -84,9 +88,13 @@ def test_pinsker_and_bretagnolle_huber_bound_the_true_acceptance_probability() -
 
 def test_a_run_uses_its_own_constant(tmp_path: Path) -> None:
     run = traces.a_recorded_run(5, method="svip", settings={"c": 0.3, "threshold": 0.5, "max_draft": 40})
-    bounds = folded(next(read_trace(traces.write(tmp_path / "t.jsonl", *run)))).bounds()
+    own = folded(next(read_trace(traces.write(tmp_path / "t.jsonl", *run))))
+    assert own.c == 0.3
+    other = traces.a_recorded_run(5, method="svip", settings={"c": 0.6, "threshold": 0.5, "max_draft": 40})
+    own.add(next(read_trace(traces.write(tmp_path / "t.jsonl", *other))))
+    bounds = own.bounds()
     assert bounds is not None
-    assert bounds.c == 0.3
+    assert bounds.c == 0.3, "of several runs, the first one's"
 
 
 def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
@@ -100,6 +108,8 @@ def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
     assert len(both.tokens) == len(first.tokens) + len(second.tokens)
     assert both.speeds == pytest.approx([first.summary.tokens_per_second, second.summary.tokens_per_second])
     assert both.summary.mean_draft_length == pytest.approx(both.summary.drafted / 98)
+    assert both.mean_accepted_length == pytest.approx(both.summary.accepted / 98), "prefills have no draft"
+    assert TraceStatistics("ar").mean_accepted_length is None
 
 
 def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None:
@@ -111,6 +121,9 @@ def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None
     found = folded(run)
     assert found.summary.tokens_per_second == 2.0
     assert found.summary.block_efficiency == 1.0
+    for wrong in ("1.5", -1.5, 1e12, None):
+        run = next(read_trace(traces.write(tmp_path / "t.jsonl", start, summary | {"seconds": wrong})))
+        assert folded(run).summary.tokens_per_second is None, wrong
 
 
 def test_beta_quantiles_are_scipys() -> None:

@@ -1,4 +1,4 @@
-"""The profile: written atomically, read strictly, used where its key matches; the report; and exports."""
+"""The profile: written atomically, read strictly, used where its key matches; and what `specgen tune` reports."""
 
 from __future__ import annotations
 
@@ -10,38 +10,27 @@ import threading
 import time
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tuning_helpers import CURVES, outcome
 from typer.testing import CliRunner
 
 import specgen
 from specgen import files
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
+from specgen.cost_model.speedup import SpeedupModel
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.tuning import profile as profiles
-from specgen.tuning.export import ENGINES, export
 from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 from specgen.ui import theme
 from specgen.ui.terminal.tune_report import report
-
-CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012}}, "looking": 1e-5}
-
-
-def outcome() -> TuningOutcome:
-    methods = [
-        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 40, 118.0, 1.4, 1.2, 1.6),
-        Candidate("sd", {"k": 3}, 100.0, 16),
-        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, 90.0, 45),
-        Candidate("lookup", {"k": 4, "ngram": 2}, 85.0, 32),
-        Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
-    ]
-    return TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -258,6 +247,38 @@ def test_compare_takes_tuned_settings(pair: tuple[str, ...], folder: Path, tmp_p
     assert starts["svip"]["threshold"] == 0.45
 
 
+def test_the_json_line_by_hand(tmp_path: Path) -> None:
+    """A target pass over two tokens takes 12 ms, a draft pass 2 ms, plain decoding 10 ms: drafts of one token pay from 40 %."""
+    found = replace(outcome(), speedup_model=SpeedupModel({1: 0.01, 2: 0.012}, 0.002, 256), left_out={"pearl": "no time"})
+    lossy = Candidate("mtad", {"k": 3}, 70.0, perplexity=1.5)
+    found = replace(found, methods=[*found.methods, lossy])
+    svip = {"threshold": 0.45, "c": 0.15, "max_draft": 12}
+    settings = {"svip": svip, "sd": {"k": 3}, "confidence": {"threshold": 0.4, "max_draft": 8}, "lookup": {"k": 4, "ngram": 2}}
+    expected = {
+        "type": "tune",
+        "chosen": {"method": "svip", "settings": svip},
+        "verdict": "pays",
+        "confirmed": True,
+        "speedup": 1.4,
+        "speedup_low": 1.2,
+        "speedup_high": 1.6,
+        "predicted": {"svip": 120.0, "sd": 100.0, "confidence": 90.0, "lookup": 85.0, "ar": 80.0, "mtad": 70.0},
+        "measured": {"svip": 118.0, "ar": 84.0},
+        "perplexity": {"mtad": 1.5},
+        "settings": {**settings, "ar": {}, "mtad": {"k": 3}},
+        "acceptance": 0.8,
+        "pays_from": pytest.approx(0.4),
+        "costs": {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}},
+        "left_out": {"pearl": "no time"},
+        "profile": str(tmp_path / "profile.yaml"),
+    }
+    assert json_line(found, tmp_path / "profile.yaml") == expected
+    slow = [replace(entry, speedup=0.9, low=0.8, high=0.97) if entry.name == "svip" else entry for entry in found.methods]
+    line = json_line(replace(found, methods=slow), tmp_path)
+    assert (line["chosen"], line["verdict"], line["speedup"]) == ({"method": "ar", "settings": {}}, "does not pay", 1.0)
+    assert (line["speedup_low"], line["speedup_high"], line["confirmed"]) == (None, None, True)
+
+
 def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey, tmp_path: Path) -> None:
     """Even with a large expected speedup neither the report nor the profile nor --json says that speculation pays."""
     methods = [Candidate("svip", {"threshold": 0.45}, 160.0, 40), Candidate("ar", {}, 80.0)]
@@ -325,11 +346,22 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", *given, "--json"])
     assert result.exit_code == 0, result.stderr
     line = json.loads(result.stdout)
-    assert line["type"] == "tune"
-    assert {"chosen", "speedup", "predicted", "costs", "profile", "confirmed"} <= line.keys()
+    assert set(line) == set(json_line(outcome(), out))
     assert line["profile"] == str(out / "profile.yaml")
-    assert set(line["predicted"]) == {"ar", "sd", "lookup"}
-    assert profiles.load(out).chosen.method == line["chosen"]["method"]
+    assert set(line["predicted"]) == set(line["settings"]) == {"ar", "sd", "lookup"}
+    assert line["settings"]["ar"] == {}
+    assert line["confirmed"] is (line["verdict"] != "unconfirmed")
+    assert line["confirmed"] is (len(line["measured"]) > 1)
+    assert set(line["measured"]) <= set(line["predicted"])
+    assert all(speed > 0 for speed in (*line["predicted"].values(), *line["measured"].values()))
+    assert 0 < line["acceptance"] <= 1
+    assert set(line["costs"]) == {"echo", "model"}
+    assert all(set(costs) == {"drafting", "judging", "looking", "together"} for costs in line["costs"].values())
+    saved = profiles.load(out)
+    assert saved.chosen.model_dump() == line["chosen"]
+    assert line["chosen"]["settings"] == line["settings"][line["chosen"]["method"]]
+    assert (saved.verdict, saved.speedup) == (line["verdict"], pytest.approx(line["speedup"], rel=1e-4))
+    assert {name: dict(entry.settings) for name, entry in saved.methods.items()} == line["settings"]
     assert "✓ plain decoding gives" in result.stderr
     assert "saved" in result.stderr
     assert f"tuned: {line['chosen']['method']}" in generated(pair, "--profile", str(out))
@@ -360,38 +392,3 @@ def test_mistakes_get_one_line(more: list[str], said: str) -> None:
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert said in result.stderr
-
-
-TUNED: Any = {found.name: found for found in outcome().methods}
-NAMES = ("org/target", "org/draft")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_each_engine_gets_its_own_options(engine: str) -> None:
-    made = export(engine, TUNED, "svip", *NAMES)
-    assert any("svip" in lost for lost in made.lost), "a note says that the engine lacks the fastest method"
-    expected = {
-        "transformers": ('"num_assistant_tokens": 3', '"assistant_confidence_threshold": 0.0', '"constant"'),
-        "vllm": ('"method": "draft_model"', '"model": "org/draft"', '"num_speculative_tokens": 3'),
-        "sglang": ("--speculative-algorithm STANDALONE", "--speculative-num-steps 3", "topk 1", "num-draft-tokens 4"),
-        "llama.cpp": ("--spec-type draft-simple", "--spec-draft-n-max 3", "--spec-draft-n-min 0", "--spec-draft-p-min 0"),
-        "mlx": ("--num-draft-tokens 3",),
-    }
-    for words in expected[engine]:
-        assert words in made.text
-
-
-def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
-    confident: Any = {"confidence": Candidate("confidence", {"threshold": 0.35, "max_draft": 9}, 1.0)}
-    assert json.loads(export("transformers", confident, "confidence", *NAMES).text) == {
-        "num_assistant_tokens": 9,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.35,
-    }
-    assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", *NAMES).text
-    looked_up: Any = {"lookup": Candidate("lookup", {"k": 6, "ngram": 2}, 1.0)}
-    assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", "t", None).text
-    with pytest.raises(SpecgenError, match="none of the tuned methods"):
-        export("mlx", looked_up, "lookup", *NAMES)
-    plain = export("mlx", TUNED, "ar", *NAMES)
-    assert "plain decoding is the fastest" in plain.lost[0]

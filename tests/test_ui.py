@@ -82,7 +82,7 @@ def test_what_may_become_a_stop_text_is_held_back(stop: tuple[str, ...], steps: 
         shown(answer.add(a_round(1, (12, 13), 2, 11, "bonus"))),
         shown(answer.finish()),
     ]
-    assert "".join(found).replace("][", "") == "".join(steps).replace("][", "")
+    assert [text.replace("][", "") for text in found] == [text.replace("][", "") for text in steps]
     assert answer.text == text
     assert not any(text_ in answer.text for text_ in stop)
 

@@ -260,10 +260,10 @@ def test_the_workers_idle_threads_leave_their_cores_to_others(
 
     def refuse(*_: object, env: dict[str, str], **__: object) -> None:
         variables.update(env)
-        raise OSError
+        raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="the draft worker cannot be started: no more processes"):
         DraftProcess()
     assert variables["OMP_WAIT_POLICY"] == expected
     assert os.environ.get("OMP_WAIT_POLICY") == given

@@ -1,4 +1,4 @@
-"""A pair's prompts, round costs and real runs, for the tests of tuning."""
+"""A pair's prompts, round costs, real runs and a tuning's outcome, for the tests of tuning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
+from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
@@ -21,3 +22,18 @@ def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingPa
         for round_ in pair.rounds(prompt, name, sampling, **given):
             summary.add(round_)
     return summary
+
+
+CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012}}, "looking": 1e-5}
+
+
+def outcome() -> TuningOutcome:
+    """Of a tuning in which svip and plain decoding were really run."""
+    methods = [
+        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 40, 118.0, 1.4, 1.2, 1.6),
+        Candidate("sd", {"k": 3}, 100.0, 16),
+        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, 90.0, 45),
+        Candidate("lookup", {"k": 4, "ngram": 2}, 85.0, 32),
+        Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
+    ]
+    return TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)

@@ -1,0 +1,122 @@
+"""Tuned settings as options of other engines, and what transformers does with those that are written for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from families import make_model, near_copy
+from transformers import GenerationConfig
+from transformers.generation import candidate_generator
+from tuning_helpers import outcome
+
+from specgen.errors import SpecgenError
+from specgen.tuning.export import ENGINES, export
+from specgen.tuning.outcome import Candidate
+
+TUNED: Any = {found.name: found for found in outcome().methods}
+NAMES = ("org/target", "org/draft")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_gets_its_own_options(engine: str) -> None:
+    made = export(engine, TUNED, "svip", *NAMES)
+    assert any("svip" in lost for lost in made.lost), "a note says that the engine lacks the fastest method"
+    expected = {
+        "transformers": ('"num_assistant_tokens": 3', '"assistant_confidence_threshold": 0.0', '"constant"'),
+        "vllm": ('"method": "draft_model"', '"model": "org/draft"', '"num_speculative_tokens": 3'),
+        "sglang": ("--speculative-algorithm STANDALONE", "--speculative-num-steps 3", "topk 1", "num-draft-tokens 4"),
+        "llama.cpp": ("--spec-type draft-simple", "--spec-draft-n-max 3", "--spec-draft-n-min 0", "--spec-draft-p-min 0"),
+        "mlx": ("--num-draft-tokens 3",),
+    }
+    for words in expected[engine]:
+        assert words in made.text
+
+
+def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
+    confident: Any = {"confidence": Candidate("confidence", {"threshold": 0.35, "max_draft": 9}, 1.0)}
+    assert json.loads(export("transformers", confident, "confidence", *NAMES).text) == {
+        "num_assistant_tokens": 9,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.35,
+    }
+    assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", *NAMES).text
+    looked_up: Any = {"lookup": Candidate("lookup", {"k": 6, "ngram": 2}, 1.0)}
+    assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", "t", None).text
+    with pytest.raises(SpecgenError, match="none of the tuned methods"):
+        export("mlx", looked_up, "lookup", *NAMES)
+    plain = export("mlx", TUNED, "ar", *NAMES)
+    assert "plain decoding is the fastest" in plain.lost[0]
+
+
+def as_generation_config(method: str, **settings: float) -> dict[str, Any]:
+    """The exported fields. Checks that transformers' own class knows each of them and refuses no value."""
+    tuned: Any = {method: Candidate(method, settings, 1.0)}
+    fields: dict[str, Any] = json.loads(export("transformers", tuned, method, *NAMES).text)
+    config = GenerationConfig(**fields)
+    config.validate(strict=True)
+    assert set(fields) <= set(GenerationConfig().to_dict()), "an unknown field would be kept without a word"
+    assert {name: getattr(config, name) for name in fields} == fields
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "length", "threshold"),
+    [
+        ("sd", {"k": 3}, 3, 0.0),
+        ("confidence", {"threshold": 0.1, "max_draft": 4}, 4, 0.1),
+        ("heuristic", {"k": 2, "max_draft": 9}, 2, 0.0),
+    ],
+)
+def test_transformers_drafts_as_the_exported_settings_say(
+    monkeypatch: pytest.MonkeyPatch, method: str, settings: dict[str, float], length: int, threshold: float
+) -> None:
+    """In the assistant's generation config, as the note says. A constant draft is as long as tuned until the output ends."""
+    model = make_model("llama")
+    assistant = near_copy(model)
+    assistant.generation_config = GenerationConfig(eos_token_id=-1, pad_token_id=0, **as_generation_config(method, **settings))
+    seen: list[tuple[int, float, int]] = []
+
+    class Observed(candidate_generator.AssistedCandidateGenerator):
+        def get_candidates(self, input_ids: torch.Tensor, **more: Any) -> Any:
+            planned, stop = self.num_assistant_tokens, self.assistant_generation_config.assistant_confidence_threshold
+            candidates, logits = super().get_candidates(input_ids, **more)
+            seen.append((planned, stop, candidates.shape[1] - input_ids.shape[1]))
+            return candidates, logits
+
+    monkeypatch.setattr("transformers.generation.utils.AssistedCandidateGenerator", Observed)
+    prompt = torch.tensor([[1, 5, 9, 7]])
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        assistant_model=assistant,
+        generation_config=GenerationConfig(max_new_tokens=60, do_sample=False, eos_token_id=-1, pad_token_id=0),
+    )
+    assert len(seen) > 4
+    assert seen[0][0] == length
+    assert {found for _, found, _ in seen} == {threshold}
+    drafted = [drafted for _, _, drafted in seen[:-2]]  # the last ones have less room
+    if method == "heuristic":
+        assert {planned for planned, _, _ in seen} > {length}, "the schedule changes it"
+    else:
+        assert {planned for planned, _, _ in seen} == {length}
+        assert max(drafted) == length
+        assert (min(drafted) < length) == (method == "confidence"), "only a threshold ends a draft early"
+
+
+def test_transformers_looks_up_as_the_exported_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[candidate_generator.PromptLookupCandidateGenerator] = []
+
+    class Observed(candidate_generator.PromptLookupCandidateGenerator):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    monkeypatch.setattr("transformers.generation.utils.PromptLookupCandidateGenerator", Observed)
+    prompt = torch.tensor([[5, 9, 7, 5, 9, 7]])
+    fields = as_generation_config("lookup", k=6, ngram=2)
+    make_model("llama").generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, **fields)
+    (lookup,) = made
+    assert (lookup.num_output_tokens, lookup.max_matching_ngram_size) == (6, 2)

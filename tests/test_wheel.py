@@ -1,0 +1,75 @@
+"""The wheel: it has everything that the package needs, and works where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.build import build_wheel
+
+import specgen
+
+ROOT = Path(specgen.__file__).parents[1]
+PROGRAM = """
+import sys
+from pathlib import Path
+import specgen
+from specgen.compare.prompts import load_prompts
+assert Path(specgen.__file__).is_relative_to(sys.argv[1]), specgen.__file__
+print(len(load_prompts(None)))
+with specgen.load(device="cpu", dtype="float32") as pair:
+    for method in ("sd", "eesd-cali"):
+        print(pair.generate("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=4)).text.strip())
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of a wheel, as an installation has them."""
+    built, folder = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("installed")
+    before = Path.cwd()
+    os.chdir(ROOT)  # as a build front end does
+    try:
+        name = build_wheel(str(built))
+    finally:
+        os.chdir(before)
+    with zipfile.ZipFile(built / name) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def test_the_wheel_has_the_package_and_the_prompts_and_nothing_else(installed: Path) -> None:
+    found = files(installed / "specgen")
+    assert found.pop("examples.yaml") == (ROOT / "examples.yaml").read_bytes()
+    assert found == files(ROOT / "specgen")
+    parts = ("demo/target/model.safetensors", "demo/draft/model.safetensors", "demo/exit/exit.safetensors")
+    assert {*parts, "ui/html/templates/trace_page.html.j2"} <= set(found)
+    about = {folder.name: folder for folder in installed.iterdir()}
+    assert set(about) == {"specgen", "specgen-0.1.0.dist-info"}
+    entry_points = (about["specgen-0.1.0.dist-info"] / "entry_points.txt").read_text().split()
+    assert entry_points == ["[console_scripts]", "specgen", "=", "specgen.cli.app:program"]
+
+
+def test_an_installed_wheel_runs_the_bundled_pair_and_has_its_prompts(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(installed)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    prompts, drafted, early = done.stdout.splitlines()
+    assert int(prompts) == 36
+    assert drafted == early != ""
