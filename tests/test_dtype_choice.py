@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cli_helpers import run_main
 from families import make_model, save
 
 from specgen.engine import dtype_choice
 from specgen.engine.dtype_choice import choose_dtype, shortened_model
 from specgen.engine.model_loading import ModelConfig, ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.native_model import NativeModel
 from specgen.types import Context
 
 CPU = torch.device("cpu")
+forward = NativeModel.forward
 
 
 class Timer:
@@ -94,3 +98,27 @@ def test_a_shortened_model_has_one_layer_of_limited_size(tmp_path: Path, monkeyp
     assert (len(model.layers), short.intermediate_size, short.vocab_size, short.num_kv_heads) == (1, 20, 50, 1)
     assert short.num_heads == architecture.num_heads // architecture.num_kv_heads
     assert ModelRunner(model).logits(Context([1, 2, 3]), [4]).logits.shape == (2, 50)
+
+
+@pytest.mark.parametrize(
+    ("asked", "bfloat16", "chosen"),
+    [((), 0.5, "bfloat16"), (("--dtype", "auto"), 3.0, "float32"), (("--dtype", "float16"), 0, "float16")],
+)
+def test_the_chosen_dtype_is_the_one_that_is_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    asked: tuple[str, ...],
+    bfloat16: float,
+    chosen: str,
+) -> None:
+    """`auto`, the default, on a CPU, for weights in bfloat16 whose passes take half or three times as long as in float32."""
+    folder = save(make_model("llama").to(torch.bfloat16), tmp_path)
+    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1024)
+    monkeypatch.setitem(choose_dtype.__kwdefaults__, "timer", Timer(1.0, bfloat16))
+    run_in: list[torch.dtype] = []
+    monkeypatch.setattr(NativeModel, "forward", lambda model, *given: run_in.append(model.dtype) or forward(model, *given))
+    code, out, _ = run_main(monkeypatch, capfd, "generate", "-t", folder, "--device", "cpu", *asked, "--json", "-n", "4", "abc")
+    assert code == 0
+    assert json.loads(out.splitlines()[0])["dtype"] == chosen
+    assert run_in[-1] == getattr(torch, chosen), "models that were only timed ran before"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,20 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import make_model, save
+from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
 
 from specgen.engine.hub import model_folder
 
-COMMIT = "a" * 40
+COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
 TINY = "lab/tiny"
+REFUSED = {  # the beginnings of addresses
+    f"/api/models/{TINY}/revision/v9": (404, "RevisionNotFound"),
+    "/api/models/lab/gated": (403, "GatedRepo"),
+}
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a hub with the models `lab/tiny` and `lab/gated`. Tests request the gated one last."""
-    folder = Path(save(make_model("llama"), tmp_path_factory.mktemp("hub")))
-    (folder / "pytorch_model.bin").write_bytes(b"never downloaded")
+    """The address of a hub with `lab/tiny`, which has a revision `v2`, and with `lab/gated`, which tests request last."""
+    parent = tmp_path_factory.mktemp("hub")
+    commits = {
+        commit: Path(save(make_model("llama", seed), parent / commit)) for seed, commit in enumerate((COMMIT, OTHER_COMMIT))
+    }
+    for folder in commits.values():
+        (folder / "pytorch_model.bin").write_bytes(b"never downloaded")
     requested: list[str] = []
     too_late: list[bool] = []
 
@@ -41,22 +50,24 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             path = self.path.split("?")[0]
             too_late.append("lab/gated" in "".join(requested) and "lab/gated" not in path)
             requested.append(path)
-            if path.startswith(f"/api/models/{TINY}/tree/"):
-                tree = [
-                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": COMMIT} for file in folder.iterdir()
-                ]
-                return self.send(200, json.dumps(tree).encode(), body, {"Content-Type": "application/json"})
+            refused = next((error for prefix, error in REFUSED.items() if path.startswith(prefix)), None)
+            if refused is not None:
+                return self.send(refused[0], b"{}", body, {"X-Error-Code": refused[1]})
+            commit = OTHER_COMMIT if re.search(f"/(v2|{OTHER_COMMIT})(/|$)", path) else COMMIT
+            folder = commits[commit]
             if path.startswith(f"/api/models/{TINY}"):
-                names = [{"rfilename": file.name} for file in folder.iterdir()]
-                content = json.dumps({"id": TINY, "modelId": TINY, "sha": COMMIT, "siblings": names, "tags": []}).encode()
+                tree = [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": commit} for file in folder.iterdir()
+                ]
+                siblings = [{"rfilename": file.name} for file in folder.iterdir()]
+                about = {"id": TINY, "modelId": TINY, "sha": commit, "siblings": siblings, "tags": []}
+                content = json.dumps(tree if "/tree/" in path else about).encode()
                 return self.send(200, content, body, {"Content-Type": "application/json"})
-            if path.startswith("/api/models/lab/gated"):
-                return self.send(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
             file = folder / path.rsplit("/", 1)[-1]
             if path.startswith(f"/{TINY}/resolve/") and file.is_file():
                 content = file.read_bytes()
                 tag = f'"{hashlib.sha256(content).hexdigest()}"'
-                return self.send(200, content, body, {"ETag": tag, "X-Repo-Commit": COMMIT})
+                return self.send(200, content, body, {"ETag": tag, "X-Repo-Commit": commit})
             return self.send(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
 
         def send(self, code: int, content: bytes, body: bool, headers: dict[str, str]) -> None:
@@ -93,10 +104,17 @@ def check_line(ended: Ended, message: str) -> None:
 
 def test_a_model_is_downloaded_once_and_then_found_offline(hub: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    online = ["-t", TINY, "-q", "--trace", str(trace)], ["-t", "lab/none"], ["-t", "lab/gated"]
-    offline = ["-t", TINY, "--offline", "-q"], ["-t", "lab/unseen", "--offline"]
-    first, none, gated, again, unseen = run(hub, tmp_path, *online, *offline)
+    revision, greedy = ["-t", TINY, "-q", "--revision"], ["--json", "--device", "cpu", "--dtype", "float32", "-m", "ar"]
+    online = ["-t", TINY, "-q", "--trace", str(trace)], [*revision, "v2", *greedy], [*revision, "v9"], ["-t", "lab/none"]
+    offline = ["-t", TINY, "--offline", "-q"], [*revision, "v2", *greedy, "--offline"], ["-t", "lab/unseen", "--offline"]
+    first, second, missing, none, gated, again, second_again, unseen = run(hub, tmp_path, *online, ["-t", "lab/gated"], *offline)
     assert (first.code, first.err[-3000:]) == (0, "")
+    ids = make_tokenizer()("abc")["input_ids"]
+    for ended in (second, second_again):
+        assert (ended.code, ended.err[-3000:]) == (0, "")
+        assert json.loads(ended.out.splitlines()[-1])["token_ids"] == plain(make_model("llama", 1), ids, 4)
+    assert plain(make_model("llama", 1), ids, 4) != plain(make_model("llama"), ids, 4)
+    check_line(missing, f"{TINY} has no revision 'v9'")
     check_line(none, "there is no model lab/none")
     check_line(gated, "lab/gated is gated")
     assert (again.code, again.err) == (0, "")
