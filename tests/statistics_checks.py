@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 
 from scipy.stats import chi2
+
+from specgen.decoding.run import Run
 
 Distribution = dict[tuple[int, ...], float]
 
 # One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found; smaller errors are found by
-# the enumerations of other tests, and by more runs under `-m slow`.
+# the enumerations of `test_enumeration.py`, and by more runs under `-m slow`.
 SIGNIFICANCE = 1e-4
+TOKENS = 3  # whose joint distribution is tested
+LENGTH = 8  # new tokens of a run: enough that several tokens are drafted before the first `TOKENS` are there
+
+
+def first_tokens(run: Run) -> tuple[int, ...]:
+    """The first `TOKENS` tokens of a run's output, or fewer if it ends before. The run is ended as soon as they are there."""
+    tokens: list[int] = []
+    with closing(run.rounds()) as rounds:  # type: ignore[type-var]
+        for round_ in rounds:
+            tokens += round_.token_ids
+            if len(tokens) >= TOKENS:
+                break
+    return tuple(tokens[:TOKENS])
 
 
 def output_distribution(

@@ -1,4 +1,4 @@
-"""Sampling follows the target's distribution: chi-square on the joint distribution of the first tokens, for every method."""
+"""Sampling: chi-square tests of the joint distribution of the first tokens, for every way to draft and verify; warping; draws."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from families import BACKENDS, make_model, model_of
 from runner_checks import uncached
-from scripted_models import PROMPT, TableRunner, ids_of, scripted_run
-from statistics_checks import SIGNIFICANCE, Distribution, output_distribution, p_value
+from scripted_models import PROMPT, TableRunner, scripted_run
+from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, Distribution, first_tokens, output_distribution, p_value
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specgen import methods
@@ -22,7 +22,6 @@ from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.types import Draft, SamplingParams, Verdict
 from specgen.workers.thread_worker import ThreadWorker
 
-TOKENS = 3
 RUNS = 1500
 
 
@@ -38,64 +37,44 @@ TARGET, DRAFT = TableRunner(1), TableRunner(2)
 WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
 
 WARPS = {
-    "plain": SamplingParams(max_new_tokens=TOKENS, temperature=1.0),
-    "top-k": SamplingParams(max_new_tokens=TOKENS, temperature=1.4, top_k=4),
-    "top-p": SamplingParams(max_new_tokens=TOKENS, temperature=1.2, top_p=0.85),
-    "both": SamplingParams(max_new_tokens=TOKENS, temperature=1.2, top_p=0.9, top_k=5),
+    "plain": SamplingParams(max_new_tokens=LENGTH, temperature=1.0),
+    "top-k": SamplingParams(max_new_tokens=LENGTH, temperature=1.4, top_k=4),
+    "top-p": SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_p=0.85),
+    "both": SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_p=0.9, top_k=5),
 }
-SETTINGS = {
+# One entry for each different path: a way to draft, a length policy, a verifier and a schedule.
+PATHS: dict[str, dict[str, object]] = {
     "ar": {},
-    "sd": {"k": 2},
-    "heuristic": {"k": 1},
-    "confidence": {"threshold": 0.3, "max_draft": 3},
-    "svip": {"threshold": 0.42},
-    "beta-ts": {},
-    "lookup": {"ngram": 2, "k": 2},
-    "pearl": {"window": 2},
-    "pearl:window=1": {"window": 1},
-    "pearl:window=3": {"window": 3},
-    "pearl:pre_verify": {"window": 2, "pre_verify": False},
-    "pearl:post_verify": {"window": 2, "post_verify": False},
-    "pearl:policy": {"window": 3, "policy": "svip", "threshold": 0.42},
+    "sd": {"k": 3},
+    "heuristic": {"k": 2},
+    "confidence": {"threshold": 0.3, "max_draft": 4},
+    "svip": {"threshold": 0.42, "max_draft": 4},
+    "beta-ts": {"alpha": 3},
+    "eesd-cali": {"sigma_model": 0.5, "theta0": 0.9},
+    "selfsd": {"skip": "1", "k": 4},
+    "lookup": {"ngram": 2, "k": 3},
+    "sd:tree": {"k": 3, "width": 2},
+    "sd:tree of 4": {"policy": "confidence", "width": 4, "depth": 2},
+    "eesd-tree": {"width": 3, "depth": 3, "theta0": 1.0},
     "spectr": {"k": 2, "drafts": 2},
     "specinfer": {"k": 2, "drafts": 2},
-    "sd:tree": {"k": 2, "width": 2},
-    "sd:tree of 4": {"policy": "confidence", "width": 4, "depth": 2},
-    "sd:selfsd": {"policy": "selfsd"},
-    "eesd": {},
-    "eesd-fixed": {"k": 2},
-    "eesd-beta": {},
-    "eesd-cali": {"sigma_model": 0.5},
-    "eesd-cali:model": {"sampling_prediction": False},
-    "eesd-cali:sampling": {"model_prediction": False},
-    "eesd-tree": {"width": 3, "depth": 2, "theta0": 1.0},
-    "selfsd": {"skip": "1"},
+    "pearl": {"window": 3},
+    "pearl:pre_verify": {"window": 3, "pre_verify": False},
+    "pearl:post_verify": {"window": 3, "post_verify": False},
+    "pearl:policy": {"window": 4, "policy": "svip", "threshold": 0.42},
 }
-VARIANTS = (  # of what stands beside them
-    "heuristic",
-    "confidence",
-    "pearl:window=3",
-    "pearl:policy",
-    "pearl:post_verify",
-    "sd:tree of 4",
-    "sd:selfsd",
-    "eesd-fixed",
-    "eesd-beta",
-    "eesd-cali:model",
-    "eesd-cali:sampling",
-)
-VERDICTS = ("sd", "pearl", "spectr", "specinfer")
+OFTEN = ("sd", "confidence", "eesd-cali", "lookup", "sd:tree", "spectr", "specinfer", "pearl")  # a verifier or signal each
 
 
 def decode(
     name: str, settings: dict[str, object], sampling: SamplingParams, seed: int, eos: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     method = name.partition(":")[0]
-    return tuple(ids_of(scripted_run(method, settings, TARGET, DRAFT, sampling, eos=eos, seed=seed, worker=WORKER).rounds()))
+    return first_tokens(scripted_run(method, settings, TARGET, DRAFT, sampling, eos=eos, seed=seed, worker=WORKER))
 
 
 def expected(sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> Distribution:
-    """The exact probability of each output under the target."""
+    """The exact probability of the first tokens of each output under the target."""
     return output_distribution(lambda tokens: logits_ops.warp(TARGET.row([*PROMPT, *tokens]), sampling).tolist(), TOKENS, eos)
 
 
@@ -104,38 +83,48 @@ def seldom(names: Iterable[object], *often: object) -> list[object]:
     return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in names]
 
 
-def every_case() -> Iterator[object]:
-    """All methods with every warp at once, one warp alone where verdicts are reached in another way; the rest are slow tests."""
-    for name, warp in product(SETTINGS, WARPS):
-        often = name not in VARIANTS if warp == "both" else warp == "top-p" and name in VERDICTS
-        yield pytest.param(name, warp, marks=() if often else pytest.mark.slow)
+def path_of(name: str, settings: dict[str, object]) -> tuple[object, ...]:
+    """What decides how the method drafts and verifies with these settings."""
+    method = methods.find(name.partition(":")[0])
+    values = methods.resolve(method, settings, has_predictor=True)
+    return method.drafter.make, method.drafts_trees(values), values.policy, method.verifier, method.schedule
 
 
 def test_every_lossless_method_is_tested() -> None:
-    assert {name.partition(":")[0] for name in SETTINGS} == {name for name, method in methods.METHODS.items() if method.lossless}
+    tested = {path_of(name, settings) for name, settings in PATHS.items()}
+    for name, method in methods.METHODS.items():
+        assert not method.lossless or path_of(name, {}) in tested or name == "eesd-beta", name
 
 
-@pytest.mark.parametrize(("name", "warp"), list(every_case()))
-def test_joint_distribution_is_the_targets(name: str, warp: str) -> None:
-    sampling = WARPS[warp]
-    counts = Counter(decode(name, SETTINGS[name], sampling, seed) for seed in range(RUNS))
+@pytest.mark.parametrize("name", seldom(PATHS, *OFTEN))
+def test_the_first_tokens_have_the_targets_distribution(name: str) -> None:
+    sampling = WARPS["both"]
+    counts = Counter(decode(name, PATHS[name], sampling, seed) for seed in range(RUNS))
     assert p_value(counts, expected(sampling)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("warp", seldom(WARPS, "both"))
-@pytest.mark.parametrize("beam", ["greedy", "sample"])
-def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: str) -> None:
-    """MTAD, section 5.2.2: all drafts are rejected, and only the target's own tokens remain."""
-    settings = {"tau": 1, "k": 2, "beams": 3, "beam": beam}
-    counts = Counter(decode("mtad", settings, WARPS[warp], seed) for seed in range(RUNS))
+@pytest.mark.parametrize("name", seldom(PATHS, "pearl"))
+def test_the_first_tokens_with_an_end_of_sequence(name: str) -> None:
+    sampling, eos = WARPS["plain"], frozenset({1, 4})
+    counts = Counter(decode(name, PATHS[name], sampling, seed, eos) for seed in range(RUNS))
+    assert p_value(counts, expected(sampling, eos)) > SIGNIFICANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "warp"), list(product(PATHS, WARPS)))
+def test_the_first_tokens_in_many_runs(name: str, warp: str) -> None:
+    """Enough runs to find a total variation of about 0.03, that of the smallest known mistake."""
+    counts = Counter(decode(name, PATHS[name], WARPS[warp], seed) for seed in range(40_000 if warp == "plain" else 6000))
     assert p_value(counts, expected(WARPS[warp])) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("name", seldom(SETTINGS, *VERDICTS, "lookup", "eesd-tree"))
-def test_joint_distribution_with_an_end_of_sequence(name: str) -> None:
-    sampling, eos = WARPS["plain"], frozenset({1, 4})
-    counts = Counter(decode(name, SETTINGS[name], sampling, seed, eos) for seed in range(RUNS))
-    assert p_value(counts, expected(sampling, eos)) > SIGNIFICANCE
+@pytest.mark.parametrize("warp", seldom(WARPS, "both"))
+@pytest.mark.parametrize("beam", seldom(["greedy", "sample"], "sample"))
+def test_a_threshold_of_one_makes_mtad_sample_from_the_target(beam: str, warp: str) -> None:
+    """MTAD, section 5.2.2: all drafts are rejected, and only the target's own tokens remain."""
+    settings = {"tau": 1, "k": 2, "beams": 2, "beam": beam}
+    counts = Counter(decode("mtad", settings, WARPS[warp], seed) for seed in range(800))
+    assert p_value(counts, expected(WARPS[warp])) > SIGNIFICANCE
 
 
 def test_the_test_would_notice_a_draft_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,39 +134,14 @@ def test_the_test_would_notice_a_draft_that_is_believed(monkeypatch: pytest.Monk
         return Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax()))
 
     monkeypatch.setattr(verifiers.RejectionSampling, "verify", believe)
-    counts = Counter(decode("sd", {"k": 2}, WARPS["plain"], seed) for seed in range(RUNS))
+    counts = Counter(decode("sd", {"k": 3}, WARPS["plain"], seed) for seed in range(500))
     assert p_value(counts, expected(WARPS["plain"])) < 1e-12
-
-
-def test_the_test_would_notice_a_residual_the_wrong_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SVIP's printed max(q - p, 0)."""
-
-    class Swapped(verifiers.RejectionSampling):
-        def verify(self, draft: Draft, rows: ModelOutput) -> Verdict:
-            verdict = super().verify(draft, rows)
-            if verdict.source != "correction":
-                return verdict
-            position = len(verdict.path)
-            wrong = (draft.probs[position] - logits_ops.warp(rows.logits[position], self._sampling)).clamp_min(0)
-            return Verdict(verdict.path, int(logits_ops.draw(wrong, self._generator)), "correction")
-
-    monkeypatch.setattr(verifiers, "RejectionSampling", Swapped)
-    counts = Counter(decode("sd", {"k": 2}, WARPS["plain"], seed) for seed in range(RUNS))
-    assert p_value(counts, expected(WARPS["plain"])) < SIGNIFICANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_joint_distribution_with_many_runs(name: str) -> None:
-    """Enough runs to find a total variation of about 0.03, that of the smallest known mistake."""
-    counts = Counter(decode(name, SETTINGS[name], WARPS["plain"], seed) for seed in range(40_000))
-    assert p_value(counts, expected(WARPS["plain"])) > SIGNIFICANCE
 
 
 def every_real_run() -> Iterator[object]:
     """One method on each backend with few runs; all methods with many are slow tests."""
-    yield from (("sd", backend, 500) for backend in BACKENDS)
-    yield from (pytest.param(name, backend, 4000, marks=pytest.mark.slow) for name, backend in product(SETTINGS, BACKENDS))
+    yield from (("sd", backend, 200) for backend in BACKENDS)
+    yield from (pytest.param(name, backend, 4000, marks=pytest.mark.slow) for name, backend in product(PATHS, BACKENDS))
 
 
 @pytest.mark.parametrize(("name", "backend", "count"), list(every_real_run()))
@@ -186,7 +150,7 @@ def test_joint_distribution_of_a_real_model(name: str, backend: str, count: int)
     size = 12
     shape = {"vocab_size": size, "num_hidden_layers": 1, "initializer_range": 0.4}
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
-    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=8, top_p=0.95)
+    sampling = SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=8, top_p=0.95)
     runners = ModelRunner(model_of(target, backend)), RunnerWithHiddenStates(model_of(draft, backend))
     worker = ThreadWorker(runners[1])
 
@@ -195,8 +159,8 @@ def test_joint_distribution_of_a_real_model(name: str, backend: str, count: int)
         return probs
 
     method = name.partition(":")[0]
-    runs = (scripted_run(method, SETTINGS[name], *runners, sampling, seed=seed, worker=worker) for seed in range(count))
-    counts = Counter(tuple(ids_of(run.rounds())) for run in runs)
+    runs = (scripted_run(method, PATHS[name], *runners, sampling, seed=seed, worker=worker) for seed in range(count))
+    counts = Counter(map(first_tokens, runs))
     assert p_value(counts, output_distribution(next_probs, TOKENS)) > SIGNIFICANCE
 
 

@@ -12,7 +12,7 @@ import torch
 from families import exit_layers_of, exit_of, make_model, model_of, random_predictor, save
 from runner_checks import CountedLayers, uncached
 from scripted_models import PROMPT, VOCAB, TableRunner
-from statistics_checks import SIGNIFICANCE, output_distribution, p_value
+from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
 
 import specgen
 from specgen import factory, methods
@@ -27,13 +27,12 @@ from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
 
 DEPTH = 4
-TOKENS = 3
 PREDICTED = "predicted_acceptance"
 METHODS: list[tuple[str, dict[str, object]]] = [
-    ("eesd-fixed", {"k": 2}),
-    ("eesd-beta", {}),
-    ("eesd-cali", {"sigma_model": 0.5}),
-    ("eesd-tree", {"width": 3, "depth": 2, "theta0": 1.0}),
+    ("eesd-fixed", {"k": 3}),
+    ("eesd-beta", {"alpha": 3}),
+    ("eesd-cali", {"sigma_model": 0.5, "theta0": 0.9}),
+    ("eesd-tree", {"width": 3, "depth": 3, "theta0": 1.0}),
 ]
 
 
@@ -174,7 +173,7 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
     """The chi-square's p-value of a model with an untrained exit, over the joint distribution of a few tokens."""
     module = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     model = model_of(module, "native")
-    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=4)
+    sampling = SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=4)
     both = EarlyExit(model, exit_layers_of(model, module), 1, random_predictor(model.shape.hidden_size))
     method = methods.find(name)
 
@@ -183,8 +182,7 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
             both.target, both.draft, sampling, frozenset(), VOCAB, seed, acceptance_predictor=both.acceptance_predictor
         )
         chosen = methods.resolve(method, settings, has_predictor=True)
-        decoding = factory.make_run(method, chosen, components, Context(PROMPT), TOKENS, None, Clock(None))
-        return tuple(token for round_ in decoding.rounds() for token in round_.token_ids)
+        return first_tokens(factory.make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
         probs: list[float] = logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
@@ -194,7 +192,7 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
 
 
 def test_an_untrained_exit_samples_from_the_target() -> None:
-    assert p_value_of_runs("eesd-cali", {"sigma_model": 0.5}, 250) > SIGNIFICANCE
+    assert p_value_of_runs("eesd-cali", {"sigma_model": 0.5, "theta0": 0.9}, 250) > SIGNIFICANCE
 
 
 @pytest.mark.slow

@@ -1,204 +1,29 @@
-"""SpecTr and SpecInfer by enumeration: over all random paths of a round, the output has the target's distribution."""
+"""SpecTr's and SpecInfer's drafts and verdicts. `test_enumeration.py` has their exact output distributions."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from scripted_models import TableRunner, scripted_run
-from statistics_checks import Distribution, output_distribution
+from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
+from scripted_models import TableRunner
 
 from specgen import factory, methods
-from specgen.decoding import logits_ops, multi_draft
+from specgen.decoding import multi_draft
 from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.multi_draft import Acceptance, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
+from specgen.decoding.multi_draft import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError
 from specgen.types import Context, Draft, SamplingParams
 
-SIZE = 3
-PROMPT = [0, 2, 1]
-ROUNDING = 1e-5  # distributions are float32
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
-
-
-class Small(TableRunner):
-    """A table for three tokens; `zero` sets the probability of one of them to 0 in each row, as top-k would."""
-
-    vocab_size = num_embeddings = SIZE
-
-    def __init__(self, seed: int, *, zero: bool = False) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.table = torch.randn(SIZE, SIZE, SIZE, generator=generator) * 1.5
-        if zero:
-            cut = torch.randint(SIZE, (SIZE, SIZE, 1), generator=generator)
-            self.table.scatter_(2, cut, -torch.inf)
-
-
-class Paths:
-    """Replaces randomness: enumerates all outcomes of every draw and Bernoulli trial; `weight` is the path's probability."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # for each choice on the current path the outcomes not tried yet, the current one last
-        self._untried: list[list[tuple[Any, float]]] = []
-        self._position = 0
-        self.weight = 1.0
-        monkeypatch.setattr(logits_ops, "draw", self._draw)
-        monkeypatch.setattr(logits_ops, "bernoulli", self._flips)
-
-    def all(self, run: Callable[[], tuple[int, ...]]) -> Distribution:
-        found: Distribution = defaultdict(float)
-        while True:
-            self._position, self.weight = 0, 1.0
-            outcome = run()
-            found[outcome] += self.weight
-            while self._untried and len(self._untried[-1]) == 1:
-                self._untried.pop()
-            if not self._untried:
-                return dict(found)
-            self._untried[-1].pop()
-
-    def _choose(self, outcomes: Callable[[], Iterator[tuple[Any, float]]]) -> Any:
-        if self._position == len(self._untried):
-            self._untried.append([(value, weight) for value, weight in outcomes() if weight > 0])
-        value, weight = self._untried[self._position][-1]
-        self._position += 1
-        self.weight *= weight
-        return value
-
-    def _draw(self, probs: torch.Tensor, _: object) -> torch.Tensor:
-        rows = (probs / probs.sum(-1, keepdim=True)).reshape(-1, probs.shape[-1]).tolist()
-
-        def outcomes() -> Iterator[tuple[Any, float]]:
-            for tokens in product(range(len(rows[0])), repeat=len(rows)):
-                weight = 1.0
-                for row, token in zip(rows, tokens, strict=True):
-                    weight *= row[token]
-                yield torch.tensor(tokens).reshape(probs.shape[:-1]), weight
-
-        return self._choose(outcomes)
-
-    def _flips(self, chances: torch.Tensor, _: object) -> torch.Tensor:
-        assert not chances.isnan().any()
-        flat = chances.clamp(0, 1).flatten().tolist()
-
-        def outcomes() -> Iterator[tuple[Any, float]]:
-            for flips in product((False, True), repeat=len(flat)):
-                weight = 1.0
-                for chance, flip in zip(flat, flips, strict=True):
-                    weight *= chance if flip else 1 - chance
-                yield torch.tensor(flips).reshape(chances.shape), weight
-
-        return self._choose(outcomes)
-
-
-def exact(
-    runner: TableRunner, sampling: SamplingParams, length: int, eos: frozenset[int], start: Distribution | None = None
-) -> Distribution:
-    """The distribution of the outputs when the target alone continues `start` to `length` tokens."""
-    return output_distribution(
-        lambda tokens: logits_ops.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, eos, start
-    )
-
-
-def distance(
-    rule: multi_draft.AcceptanceRule,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    seed: int,
-    k: int,
-    drafts: int,
-    zero: bool = False,
-    eos: int = -1,
-) -> float:
-    """Total variation between the target and a round of `rule`, over all its random paths, continued by the target alone."""
-    target, draft = Small(seed, zero=zero), Small(seed + 100)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9 if seed % 2 else 1.0)
-    ends = frozenset({eos})
-    drafter = MultiDraftDrafter(DraftSetup(draft, sampling, ends, SIZE), drafts=drafts)  # type: ignore[arg-type]
-    verifier = TreeSampling(rule, sampling, torch.device("cpu"), 0)
-
-    def round_() -> tuple[int, ...]:
-        context = Context(PROMPT)
-        proposed = drafter.propose(context, Fixed(k), k)
-        verdict = verifier.verify(proposed, target.logits(context, proposed.tokens, proposed.parents))
-        tokens = [proposed.tokens[node] for node in verdict.path]
-        return tuple(tokens) if tokens and tokens[-1] in ends else (*tokens, verdict.token)  # type: ignore[arg-type]
-
-    begun = Paths(monkeypatch).all(round_)
-    assert sum(begun.values()) == pytest.approx(1, abs=ROUNDING)
-    found = exact(target, sampling, k + 1, ends, begun)
-    wanted = exact(target, sampling, k + 1, ends)
-    return sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted}) / 2
-
-
-@pytest.mark.parametrize("name", JUDGES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"seed": 0, "k": 1, "drafts": 1},
-        {"seed": 5, "k": 1, "drafts": 2},
-        {"seed": 2, "k": 1, "drafts": 4},
-        {"seed": 3, "k": 1, "drafts": 4, "zero": True},
-        {"seed": 4, "k": 2, "drafts": 2},
-        {"seed": 7, "k": 2, "drafts": 2, "eos": 2, "zero": True},
-        {"seed": 8, "k": 1, "drafts": 3},
-    ],
-    ids=str,
-)
-def test_a_round_over_all_its_random_paths(name: str, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(JUDGES[name], monkeypatch, **case) < ROUNDING
-
-
-def unscaled(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecTr with rho = 1."""
-    q = drawn_from(0, len(counts))
-    return Acceptance(p.gather(1, tokens) / q.gather(1, tokens), (p - q).clamp_min(0))
-
-
-def for_all(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecTr that uses the rho of all chains where fewer survive."""
-    return k_sequential(p, tokens, [max(*counts, 2)] * len(counts), drawn_from)
-
-
-def unweighted(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecTr whose residual subtracts the whole overlap of p and q, without the weight A / b."""
-    chances, q = k_sequential(p, tokens, counts, drawn_from).probs, drawn_from(0, len(counts))
-    rho = (p.gather(1, tokens) / (q.gather(1, tokens) * chances))[:, :1]
-    return Acceptance(chances, p - torch.minimum(q, p / rho))
-
-
-def never_lowered(p: torch.Tensor, tokens: torch.Tensor, counts: Any, drawn_from: Any) -> Acceptance:
-    """SpecInfer that verifies later candidates with the target's whole distribution instead of the residual."""
-    q = drawn_from(0, len(counts))
-    return Acceptance(p.gather(1, tokens) / q.gather(1, tokens), multi_round(p, tokens, counts, drawn_from).residual)
-
-
-@pytest.mark.parametrize("mistake", [unscaled, pytest.param(for_all, marks=pytest.mark.slow), unweighted, never_lowered])
-def test_the_enumeration_notices_known_mistakes(mistake: multi_draft.AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = {"k": 2, "drafts": 2} if mistake is for_all else {"k": 1, "drafts": 3}
-    assert distance(mistake, monkeypatch, seed=2, **size) > 0.01
-
-
-@pytest.mark.parametrize("name", JUDGES)
-def test_the_enumeration_notices_duplicates_that_are_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = multi_draft._candidates
-    monkeypatch.setattr(
-        multi_draft,
-        "_candidates",
-        lambda draft: candidates(Draft(draft.tokens, draft.parents, draws=list(dict.fromkeys(draft.draws)))),
-    )
-    assert distance(JUDGES[name], monkeypatch, seed=2, k=1, drafts=3) > 0.05
 
 
 def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Top-k candidates, each with a one-hot distribution: a rejected one is removed from the target's."""
-    target, sampling = Small(1), SamplingParams(temperature=1.0)
+    target, sampling = SmallRunner(1), SamplingParams(temperature=1.0)
     verifier = TreeSampling(multi_round, sampling, torch.device("cpu"), 0)
     draft = Draft((2, 0, 1, 2), (-1, -1, 0, 0))
 
@@ -274,22 +99,6 @@ def test_nan_logits_are_an_error(rule: multi_draft.AcceptanceRule) -> None:
         verifier.verify(draft, ModelOutput(torch.full((3, 4), torch.nan)))
     with pytest.raises(RunError, match="target model's logits hold NaN"):
         verifier.verify(Draft(), ModelOutput(torch.full((1, 4), torch.nan)))
-
-
-def test_one_draft_is_speculative_sampling() -> None:
-    """With one chain both accept each position with min(1, p / q), as `sd` does."""
-    sampling = SamplingParams(max_new_tokens=40, temperature=1.0)
-    rates = {}
-    for name in ("sd", *JUDGES):
-        accepted = drafted = 0
-        for seed in range(60):
-            settings = {"k": 2} | ({"drafts": 1} if name in JUDGES else {})
-            for round_ in scripted_run(name, settings, TableRunner(1), TableRunner(2), sampling, seed=seed).rounds():
-                accepted += len(round_.verdict.path)
-                drafted += len(round_.draft.tokens)
-        rates[name] = accepted / drafted
-    assert rates["spectr"] == pytest.approx(rates["sd"], abs=0.03)
-    assert rates["specinfer"] == pytest.approx(rates["sd"], abs=0.03)
 
 
 @pytest.mark.parametrize("name", ["mtad", "bild", "spectr", "specinfer"])

@@ -1,0 +1,269 @@
+"""Exact output distributions of whole runs: all outcomes of all random choices are enumerated, each with its probability."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scripted_models import TableRunner, scripted_run
+from statistics_checks import Distribution, output_distribution
+
+from specgen import factory
+from specgen.cost_model.pearl_window import Window
+from specgen.decoding import logits_ops
+from specgen.decoding.components import Components
+from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.parallel import Parallel
+from specgen.setting_parsing import Settings
+from specgen.types import Context, Draft, SamplingParams
+
+PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
+ROUNDING = 1e-5  # distributions are float32
+Outcomes = Callable[[], Iterable[tuple[Any, float]]]
+Choice = list[tuple[Any, float]]  # the outcomes that are not enumerated yet, the current one last
+
+
+class SmallRunner(TableRunner):
+    """A table for a few tokens; `zero` sets the probability of one of them to 0 in each row, as top-k would."""
+
+    def __init__(self, seed: int, size: int = 3, *, zero: bool = False, scale: float = 1.5) -> None:
+        self.vocab_size = self.num_embeddings = size
+        generator = torch.Generator().manual_seed(seed)
+        rows = max(size, 4)  # a draft model with a narrower vocabulary sees the target's tokens
+        self.table = torch.randn(rows, rows, size, generator=generator) * scale
+        if zero:
+            cut = torch.randint(size, (rows, rows, 1), generator=generator)
+            self.table.scatter_(2, cut, -torch.inf)
+
+
+class State(NamedTuple):
+    """What the future of a run depends on after a round: two runs with equal states continue alike.
+
+    `tokens` are committed, `pending` are drafted and not verified yet. `policy` is the length policy's state.
+    """
+
+    tokens: tuple[int, ...]
+    pending: tuple[int, ...]
+    policy: Hashable
+    finished: bool
+
+
+class Paths:
+    """Replaces all random numbers and enumerates the outcomes of every choice that depends on them.
+
+    A path is a sequence of outcomes; `weight` is the probability of the current path.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._choices: list[Choice] = []
+        self._position = 0
+        self.weight = 1.0
+        monkeypatch.setattr(torch, "rand", lambda *size, **_: Uniforms(self, size[0] if len(size) == 1 else size))
+        monkeypatch.setattr(logits_ops, "draw", self._draw)
+        monkeypatch.setattr(logits_ops, "draw_on_cpu", lambda probs, generator: int(self._draw(probs, generator)))
+
+    def all(self, run: Callable[[], Any]) -> dict[Any, float]:
+        """The probability of each result of `run`, which makes random choices."""
+        found: dict[Any, float] = defaultdict(float)
+        for result, _ in self._enumerate(run, []):
+            found[result] += self.weight
+        return dict(found)
+
+    def of_rounds(self, begin: Callable[[], Iterator[State]]) -> Distribution:
+        """The probability of each output of the runs that `begin` starts, each of which yields its state after every round.
+
+        Paths that lead to equal states are merged: later rounds are enumerated only once for each state.
+        """
+        found: Distribution = defaultdict(float)
+        unfinished: dict[State | None, tuple[float, list[Any]]] = {None: (1.0, [])}  # probability and outcomes that lead there
+        rounds = 0
+        while unfinished:
+            rounds += 1
+            following: dict[State | None, tuple[float, list[Any]]] = {}
+
+            def after(begun: int = rounds) -> State:
+                states = begin()
+                for _ in range(begun - 1):
+                    next(states)
+                return next(states)
+
+            for mass, outcomes in unfinished.values():
+                for state, path in self._enumerate(after, outcomes):
+                    if state.finished:
+                        found[state.tokens] += mass * self.weight
+                    else:
+                        before, representative = following.get(state, (0.0, path))
+                        following[state] = (before + mass * self.weight, representative)
+            unfinished = following
+        assert sum(found.values()) == pytest.approx(1, abs=ROUNDING)
+        return dict(found)
+
+    def choose(self, outcomes: Outcomes) -> Any:
+        """One of the `outcomes`, which are given with their probabilities; those with probability 0 are left out."""
+        if self._position == len(self._choices):
+            self._choices.append([(value, weight) for value, weight in outcomes() if weight > 0])
+        value, weight = self._choices[self._position][-1]
+        self._position += 1
+        self.weight *= weight
+        return value
+
+    def _enumerate(self, run: Callable[[], Any], beginning: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
+        """Yields the result of each path that begins with the outcomes `beginning`, and all outcomes on the path.
+
+        While a path is yielded, `weight` is its probability given its beginning.
+        """
+        self._choices = [[(value, 1.0)] for value in beginning]
+        while True:
+            self._position, self.weight = 0, 1.0
+            result = run()
+            assert self._position == len(self._choices), "the run is not determined by its random choices"
+            yield result, [choice[-1][0] for choice in self._choices]
+            while len(self._choices) > len(beginning) and len(self._choices[-1]) == 1:
+                self._choices.pop()
+            if len(self._choices) == len(beginning):
+                return
+            self._choices[-1].pop()
+
+    def _draw(self, probs: torch.Tensor, _: object) -> torch.Tensor:
+        rows = (probs / probs.sum(-1, keepdim=True)).reshape(-1, probs.shape[-1]).tolist()
+
+        def outcomes() -> Iterator[tuple[Any, float]]:
+            for tokens in product(range(len(rows[0])), repeat=len(rows)):
+                weight = 1.0
+                for row, token in zip(rows, tokens, strict=True):
+                    weight *= row[token]
+                yield tokens, weight
+
+        return torch.tensor(self.choose(outcomes)).reshape(probs.shape[:-1])
+
+
+class Uniforms:
+    """Uniform random numbers between 0 and 1, for the comparison `uniforms * scale < bound`, and known only as far as it needs.
+
+    Each number keeps the interval in which earlier comparisons have placed it, so one number that is compared several times
+    (broadcast, or used again) gives dependent outcomes, as it should.
+    """
+
+    def __init__(self, paths: Paths, shape: Sequence[int] | int) -> None:
+        self._paths = paths
+        count = int(torch.Size((shape,) if isinstance(shape, int) else shape).numel())
+        self._intervals = [(0.0, 1.0)] * count
+        self._numbers = torch.arange(count).reshape(shape)
+        self._scale: torch.Tensor | float = 1.0
+
+    def __mul__(self, scale: torch.Tensor | float) -> Uniforms:
+        scaled = copy.copy(self)  # the numbers are the same
+        scaled._scale = self._scale * scale
+        return scaled
+
+    def __lt__(self, bound: torch.Tensor) -> torch.Tensor:
+        scale = self._scale.double() if isinstance(self._scale, torch.Tensor) else self._scale
+        numbers, thresholds = torch.broadcast_tensors(self._numbers, bound.double() / scale)
+        assert not thresholds.isnan().any()
+        flips = [
+            self._is_below(number, threshold)
+            for number, threshold in zip(numbers.flatten().tolist(), thresholds.flatten().tolist(), strict=True)
+        ]
+        return torch.tensor(flips).reshape(numbers.shape)
+
+    def _is_below(self, number: int, threshold: float) -> bool:
+        low, high = self._intervals[number]
+        chance = min(max((threshold - low) / (high - low), 0.0), 1.0)
+        below: bool = self._paths.choose(lambda: ((False, 1 - chance), (True, chance)))
+        self._intervals[number] = (low, min(high, threshold)) if below else (max(low, threshold), high)
+        return below
+
+
+class InlineWorker:
+    """Drafts for PEARL at once when a draft is started, so that all random choices have one order. Implements `DraftWorker`."""
+
+    kind = "inline"
+    threads: int | None = None
+
+    def __init__(self, runner: TableRunner) -> None:
+        self._runner = runner
+
+    def drafter(self, settings: Settings, components: Components, window: int) -> InlineDrafter:
+        return InlineDrafter(settings, replace(components, draft=self._runner))  # type: ignore[arg-type]
+
+
+class InlineDrafter:
+    """Drafts for one run. Implements `ParallelDrafter`. `drafted` is the last draft."""
+
+    def __init__(self, settings: Settings, components: Components) -> None:
+        self.policy = factory.make_policy(settings, components.seed)
+        self.seconds = 0.0
+        self.drafted = Draft()
+        self._model = ModelDrafter(factory.draft_setup(components))
+
+    def prefill(self, context: Context) -> None:
+        pass
+
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self.drafted = self._model.propose(context, self.policy, limit, list(unverified))
+
+    def first(self, count: int) -> list[int]:
+        return list(self.drafted.tokens[:count])
+
+    def cut(self) -> None:
+        pass
+
+    def finish(self) -> Draft:
+        return self.drafted
+
+    def close(self) -> None:
+        pass
+
+
+def states(
+    method: str,
+    settings: Mapping[str, object],
+    target: TableRunner,
+    draft: TableRunner,
+    sampling: SamplingParams,
+    eos: Iterable[int] = (),
+    window: Window | None = None,
+) -> Iterator[State]:
+    """A run of a method, as its states after each round. `window` replaces PEARL's."""
+    run = scripted_run(
+        method,
+        settings,
+        target,
+        draft,
+        sampling,
+        eos=eos,
+        worker=InlineWorker(draft),
+        prompt=PROMPT,  # type: ignore[arg-type]
+    )
+    if window is not None:
+        assert isinstance(run.schedule, Parallel)
+        run.schedule = replace(run.schedule, window=window)
+    for round_ in run.rounds():
+        pending: Sequence[int] = ()
+        if isinstance(run.schedule, Parallel) and round_.verdict.token is None:  # all judged tokens were accepted
+            assert isinstance(run.schedule.drafter, InlineDrafter)
+            pending = run.schedule.drafter.drafted.tokens[1:]
+        run.policy.reason = ""  # of the draft that has ended
+        yield State(
+            tuple(run.context.ids[len(PROMPT) :]), tuple(pending), pickle.dumps(run.policy), run.finish_reason is not None
+        )
+
+
+def exact(
+    runner: TableRunner, sampling: SamplingParams, length: int, eos: Iterable[int] = (), start: Distribution | None = None
+) -> Distribution:
+    """The distribution of the outputs when the target alone continues `start` to `length` tokens."""
+    return output_distribution(
+        lambda tokens: logits_ops.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, set(eos), start
+    )
+
+
+def total_variation(found: Distribution, wanted: Distribution) -> float:
+    return sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted}) / 2

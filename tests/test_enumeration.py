@@ -1,0 +1,161 @@
+"""Lossless methods by enumeration: over all random paths of whole runs, the output has exactly the target's distribution."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from enumeration import PROMPT, ROUNDING, InlineWorker, Paths, SmallRunner, exact, states, total_variation
+from scripted_models import scripted_run
+
+from specgen.cost_model.pearl_window import Window
+from specgen.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method on two small tables. `sizes` are the vocabularies of target and draft, `warp` the sampling parameters."""
+
+    method: str
+    settings: dict[str, Any]
+    limit: int
+    sizes: tuple[int, int] = (2, 2)
+    warp: dict[str, Any] = field(default_factory=dict)
+    eos: tuple[int, ...] = ()
+    zero: bool = False
+    window: Window | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        settings = "".join(f":{name}={value}" for name, value in self.settings.items())
+        extras = [f"limit {self.limit}", f"vocabulary {self.sizes[0]}", *(f"{name} {value}" for name, value in self.warp.items())]
+        extras += [text for text, used in (("eos", self.eos), ("zeros", self.zero), ("lead", self.window)) if used]
+        return f"{self.method}{settings}, {', '.join(extras)}"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(**{"max_new_tokens": self.limit, "temperature": 1.0} | self.warp)
+
+    @property
+    def models(self) -> tuple[SmallRunner, SmallRunner]:
+        return SmallRunner(self.seed, self.sizes[0], zero=self.zero), SmallRunner(self.seed + 100, self.sizes[1])
+
+
+def distance(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Total variation between the target's outputs and the method's."""
+    target, draft = case.models
+
+    def begin() -> Any:
+        return states(case.method, case.settings, target, draft, case.sampling, case.eos, case.window)
+
+    with monkeypatch.context() as patch:
+        found = Paths(patch).of_rounds(begin)
+    return total_variation(found, exact(target, case.sampling, case.limit, case.eos))
+
+
+THREE = (3, 3)
+CHAINS = [  # the rejection sampler
+    Case("sd", {"k": 1}, 5),
+    Case("sd", {"k": 2}, 5),
+    Case("sd", {"k": 3}, 6),
+    Case("sd", {"k": 4}, 6, seed=1),
+    Case("sd", {"k": 3}, 5, THREE, {"top_k": 2}),
+    Case("sd", {"k": 3}, 5, THREE, {"top_p": 0.8, "temperature": 1.3}, seed=1),
+    Case("sd", {"k": 2}, 4, THREE, eos=(2,)),
+    Case("sd", {"k": 3}, 5, THREE, {"top_k": 2}, eos=(0,), zero=True),
+    Case("sd", {"k": 2}, 4, THREE, zero=True, seed=1),
+    Case("sd", {"k": 2}, 4, (3, 2)),
+    Case("sd", {"k": 3}, 5, (2, 4)),
+    Case("lookup", {"k": 3, "ngram": 2}, 6),  # a draft that is not drawn at random
+    Case("lookup", {"k": 3, "ngram": 2}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
+    Case("mtad", {"tau": 1, "k": 2, "beams": 2}, 5),  # nothing is accepted: the output is the target's own
+]
+POLICIES = [  # that read the drawn token or what was accepted before
+    Case("sd", {"policy": "confidence", "threshold": 0.5, "max_draft": 4}, 5),
+    Case("sd", {"policy": "confidence", "threshold": 0.3, "max_draft": 3}, 5, THREE, {"top_p": 0.9}),
+    Case("sd", {"policy": "svip", "threshold": 0.25, "max_draft": 4}, 5),
+    Case("sd", {"policy": "selfsd"}, 5, seed=3),
+    Case("sd", {"policy": "heuristic", "k": 1}, 5, seed=1),
+    Case("sd", {"policy": "beta-ts", "alpha": 3.0}, 5),
+    Case("eesd-cali", {"theta0": 0.9}, 4),
+]
+PARALLEL = [
+    Case("pearl", {"window": 1}, 5),
+    Case("pearl", {"window": 2}, 5),
+    Case("pearl", {"window": 3}, 6, seed=1),
+    Case("pearl", {"window": 4}, 6),
+    Case("pearl", {"window": 2}, 4, THREE, {"top_p": 0.8}),
+    Case("pearl", {"window": 3}, 5, THREE, {"top_k": 2}, eos=(2,)),
+    Case("pearl", {"window": 3}, 6, eos=(1,)),
+    Case("pearl", {"window": 2, "pre_verify": False}, 5),
+    Case("pearl", {"window": 3, "pre_verify": False}, 6, eos=(1,), seed=1),
+    Case("pearl", {"window": 2, "post_verify": False}, 5),
+    Case("pearl", {"window": 4, "post_verify": False}, 6, eos=(1,), seed=1),
+    Case("pearl", {"window": 3, "policy": "confidence", "threshold": 0.5}, 5),
+    Case("pearl", {"window": 5}, 5, window=Window(3, 3, lead=2, is_flexible=True)),
+    *(Case("pearl", {"window": 3}, limit) for limit in (1, 2, 3, 4)),
+]
+TREES = [
+    Case("sd", {"k": 2, "width": 2}, 5),
+    Case("sd", {"k": 2, "width": 2}, 5, THREE),
+    Case("sd", {"depth": 3, "width": 2}, 5, THREE, {"top_k": 2}, eos=(2,)),
+    Case("sd", {"policy": "confidence", "width": 3, "depth": 2}, 4, THREE, {"top_p": 0.9}, zero=True),
+    Case("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}, 5),
+    Case("specinfer", {"k": 2, "drafts": 2}, 4),
+    Case("specinfer", {"k": 1, "drafts": 3}, 4, THREE, {"top_p": 0.9}, zero=True),
+    Case("specinfer", {"k": 3, "drafts": 2}, 4, eos=(1,)),
+    Case("specinfer", {"k": 1, "drafts": 4}, 3),
+    Case("spectr", {"k": 2, "drafts": 2}, 4),
+    Case("spectr", {"k": 1, "drafts": 4}, 3),
+    Case("spectr", {"k": 1, "drafts": 3}, 3, THREE, {"top_p": 0.9}, zero=True),
+    Case("spectr", {"k": 2, "drafts": 2}, 4, THREE, {"top_k": 2}, eos=(2,)),
+]
+
+
+@pytest.mark.parametrize("case", [*CHAINS, *POLICIES, *PARALLEL, *TREES], ids=str)
+def test_the_output_has_the_targets_distribution(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distance(case, monkeypatch) < ROUNDING
+
+
+class RecordedUniforms:
+    """Records the uniform numbers that `torch.rand` gives, by the seed of the generator that each came from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of_seed: defaultdict[int, list[float]] = defaultdict(list)
+        rand = torch.rand
+
+        def recorded(*size: Any, generator: torch.Generator, **options: Any) -> torch.Tensor:
+            numbers = rand(*size, generator=generator, **options)
+            self.of_seed[generator.initial_seed()] += numbers.flatten().tolist()
+            return numbers
+
+        monkeypatch.setattr(torch, "rand", recorded)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("sd", {"k": 5}),
+        ("pearl", {"window": 4}),
+        ("pearl", {"window": 4, "post_verify": False}),
+        ("specinfer", {"k": 4, "drafts": 3}),
+        ("spectr", {"k": 4, "drafts": 3}),
+    ],
+)
+def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each drafted and each verified token has a uniform number of its own; draft and verifier have different seeds."""
+    target, draft = SmallRunner(0), SmallRunner(100)
+    uniforms = RecordedUniforms(monkeypatch)
+    sampling = SamplingParams(max_new_tokens=60, temperature=1.0)
+    worker: Any = InlineWorker(draft)
+    rounds = list(scripted_run(method, settings, target, draft, sampling, worker=worker, seed=3, prompt=PROMPT).rounds())
+    for numbers in uniforms.of_seed.values():
+        assert len(set(numbers)) == len(numbers)
+    used, judged = sorted(map(len, uniforms.of_seed.values())), sum(len(round_.draft.tokens) for round_ in rounds)
+    assert len(used) == 2, "the drafter's generator and the verifier's"
+    assert judged > 30
+    if method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
+        assert used == [judged, judged + len(rounds)]
