@@ -17,8 +17,9 @@ Frontier = list[tuple[int, float]]  # nodes that the next level continues (-1: t
 class TopKTreeDrafter(ModelDrafterBase):
     """Drafts a tree. Each level has the `width` likeliest continuations of the previous level, by the whole path's probability.
 
-    No node is drawn at random, even if the target samples. The length policy sees only the likeliest node of each level.
-    `depth` is the largest number of levels; with None the length policy decides.
+    No node is drawn at random, even if the target samples. The length policy sees only the likeliest node of each level, after
+    the whole level is in the tree. `depth` is the largest number of levels, which the policy may stay below; with None the policy
+    alone decides.
     """
 
     def __init__(self, setup: DraftSetup, *, width: int, depth: int | None = None) -> None:

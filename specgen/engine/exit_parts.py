@@ -28,8 +28,8 @@ def check_exit_depth(layers: int, depth: int, name: str = "the exit") -> None:
 def default_exit_depth(layers: int) -> int:
     """Returns N, the number of layers before EESD's exit: 1 + layers // 20.
 
-    This gives both numbers of the paper (section 4.1), 5 of 80 layers and 3 of 40, and from 10 layers on it is always 5 to 10 % of
-    the layers, as the paper suggests (section 5.4).
+    This gives both numbers of the paper (section 4.1), 5 of 80 layers and 3 of 40. From 10 layers on, it is always 5 to 10 % of
+    them, as the paper suggests (section 5.4).
     """
     return 1 + layers // 20
 
