@@ -65,8 +65,8 @@ class MultiDraftDrafter(ModelDrafterBase):
     ) -> _Level:
         """Extends each chain by one token, with one forward pass and one transfer to the host.
 
-        `chains` holds each chain's last node (-1: the context), `joint` [chains] its log-likelihood (nats). The distributions drawn
-        from are appended to `probs`. `read` are the signals that the length policy reads.
+        `chains` holds each chain's last node (-1: the context), `joint` [chains] its log-likelihood (nats). The distributions
+        drawn from are appended to `probs`. `read` are the signals that the length policy reads.
         """
         origins = list(dict.fromkeys(chains))
         logits = tree.next_logits(origins)
