@@ -92,7 +92,7 @@ class Context:
     Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is -1 without tokens.
     """
 
-    __slots__ = ("ids", "largest_id", "prompt_length")
+    __slots__ = ("__weakref__", "ids", "largest_id", "prompt_length")
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
         self.ids: list[int] = list(prompt_ids)
