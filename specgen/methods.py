@@ -78,6 +78,8 @@ class Method:
         return self.drafter.drafts_trees or settings.drafts_tree
 
 
+DEFAULT_EXIT = "auto"
+_EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
 _DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
 _WIDTH = "candidates at each position; above 1, drafts are trees"
 
@@ -170,18 +172,19 @@ METHODS: Mapping[str, Method] = {
             kinds.EXIT,
             "cali-ts",
             "EESD, with Cali-TS if there is a predictor, else Beta-TS",
+            settings=_EXIT,
             policy_without_predictor="beta-ts",
         ),
-        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True),
-        Method("eesd-beta", kinds.EXIT, "beta-ts", "EESD, with Beta-TS"),
-        Method("eesd-cali", kinds.EXIT, "cali-ts", "EESD, with Cali-TS"),
+        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True, settings=_EXIT),
+        Method("eesd-beta", kinds.EXIT, "beta-ts", "EESD, with Beta-TS", settings=_EXIT),
+        Method("eesd-cali", kinds.EXIT, "cali-ts", "EESD, with Cali-TS", settings=_EXIT),
         Method(
             "eesd-tree",
             kinds.EXIT_TREE,
             "cali-ts",
             "EESD, section 5.7",
             any_policy=True,
-            settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "most levels of the tree", 1, 64)},
+            settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "most levels of the tree", 1, 64), **_EXIT},
             policy_without_predictor="beta-ts",
         ),
         Method(
