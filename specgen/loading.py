@@ -73,7 +73,7 @@ def load(
         if exit_layer is not None:
             pair.exit_layer = load_exit(Path(exit_layer), pair.target)
         else:
-            pair.found_exit = FoundExit(pair.target, is_bundled=target is None)
+            pair.exits.found = FoundExit(pair.target, is_bundled=target is None)
     except BaseException:
         pair.close()
         raise

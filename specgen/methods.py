@@ -78,6 +78,8 @@ class Method:
         return self.drafter.drafts_trees or settings.drafts_tree
 
 
+DEFAULT_EXIT = "auto"
+_EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
 _DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
 _WIDTH = "candidates at each position; above 1, drafts are trees"
 
@@ -87,7 +89,8 @@ def _draft_model(name: str, paper: str) -> Method:
 
 
 def _multi_draft(name: str, paper: str, verifier: str = "exact") -> Method:
-    return Method(name, kinds.MULTI_DRAFT, "fixed", paper, verifier=verifier, settings=_DRAFTS, defaults={"k": 4})
+    row = Method(name, kinds.MULTI_DRAFT, "fixed", paper, verifier=verifier, any_policy=True)
+    return replace(row, settings=_DRAFTS, defaults={"k": 4})
 
 
 METHODS: Mapping[str, Method] = {
@@ -140,6 +143,7 @@ METHODS: Mapping[str, Method] = {
             "MTAD, section 3.2",
             lossless=False,
             verifier="joint",
+            any_policy=True,
             settings={
                 "beams": Setting(8, "width of the beam search", 1, 256),
                 "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
@@ -154,6 +158,7 @@ METHODS: Mapping[str, Method] = {
             "BiLD, Kim et al. 2023",
             lossless=False,
             verifier="rollback",
+            any_policy=True,
             settings={
                 "fallback": Setting(0.9, "end the draft where its top probability is below this", 0, 1),
                 "rollback": Setting(2.0, "reject tokens whose -log probability under the target is above this", 0, 1000),
@@ -167,17 +172,19 @@ METHODS: Mapping[str, Method] = {
             kinds.EXIT,
             "cali-ts",
             "EESD, with Cali-TS if there is a predictor, else Beta-TS",
+            settings=_EXIT,
             policy_without_predictor="beta-ts",
         ),
-        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True),
-        Method("eesd-beta", kinds.EXIT, "beta-ts", "EESD, with Beta-TS"),
-        Method("eesd-cali", kinds.EXIT, "cali-ts", "EESD, with Cali-TS"),
+        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True, settings=_EXIT),
+        Method("eesd-beta", kinds.EXIT, "beta-ts", "EESD, with Beta-TS", settings=_EXIT),
+        Method("eesd-cali", kinds.EXIT, "cali-ts", "EESD, with Cali-TS", settings=_EXIT),
         Method(
             "eesd-tree",
             kinds.EXIT_TREE,
             "cali-ts",
             "EESD, section 5.7",
-            settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "levels of the tree", 1, 64)},
+            any_policy=True,
+            settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "most levels of the tree", 1, 64), **_EXIT},
             policy_without_predictor="beta-ts",
         ),
         Method(
@@ -220,7 +227,8 @@ def no_exit_layer(method: Method, target: str | None) -> SpecgenError:
 def no_predictor(method: Method) -> SpecgenError:
     return SpecgenError(
         f"{method.name} needs a predictor, and the exit layer has none",
-        "Train another with specgen tune --train, set model_prediction=false, or use eesd-beta",
+        "Train another with specgen tune --train, set model_prediction=false, or use "
+        + ("policy=beta-ts" if method.any_policy else "eesd-beta"),
     )
 
 
@@ -248,8 +256,8 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
 def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
     """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
 
-    `has_predictor` says whether the exit layer has an acceptance predictor, which may decide the length policy. With None (not
-    known yet) the settings of both possible policies are accepted.
+    `has_predictor` says whether the exit layer has an acceptance predictor, which decides the length policy of some methods if
+    the user names none. With None (not known yet) the settings of both possible policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
@@ -275,11 +283,25 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
                 f"{combination} has no setting {name!r}{nearest(name, settable)}",
                 f"It has {', '.join(settable)}" if settable else "It has none",
             )
+    if policy == "fixed" and "depth" in known:
+        _join_k_and_depth(known, wanted)
     values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
     _check_signals(method, policy, values)
     if values.get("width") == 1 and "depth" in given and isinstance(values["depth"], int) and not method.drafter.drafts_trees:
         raise SpecgenError(f"depth is {values['depth']}, but width is 1", "Give width=2 or more: a chain's length is k")
     return Settings(policy, values)
+
+
+def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -> None:
+    """Gives `k` and `depth` the same value if the user gave only one of them: both limit the levels of a tree.
+
+    If both are given, the smaller one ends the tree. `depth` stays `auto` where this is its default.
+    """
+    for name, other in (("k", "depth"), ("depth", "k")):
+        if name in wanted and other not in wanted and known[other].default != "auto":
+            levels = known[name].parse(name, wanted[name])
+            if isinstance(levels, int):
+                wanted[other] = min(levels, int(known[other].high))
 
 
 def available_policies(method: Method) -> list[str]:

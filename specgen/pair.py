@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import ThreadChoice, pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
-from specgen.engine.exit_files import Description, Exit, FoundExit
+from specgen.engine.exit_files import Exit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import SpecgenError
+from specgen.exits import Exits
 from specgen.methods import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
 from specgen.skip_search import NEW_TOKENS
@@ -49,7 +48,7 @@ class Pair:
         exit_layer: Exit | None = None,
     ) -> None:
         self.target, self.draft = target, draft
-        self.found_exit: FoundExit | None = None
+        self.exits = Exits(target, self._penalties)
         if exit_layer is not None:
             self.exit_layer = exit_layer
         self._process_worker = worker
@@ -57,7 +56,6 @@ class Pair:
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self._draft_runner: ModelRunner | None = None
-        self._early_exit: EarlyExit | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._parallel_costs: dict[tuple[Any, ...], ParallelCosts] = {}
         self._fastest_skips: str | None = None
@@ -83,27 +81,19 @@ class Pair:
         in_worker = method.is_parallel and self._process_worker is not None
         return self.draft is not None and method.needs_draft_model and not in_worker
 
-    @cached_property
+    @property
     def exit_layer(self) -> Exit | None:
         """EESD's trained exit layer, or None. If the user named none, the first use loads the one found for this target."""
-        return None if self.found_exit is None else self.found_exit.load()
+        return self.exits.default
 
-    @property
-    def exit_refusal(self) -> SpecgenError | None:
-        """Why the exit layer found for this target cannot be used. None if it can, none was found, or the user named one."""
-        return None if self.found_exit is None else self.found_exit.refusal
-
-    @property
-    def exit_description(self) -> Description | None:
-        """The contents of the exit layer's `exit.yaml`, without reading the weights; None if there is no exit layer."""
-        if self.found_exit is not None:
-            return self.found_exit.description
-        return None if self.exit_layer is None else self.exit_layer.description
+    @exit_layer.setter
+    def exit_layer(self, exit_layer: Exit) -> None:
+        self.exits.default = exit_layer
 
     @property
     def has_predictor(self) -> bool:
         """Whether there is an exit layer that was trained with a predictor of whether a drafted token is accepted."""
-        return self.exit_layer is not None and self.exit_layer.predictor is not None
+        return self.exits.has_predictor()
 
     def devices(self, method: Method) -> list[torch.device]:
         """The target's device and, if the method uses the draft model, the draft model's."""
@@ -197,7 +187,10 @@ class Pair:
         components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
         worker = costs = None
         if chosen.needs_exit_layer:
-            components = self._with_early_exit(chosen, components)
+            both = self.early_exit(chosen, str(settings.values["exit"]))
+            both.reserve(components.capacity)
+            predictor = both.acceptance_predictor
+            components = replace(components, target=both.target, draft=both.draft, acceptance_predictor=predictor)
         elif chosen.skips_layers:
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
@@ -242,7 +235,9 @@ class Pair:
         parameters: dict[str, object],
     ) -> RunRequest:
         chosen = methods.find(self.default_method if method is None else method)
-        settings = methods.resolve(chosen, parameters, has_predictor=chosen.needs_exit_layer and self.has_predictor)
+        exit_name = str(parameters.get("exit", methods.DEFAULT_EXIT))
+        has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
+        settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
         ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -263,30 +258,9 @@ class Pair:
 
     # early exit and layer skipping
 
-    def _with_early_exit(self, method: Method, components: Components) -> Components:
-        """Returns `components` for EESD: the target's upper layers verify, its first layers with the exit layer draft."""
-        both = self.early_exit(method)
-        both.reserve(components.capacity)
-        return replace(components, target=both.target, draft=both.draft, acceptance_predictor=both.acceptance_predictor)
-
-    def early_exit(self, method: Method) -> EarlyExit:
-        """Returns the target split after layer N into two runners, one that drafts with the exit layer and one that verifies.
-
-        Raises SpecgenError for `method` if the target has no exit layer, or if its layers cannot be run one by one.
-        """
-        if self.exit_layer is None:
-            self.target.model.check_layers("early exit")
-            bundled = self.target.name.startswith("demo/")
-            raise self.exit_refusal or methods.no_exit_layer(method, None if bundled else self.target.name)
-        if self._early_exit is None:
-            self._early_exit = EarlyExit(
-                self.target.model,
-                self.exit_layer.layer,
-                self.exit_layer.description.after,
-                self.exit_layer.predictor,
-                penalties=(self._penalties(), self._penalties()),
-            )
-        return self._early_exit
+    def early_exit(self, method: Method, name: str = methods.DEFAULT_EXIT) -> EarlyExit:
+        """Returns the target split into two runners by an exit layer; see `Exits.runners`."""
+        return self.exits.runners(method, name)
 
     def skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`."""
@@ -381,8 +355,7 @@ class Pair:
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.clear_cache()
-        if self._early_exit is not None:
-            self._early_exit.clear_cache()
+        self.exits.clear_caches()
         if self._process_worker is not None:
             self._process_worker.forget()
 

@@ -15,7 +15,14 @@ Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
-PHASES = ("prefill", "draft", "verify", "sample", "other")  # of a round; its seconds are reported by phase
+# The phases of a round, by which its seconds are reported.
+# - prefill: the target's pass over the prompt.
+# - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for drafts.
+# - policy: the length policy (the decision after each token, the update after verification) and the acceptance predictor; EESD's
+#   Table 8 calls it sampling. On a GPU only the time to start the predictor's kernels: waiting for them would slow drafting.
+#   In PEARL only the update, because the decisions are made during the target's pass.
+# - verify: the target's pass. sample: accepting tokens and choosing the target's own. other: the rest.
+PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
 def check_backend(name: str) -> None:
@@ -85,7 +92,7 @@ class Context:
     Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is -1 without tokens.
     """
 
-    __slots__ = ("ids", "largest_id", "prompt_length")
+    __slots__ = ("__weakref__", "ids", "largest_id", "prompt_length")
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
         self.ids: list[int] = list(prompt_ids)

@@ -57,7 +57,7 @@ def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
     return runs
 
 
-PHASE_SHARES = {"prefill": 0.1, "draft": 0.2, "verify": 0.6, "sample": 0.05, "other": 0.05}
+PHASE_SHARES = {"prefill": 0.1, "draft": 0.17, "policy": 0.03, "verify": 0.6, "sample": 0.05, "other": 0.05}
 WILD = MethodSpec("wild", "wild", {}, lossless=False)
 
 

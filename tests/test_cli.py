@@ -23,7 +23,7 @@ from specgen.methods import METHODS
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 PROMPT = "the cat sat on the mat"
-PHASES = {"prefill", "draft", "verify", "sample", "other"}
+PHASES = {"prefill", "draft", "policy", "verify", "sample", "other"}
 
 Generate = Callable[..., tuple[str, str]]
 

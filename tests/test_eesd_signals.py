@@ -18,10 +18,10 @@ import specgen
 from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.policies import DraftedToken, Signals
+from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree_drafter import TopKTreeDrafter
-from specgen.engine.early_exit import EarlyExit
+from specgen.engine.early_exit import EarlyExit, ExitAcceptancePredictor
 from specgen.engine.model_runner import ModelOutput
 from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
@@ -66,7 +66,7 @@ class RecordingPredictor:
         return torch.tensor(0.1 * position)
 
 
-class RecordingPolicy:
+class RecordingPolicy(LengthPolicy):
     reason = "deep enough"
 
     def __init__(self, signals: Signals) -> None:
@@ -199,3 +199,48 @@ def test_an_untrained_exit_samples_from_the_target() -> None:
 @pytest.mark.parametrize(("name", "settings"), METHODS)
 def test_an_untrained_exit_samples_from_the_target_in_many_runs(name: str, settings: dict[str, object]) -> None:
     assert p_value_of_runs(name, settings, 6000) > SIGNIFICANCE
+
+
+def scores_of(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A list that gets each score of the pair's acceptance predictor."""
+    scores: list[float] = []
+    score = ExitAcceptancePredictor.score
+
+    def recorded(predictor: ExitAcceptancePredictor, hidden: torch.Tensor, position: int) -> torch.Tensor:
+        scores.append(float(found := score(predictor, hidden, position)))
+        return found
+
+    monkeypatch.setattr(ExitAcceptancePredictor, "score", recorded)
+    return scores
+
+
+@pytest.mark.parametrize("name", ["eesd-cali", "eesd-tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_interleaved_runs_are_as_two_runs_one_after_the_other(
+    tmp_path: Path, name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same output and the same scores, although each run's rounds take the KV caches from the other's."""
+    folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
+    pair = Pair(specgen.load(folder, device="cpu", dtype="float32").target, None)
+    pair.exit_layer = exit_of(pair.target, 2)
+    scores, sampling = scores_of(pair, monkeypatch), SamplingParams(24, temperature, seed=3, ignore_eos=True)
+    prompts = [1, 5, 6, 7, 8, 9], [1, 5, 6, 11, 12]
+    apart: list[tuple[list[int], list[float]]] = []
+    for ids in prompts:
+        apart.append((pair.generate(ids, name, sampling).token_ids, scores.copy()))
+        scores.clear()
+    runs = [pair.rounds(ids, name, sampling) for ids in prompts]
+    found: list[tuple[list[int], list[float]]] = [([], []), ([], [])]
+    while runs:
+        for run, (tokens, own) in zip([*runs], found, strict=False):
+            round_ = next(run, None)
+            tokens += [] if round_ is None else round_.token_ids
+            own += scores
+            scores.clear()
+            if round_ is None:
+                runs.clear()
+    shortest = min(len(own) for _, own in found)
+    assert shortest > 12
+    for (tokens, own), (expected, expected_scores) in zip(found, apart, strict=True):
+        assert tokens == expected[: len(tokens)]
+        assert own == pytest.approx(expected_scores[: len(own)], abs=1e-5)

@@ -16,7 +16,7 @@ from specgen.files import check_writable
 _output = partial(typer.Option, rich_help_panel="Output")
 
 ByCategory = Annotated[bool, _output("--by-category", help="Show one row for each category as well.")]
-Phases = Annotated[bool, _output("--phases", help="Show the time for drafting, verification and sampling.")]
+Phases = Annotated[bool, _output("--phases", help="Show the time for drafting, the length policy, verification and sampling.")]
 Predict = Annotated[
     bool, _output("--predict", help="Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.")
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,8 @@ def generate(
         return None
     models = profile_lookup.with_exit(models, profile)
     params = sampling.params(stop or ())
-    chosen = _method(method, models)
     given = parse_pairs(settings or [])
+    chosen = _method(method, models, given)
     methods.resolve(chosen, given)
     record = options.recorded(output.record)
     if record and output.trace is None and not output.json:
@@ -73,15 +74,15 @@ def generate(
             return _run(plan, writer)
 
 
-def _method(name: str | None, models: ModelOptions) -> methods.Method:
-    """Returns the requested method, or the default one if `name` is None.
+def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> methods.Method:
+    """Returns the requested method, or the default one if `name` is None. `given` are the user's settings.
 
     Raises SpecgenError if the method needs a draft model or a trained exit layer that is missing.
     """
     chosen = methods.find(name or methods.default_name(has_draft_model=models.has_draft))
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
-    if chosen.needs_exit_layer and models.lacks_exit_layer:
+    if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:
         raise methods.no_exit_layer(chosen, models.target)
     return chosen
 

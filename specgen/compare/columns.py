@@ -106,8 +106,7 @@ def _phase(phase: str) -> Callable[[Entry], float | None]:
 
 
 def _phases(entry: Entry) -> dict[str, float] | None:
-    """The method's seconds by phase (prefill, draft, verify, sample, other). None for transformers' own methods, which do not
-    report phases."""
+    """The method's seconds by phase (`types.PHASES`). None for transformers' own methods, which do not report phases."""
     return None if entry.figures.summary.unsplit_seconds else dict(entry.figures.summary.phase_seconds)
 
 

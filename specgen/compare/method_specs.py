@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from specgen import methods
 from specgen.compare.baselines import BASELINES, baseline_settings
@@ -12,6 +13,7 @@ from specgen.errors import SpecgenError, nearest
 
 REFERENCE = "ar"  # plain decoding, which all other methods are compared with
 EVERY = "all"
+_PATHS = "The path after exit= cannot hold a comma or a colon here: give a link without them, or use --exit-layer FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
     written = [part.strip() for text in texts for part in text.split(",")]
     if not all(written):
         raise SpecgenError(f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup")
+    for before, part in pairwise(written):
+        if ":exit=" in before and part.split(":")[0] not in {*methods.METHODS, *BASELINES, EVERY}:
+            raise SpecgenError(f"cannot read {part!r} after {before!r}", _PATHS)
     names = [name for part in written for name in (methods.METHODS if part == EVERY else [part])]
     return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *names])]
 
@@ -80,6 +85,8 @@ def _settings(written: str, pairs: Sequence[str]) -> dict[str, str]:
     settings: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals and "exit" in settings:
+            raise SpecgenError(f"cannot read {pair!r} in {written!r}", _PATHS)
         if not equals or not name:
             raise SpecgenError(
                 f"cannot read {pair!r} in {written!r}", "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7"

@@ -57,7 +57,8 @@ def _prediction(result: MethodResult, runs: Mapping[int, Run], costs: PassCosts,
     if rate is None or share is None:
         return Prediction()
     uses_draft_model = METHODS[result.spec.name].needs_draft_model and costs.draft is not None
-    draft_seconds = costs.draft if uses_draft_model else summary.phase_seconds["draft"] / summary.drafted
+    drafting = summary.phase_seconds["draft"] + summary.phase_seconds["policy"]
+    draft_seconds = costs.draft if uses_draft_model else drafting / summary.drafted
     assert draft_seconds is not None
     plain = speculative = 0.0
     for index, run in runs.items():

@@ -79,8 +79,12 @@ class Runner:
         self._meter = energy_meter_for(pair.all_devices) if config.energy else None
 
     def check(self) -> None:
-        """Checks all prompts before anything is run. Raises SpecgenError naming the first prompt that plain decoding cannot
-        continue, for instance because it is too long. Later turns of a question are not checked, because they contain answers."""
+        """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
+        layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
+        long. Later turns of a question are not checked, because they contain answers."""
+        for spec in self.config.specs:
+            if "exit" in spec.settings:
+                self.pair.exits.get(spec.settings["exit"])
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class BildDrafter(ModelDrafter):
     """Drafts token by token until the draft's largest probability is below `fallback` (temperature 1, no top-k or top-p).
 
-    The token with this low probability is dropped, so a draft may be empty.
+    The token with this low probability is dropped, so a draft may be empty. The length policy sees the tokens that are not
+    dropped, and ends a draft after one of them.
     """
 
     _own_signals: ClassVar[Signals] = frozenset({"top_prob"})

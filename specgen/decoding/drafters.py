@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -64,15 +65,45 @@ def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], Draft
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
     `extend(position)` drafts the token or level with this number, from 1. It returns the token for the policy to judge, or a
-    string: the reason to end the draft without asking the policy, such as `eos`. At `limit` the reason is `length`.
+    string: the reason to end the draft without asking the policy, such as `eos`. At `limit` the reason is `length`. The time that
+    the policy takes is added to `policy.seconds`.
     """
     for position in range(1, limit + 1):
         token = extend(position)
         if isinstance(token, str):
             return token
-        if not policy.keep_drafting(token):
+        start = perf_counter()
+        keeps_drafting = policy.keep_drafting(token)
+        policy.seconds += perf_counter() - start
+        if not keeps_drafting:
             return policy.reason
     return "length"
+
+
+class AcceptanceScores:
+    """The acceptance predictor's scores of one draft. The time that they take is added to `policy.seconds`.
+
+    On a GPU this is the time to start the kernels, not to run them.
+    """
+
+    def __init__(self, predictor: AcceptancePredictor, policy: LengthPolicy, context: Context) -> None:
+        self._predictor, self._policy = predictor, policy
+        start = perf_counter()
+        predictor.begin(context)
+        policy.seconds += perf_counter() - start
+
+    @classmethod
+    def wanted(cls, setup: DraftSetup, policy: LengthPolicy, context: Context) -> AcceptanceScores | None:
+        """Begins to score a draft after the context. None without a predictor, and if the policy does not read its scores."""
+        predictor = setup.acceptance_predictor
+        return None if predictor is None or "predicted_acceptance" not in policy.signals else cls(predictor, policy, context)
+
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        """Returns what `AcceptancePredictor.score` returns."""
+        start = perf_counter()
+        score = self._predictor.score(draft_hidden, position)
+        self._policy.seconds += perf_counter() - start
+        return score
 
 
 class ModelDrafterBase:
@@ -123,14 +154,13 @@ class ModelDrafter(ModelDrafterBase):
         if limit < 1:
             return Draft()
         chain = DraftChain(self._setup, self._generator, policy.signals, self._own_signals, keep_probs=self._keeps_probs)
-        predictor = self._setup.acceptance_predictor if "predicted_acceptance" in policy.signals else None
-        if predictor is not None:
-            predictor.begin(context)
+        scores = AcceptanceScores.wanted(self._setup, policy, context)
 
         def extend(position: int) -> DraftedToken | str:
             output = self._runner.logits(context, tokens, start=len(tokens))
-            scored = predictor is not None and output.hidden_states is not None
-            score = predictor.score(output.hidden_states[0], position) if scored else None  # type: ignore[union-attr, index]
+            score = None
+            if scores is not None and output.hidden_states is not None:
+                score = scores.score(output.hidden_states[0], position)
             token = chain.append(output.logits[0, : self._vocab_size], score)
             if refusal := self._refusal(chain.values):
                 chain.drop_last()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from specgen.decoding import logits_ops
+from specgen.decoding import logits_ops, signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
@@ -27,11 +27,17 @@ class Beam:
     """A candidate continuation of the context: its last node in the draft tree and its joint log-likelihood (nats).
 
     `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished` beams end with an end-of-sequence.
+    `signals` are numbers about its last token for the length policy.
     """
 
     node: int
     log_likelihood: float
     finished: bool = False
+    signals: Mapping[str, float] = field(default_factory=dict)
+
+
+def _unfinished(beams: Iterable[Beam]) -> list[Beam]:
+    return [beam for beam in beams if not beam.finished]
 
 
 class BeamSearchDrafter(ModelDrafterBase):
@@ -40,7 +46,8 @@ class BeamSearchDrafter(ModelDrafterBase):
     The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
     With `stochastic` it draws them among all continuations of all beams, without replacement, in proportion to their joint
     likelihoods (MTAD, Eq. 2); greedy decoding ignores `stochastic`. A beam with an end-of-sequence is not extended any more, but
-    still competes with the other beams.
+    still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; its `prob` is the
+    one that the joint likelihood counts.
     """
 
     def __init__(self, setup: DraftSetup, *, width: int, stochastic: bool) -> None:
@@ -59,8 +66,10 @@ class BeamSearchDrafter(ModelDrafterBase):
         beams = [Beam(-1, 0.0)]
 
         def extend(position: int) -> DraftedToken | str:
-            beams[:] = self._step(tree, beams, likelihoods)
-            return "eos" if self._is_decided(beams) else DraftedToken(position)
+            beams[:] = self._step(tree, beams, likelihoods, policy.signals)
+            if self._is_decided(beams):
+                return "eos"
+            return DraftedToken(position, max(_unfinished(beams), key=lambda beam: beam.log_likelihood).signals)
 
         reason = extend_draft(policy, limit, extend)
         path = tree.path(max(beams, key=lambda beam: beam.log_likelihood).node)
@@ -75,24 +84,31 @@ class BeamSearchDrafter(ModelDrafterBase):
             return max(beams, key=lambda beam: beam.log_likelihood).finished
         return all(beam.finished for beam in beams)
 
-    def _step(self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float]) -> list[Beam]:
+    def _step(self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float], read: Signals) -> list[Beam]:
         """Extends the unfinished beams by one token, and returns the beams that are kept. One transfer to the host.
 
-        `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree.
+        `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree. `read` are the signals that the length
+        policy reads.
         """
-        growing = [beam for beam in beams if not beam.finished]
+        growing = _unfinished(beams)
         finished = [beam for beam in beams if beam.finished]
         logits = tree.next_logits([beam.node for beam in growing])
         vocabulary = logits.shape[-1]
         best = max(beam.log_likelihood for beam in beams)
         scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
         before = torch.tensor(scale, device=logits.device)  # relative to the best, so that no product of many tokens underflows
-        joint = (before[: len(growing), None] * logits_ops.warp(logits, self._warping)).flatten()
+        probs = logits_ops.warp(logits, self._warping)
+        joint = (before[: len(growing), None] * probs).flatten()
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
         chosen = self._scores(joint).topk(min(self._width, joint.shape[0])).indices
-        found = torch.stack(((chosen // vocabulary).float(), (chosen % vocabulary).float(), joint[chosen])).tolist()
+        parents, tokens = chosen // vocabulary, chosen % vocabulary
+        computed: dict[str, torch.Tensor] = {}
+        if read:  # of a finished beam, which has no logits any more, those of another
+            rows = parents.clamp_max(len(growing) - 1)
+            computed = signals.compute(read, logits.index_select(0, rows), tokens, probs.index_select(0, rows))
+        numbers = (parents.float(), tokens.float(), joint[chosen], *(value.float() for value in computed.values()))
         after = []
-        for parent, token, relative in zip(*found, strict=True):  # ids stay exact up to 2^24
+        for parent, token, relative, *values in zip(*torch.stack(numbers).tolist(), strict=True):  # ids stay exact up to 2^24
             if math.isnan(relative):
                 raise nan_logits("draft")
             if not relative:  # fewer continuations are possible than there are beams
@@ -103,7 +119,8 @@ class BeamSearchDrafter(ModelDrafterBase):
                 continue
             node = tree.add(growing[int(parent)].node, int(token))
             likelihoods.append(value)
-            after.append(Beam(node, value, int(token) in self._eos_ids))
+            found = {name: number for name, number in zip(computed, values, strict=True) if name in read}
+            after.append(Beam(node, value, int(token) in self._eos_ids, found))
         return after
 
     def _scores(self, joint: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from specgen.decoding import logits_ops
+from specgen.decoding import logits_ops, signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import make_verdict
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, SamplingParams, Verdict
@@ -26,6 +26,11 @@ class MultiDraftDrafter(ModelDrafterBase):
 
     `drafts` is the number of chains. Chains with a common prefix share its nodes; the draft's `draws` lists each random draw by
     its node. In greedy decoding the chains start with the likeliest distinct tokens, and each continues with the likeliest token.
+
+    The length policy sees one node of each level: the last token of the likeliest chain, by the joint probability of its tokens
+    in the distributions that they were drawn from. It decides after all tokens of the level are drawn, and all of them stay in
+    the tree. So, given the nodes that exist, each token of the next level is still an independent draw from its distribution, or
+    none of the level exists and the target draws the token: in both cases verification stays lossless, whatever the policy reads.
     """
 
     def __init__(self, setup: DraftSetup, *, drafts: int) -> None:
@@ -41,38 +46,64 @@ class MultiDraftDrafter(ModelDrafterBase):
         draws: list[int] = []
         probs: list[torch.Tensor] = []
         chains = [-1] * self._drafts  # the last node of each unfinished chain
+        joint = torch.zeros(self._drafts, device=self._runner.device)  # their log-likelihoods; only for a policy with signals
 
         def extend(position: int) -> DraftedToken | str:
-            drawn = self._level(tree, chains, probs)
-            draws.extend(drawn)
-            chains[:] = [node for node in drawn if tree.tokens[node] not in self._eos_ids]
-            return DraftedToken(position) if chains else "eos"
+            nonlocal joint
+            level = self._level(tree, chains, probs, joint, policy.signals)
+            draws.extend(level.nodes)
+            unfinished = [number for number, node in enumerate(level.nodes) if tree.tokens[node] not in self._eos_ids]
+            chains[:] = [level.nodes[number] for number in unfinished]
+            joint = level.joint if len(chains) == len(level.nodes) else level.joint[unfinished]
+            return DraftedToken(position, level.signals) if chains else "eos"
 
         reason = extend_draft(policy, limit, extend)
         return tree.draft(reason, draws=draws, probs=logits_ops.pad_probs(torch.cat(probs), self._vocab_size) if probs else None)
 
-    def _level(self, tree: DraftTree, chains: Sequence[int], probs: list[torch.Tensor]) -> list[int]:
-        """Extends each chain by one token, with one forward pass and one transfer to the host. Returns each chain's new node.
+    def _level(
+        self, tree: DraftTree, chains: Sequence[int], probs: list[torch.Tensor], joint: torch.Tensor, read: Signals
+    ) -> _Level:
+        """Extends each chain by one token, with one forward pass and one transfer to the host.
 
-        `chains` holds each chain's last node (-1: the context). The distributions drawn from are appended to `probs`.
+        `chains` holds each chain's last node (-1: the context), `joint` [chains] its log-likelihood (nats). The distributions
+        drawn from are appended to `probs`. `read` are the signals that the length policy reads.
         """
         origins = list(dict.fromkeys(chains))
         logits = tree.next_logits(origins)
+        warped = None
         if self._sampling.greedy:
             chosen = logits.topk(min(len(chains), logits.shape[-1])).indices[0] if origins == [-1] else logits.argmax(dim=-1)
             chains = [-1] * chosen.shape[0] if origins == [-1] else chains
-        else:
+        rows = torch.tensor([origins.index(node) for node in chains], device=logits.device)
+        if not self._sampling.greedy:
             warped = logits_ops.warp(logits, self._sampling)
-            positions = torch.tensor([origins.index(node) for node in chains], device=logits.device)
-            chosen = logits_ops.draw(warped.index_select(0, positions), self._generator)
+            chosen = logits_ops.draw(warped.index_select(0, rows), self._generator)
+        computed: dict[str, torch.Tensor] = {}
+        if read:
+            joint = joint[: len(chains)] + ((logits.float().softmax(dim=-1) if warped is None else warped)[rows, chosen]).log()
+            best = joint.argmax(dim=0, keepdim=True)
+            row = rows.index_select(0, best)
+            drawn_from = None if warped is None else warped.index_select(0, row)
+            computed = signals.compute(read, logits.index_select(0, row), chosen.index_select(0, best), drawn_from)
+        on_host = torch.cat((chosen.float(), *(value.float() for value in computed.values()))).tolist()
+        tokens, numbers = list(map(int, on_host[: len(chains)])), on_host[len(chains) :]
         nodes: dict[tuple[int, int], int] = {}
-        for step in zip(chains, chosen.tolist(), strict=True):
+        for step in zip(chains, tokens, strict=True):
             if step not in nodes:
                 nodes[step] = tree.add(*step)
-        if not self._sampling.greedy:
-            positions = torch.tensor([origins.index(parent) for parent, _ in nodes], device=logits.device)
-            probs.append(warped.index_select(0, positions))
-        return [nodes[step] for step in zip(chains, chosen.tolist(), strict=True)]
+        if warped is not None:
+            parents = torch.tensor([origins.index(parent) for parent, _ in nodes], device=logits.device)
+            probs.append(warped.index_select(0, parents))
+        values = {name: value for name, value in zip(computed, numbers, strict=True) if name in read}
+        return _Level([nodes[step] for step in zip(chains, tokens, strict=True)], joint, values)
+
+
+class _Level(NamedTuple):
+    """A level of a tree of chains: each chain's new node and log-likelihood (nats) [chains], and the signals for the policy."""
+
+    nodes: list[int]
+    joint: torch.Tensor
+    signals: Mapping[str, float]
 
 
 class Acceptance(NamedTuple):

@@ -49,7 +49,8 @@ class LengthPolicy(ABC):
 
     `name`, `source` (the paper) and `settings` (parameters by name) describe a policy to users and to `tune`. A `random` policy's
     constructor takes a `seed` besides the settings. `signals` are the numbers about a drafted token that the policy reads.
-    `optional_signals` maps a boolean setting to the signals that the policy reads only if the setting is true.
+    `optional_signals` maps a boolean setting to the signals that the policy reads only if the setting is true. `seconds` is how
+    long the policy and the acceptance predictor have taken since `take_seconds` was called.
     """
 
     name: ClassVar[str] = ""
@@ -59,6 +60,7 @@ class LengthPolicy(ABC):
     signals: Signals = frozenset()
     optional_signals: ClassVar[Mapping[str, Signals]] = {}
     reason: str = ""
+    seconds: float = 0.0
 
     @classmethod
     def signals_with(cls, values: Mapping[str, Value]) -> Signals:
@@ -75,6 +77,11 @@ class LengthPolicy(ABC):
     def state(self) -> Mapping[str, float] | None:
         """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
         return None
+
+    def take_seconds(self) -> float:
+        """Returns `seconds` and sets it to 0."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def _below(self, limit: int, token: DraftedToken) -> bool:
         self.reason = f"limit {limit}"

@@ -57,6 +57,11 @@ class Clock:
         self._phases[phase] += now - self._last
         self._last = now
 
+    def move(self, seconds: float, source: str, phase: str) -> None:
+        """Takes `seconds` from the phase `source` and adds them to `phase`."""
+        self._phases[source] -= seconds
+        self._phases[phase] += seconds
+
     def seconds(self) -> dict[str, float]:
         self.lap("other")
         return self._phases
@@ -112,7 +117,9 @@ class Run:
         if verdict.token is not None:
             tokens.append(verdict.token)
         self.context.extend(tokens)
+        self.clock.lap("other")
         self.policy.observe(draft.levels - unverified, accepted)
+        self.clock.lap("policy")
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
         if unverified and verdict.token is None and self.finish_reason is None:

@@ -21,6 +21,7 @@ def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
     draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)  # room for the target's own token
     run.clock.lap("draft")
+    run.clock.move(run.policy.take_seconds(), "draft", "policy")
     output = run.target.logits(run.context, draft.tokens, draft.parents)
     run.clock.lap("verify", synchronize=True)
     verdict = run.verifier.verify(draft, output)

@@ -6,7 +6,7 @@ import torch
 
 from specgen.decoding import signals
 from specgen.decoding.draft_tree import DraftTree
-from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
+from specgen.decoding.drafters import AcceptanceScores, DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft
@@ -17,8 +17,9 @@ Frontier = list[tuple[int, float]]  # nodes that the next level continues (-1: t
 class TopKTreeDrafter(ModelDrafterBase):
     """Drafts a tree. Each level has the `width` likeliest continuations of the previous level, by the whole path's probability.
 
-    No node is drawn at random, even if the target samples. The length policy sees only the likeliest node of each level.
-    `depth` is the largest number of levels; with None the length policy decides.
+    No node is drawn at random, even if the target samples. The length policy sees only the likeliest node of each level, after
+    the whole level is in the tree. `depth` is the largest number of levels, which the policy may stay below; with None the policy
+    alone decides.
     """
 
     def __init__(self, setup: DraftSetup, *, width: int, depth: int | None = None) -> None:
@@ -30,25 +31,26 @@ class TopKTreeDrafter(ModelDrafterBase):
         limit = self._room(context, limit)
         if limit < 1:
             return Draft()
-        predictor = self._setup.acceptance_predictor
-        if predictor is not None and "predicted_acceptance" in policy.signals:
-            predictor.begin(context)
+        scores = AcceptanceScores.wanted(self._setup, policy, context)
         tree = DraftTree(self._setup, context)
         frontier: Frontier = [(-1, 0.0)]
 
         def extend(position: int) -> DraftedToken | str:
-            token = self._add_level(tree, frontier, policy.signals, position)
+            token = self._add_level(tree, frontier, policy.signals, scores, position)
             return token if frontier else "eos"
 
         deepest = limit if self._depth is None else min(limit, self._depth)
         reason = extend_draft(policy, deepest, extend)
         return tree.draft(f"depth {self._depth}" if reason == "length" and deepest == self._depth else reason)
 
-    def _add_level(self, tree: DraftTree, frontier: Frontier, read: Signals, position: int) -> DraftedToken:
+    def _add_level(
+        self, tree: DraftTree, frontier: Frontier, read: Signals, scores: AcceptanceScores | None, position: int
+    ) -> DraftedToken:
         """Adds a level of nodes after those of `frontier`, with one forward pass and one transfer to the host.
 
         Replaces the content of `frontier` with the new nodes, except those with an end-of-sequence token. Returns the level's
-        likeliest node with its signals named in `read`. `position` is the level's number, from 1.
+        likeliest node with its signals named in `read`; `scores` are the acceptance predictor's, None if the policy reads none.
+        `position` is the level's number, from 1.
         """
         nodes, log_likelihoods = zip(*frontier, strict=True)
         logits = tree.next_logits(nodes)
@@ -58,7 +60,7 @@ class TopKTreeDrafter(ModelDrafterBase):
         best, positions = joint.flatten().topk(min(self._width, joint.numel()))
         chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
         origins = positions // tokens.shape[1]
-        computed = self._signals(tree, logits, chosen, origins, read, position)
+        computed = self._signals(tree, logits, chosen, origins, read, scores, position)
         size = positions.shape[0]
         on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
         added = [
@@ -70,7 +72,14 @@ class TopKTreeDrafter(ModelDrafterBase):
         return DraftedToken(position, {name: found[name] for name in read if name in found})
 
     def _signals(
-        self, tree: DraftTree, logits: torch.Tensor, chosen: torch.Tensor, origins: torch.Tensor, read: Signals, position: int
+        self,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        origins: torch.Tensor,
+        read: Signals,
+        scores: AcceptanceScores | None,
+        position: int,
     ) -> dict[str, torch.Tensor]:
         """Computes the signals named in `read` (such as entropy) for the level's likeliest node, each a tensor [1].
 
@@ -79,7 +88,7 @@ class TopKTreeDrafter(ModelDrafterBase):
         """
         if not read:
             return {}
-        predictor, score = self._setup.acceptance_predictor, None
-        if predictor is not None and tree.hidden is not None and "predicted_acceptance" in read:
-            score = predictor.score(tree.hidden.index_select(0, origins[:1])[0], position)[None]
+        score = None
+        if scores is not None and tree.hidden is not None:
+            score = scores.score(tree.hidden.index_select(0, origins[:1])[0], position)[None]
         return signals.compute(read, logits.index_select(0, origins[:1]), chosen[:1], predicted_acceptance=score)

@@ -68,7 +68,7 @@ class CachedPrefix:
         cached = self.draft
         if not cached.tokens or self.committed == len(context):
             return
-        path = self._matching_path(context, len(context))
+        path = matching_path(cached, context.ids[self.committed :])
         if not path:
             return
         length = len(path)
@@ -78,18 +78,6 @@ class CachedPrefix:
         self.committed += length
         if isinstance(cached.parents, range):
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
-
-    def last_logits_index(self, context: Context) -> int | None:
-        """Returns the index of the logits of the last call that predicted the last token of `context`; None if no logits did.
-
-        Logits index 0 follows the context of that call, index i + 1 its draft node i.
-        """
-        if context is not self._context or self.committed >= len(context):
-            return None
-        path = self._matching_path(context, len(context) - 1)
-        if self.committed + len(path) != len(context) - 1:
-            return None
-        return path[-1] + 1 if path else 0
 
     def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
         """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
@@ -121,22 +109,6 @@ class CachedPrefix:
         self.draft = NO_NODES
         self.committed = min(self.committed, committed)
 
-    def _matching_path(self, context: Context, end: int) -> list[int]:
-        """Returns the path of cached draft nodes, from the root on, whose tokens equal the context's from index `committed` on.
-
-        It ends at the first token without an equal node, or before context index `end`.
-        """
-        tokens, parents = self.draft
-        path: list[int] = []
-        for token in context.ids[self.committed : end]:
-            parent = path[-1] if path else -1
-            children = (node for node in range(parent + 1, len(tokens)) if parents[node] == parent and tokens[node] == token)
-            node = next(children, None)
-            if node is None:
-                break
-            path.append(node)
-        return path
-
     def _uses_long_rope(self, context: Context) -> bool:
         """Whether the model uses its rotary frequencies for long contexts (LongRoPE) in a run with this context.
 
@@ -158,6 +130,19 @@ class CachedPrefix:
         """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the cache's length."""
         self.cache.length = first
         return ForwardPass(context, draft, first, last, self.cache, self._uses_long_rope(context))
+
+
+def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
+    """Returns the path of draft nodes, from the root on, with the first of `tokens`; it ends at a token without an equal node."""
+    path: list[int] = []
+    for token in tokens:
+        parent = path[-1] if path else -1
+        children = range(parent + 1, len(draft.tokens))
+        node = next((node for node in children if draft.parents[node] == parent and draft.tokens[node] == token), None)
+        if node is None:
+            break
+        path.append(node)
+    return path
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:

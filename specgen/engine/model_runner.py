@@ -6,11 +6,12 @@ Callers pass the whole sequence and get logits; the runner finds out which of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
-from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.cached_prefix import CachedPrefix, matching_path
 from specgen.engine.forward_pass import Cache, ForwardFunction, ModelOutput, TreeNodes, chain_parents
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -39,6 +40,29 @@ class DraftRunner(Protocol):
         ...
 
 
+class HiddenStates(NamedTuple):
+    """The hidden states that a call of `ModelRunner.logits` returned: `states` [n, width], those from index `start` on.
+
+    The call's context had `length` tokens, and `draft` followed it.
+    """
+
+    length: int
+    draft: TreeNodes
+    start: int
+    states: torch.Tensor
+
+    def before_last(self, context: Context) -> torch.Tensor | None:
+        """Returns the hidden state [width] that predicted the last token of `context`, the call's context with more tokens.
+
+        The tokens before the last one must be a path of the draft; otherwise returns None.
+        """
+        tokens = context.ids[self.length : -1]
+        path = matching_path(self.draft, tokens)
+        index = path[-1] + 1 if path else 0
+        is_known = len(context) > self.length and len(path) == len(tokens) and index >= self.start
+        return self.states[index - self.start] if is_known else None
+
+
 class ModelRunner:
     """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
 
@@ -61,13 +85,13 @@ class ModelRunner:
         self._forward = model.forward() if forward is None else forward
         self._penalties = penalties
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary)
-        self._hidden: tuple[int, torch.Tensor] | None = None  # the last call's `start` and hidden states
+        self._last: tuple[Context, HiddenStates] | None = None  # the last call's
+        self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
         self._forward_count = 0
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""
         self._cached.clear()
-        self._hidden = None
         self._forward_count += 1  # tells a runner that shares this cache that its entries are gone, see `share_prefix`
 
     def reserve(self, capacity: int) -> None:
@@ -90,11 +114,13 @@ class ModelRunner:
         if not (parents is None or isinstance(parents, range)) and list(parents) != list(nodes.parents):
             nodes = TreeNodes(tokens, list(parents))
         end = len(context) + len(tokens)
+        self._keep_hidden_states(context)
         self._cached.truncate_for(context, nodes, start)
         for forward_pass in self._cached.missing_passes(context, nodes, end):
             self._forward_count += 1
             output = self._forward(forward_pass, len(tokens) + 1 - start if forward_pass.last == end else 1)
-        self._hidden = None if output.hidden_states is None else (start, output.hidden_states)
+        if output.hidden_states is not None:
+            self._last = context, HiddenStates(len(context), nodes, start, output.hidden_states)
         if self._penalties is not None:
             processed = self._penalties(output.logits, context, tokens, nodes.parents, start)
             output = output._replace(logits=processed)
@@ -111,19 +137,25 @@ class ModelRunner:
         if cached.committed < len(context) - 1:
             self.logits(context)
         cached.truncate(len(context) - 1)
-        self._hidden = None
         return cached.committed, self._forward_count
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width], after the norm, from which the last call predicted the last token of `context`.
+        """Returns the hidden state [width], after the norm, from which the last call with `context` predicted its last token.
 
-        Returns None if the last call did not compute it.
+        `context` has grown since that call. Other contexts may have been run in between. None if that call did not compute it.
         """
-        index = self._cached.last_logits_index(context)
-        if index is None or self._hidden is None or index < self._hidden[0]:
-            return None
-        start, hidden_states = self._hidden
-        return hidden_states[index - start]
+        last = self._last
+        found = last[1] if last is not None and last[0] is context else self._earlier.get(context)
+        return None if found is None else found.before_last(context)
+
+    def _keep_hidden_states(self, context: Context) -> None:
+        """Copies the last call's hidden states, which the next call overwrites, if that call is for another context."""
+        if self._last is not None and self._last[0] is not context:
+            other, hidden = self._last
+            self._earlier[other] = hidden._replace(states=hidden.states.clone())
+        if self._earlier:
+            self._earlier.pop(context, None)
+        self._last = None
 
     @inference
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:

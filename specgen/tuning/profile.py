@@ -186,7 +186,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
     return ProfileKey(
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
-        exit_layer=None if pair.exit_description is None else pair.exit_description.digest,
+        exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
         versions=versions(),
         machine=machine(),
     )

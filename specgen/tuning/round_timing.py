@@ -113,7 +113,7 @@ class _Timings:
 
     def add(self, round_: Round, with_signals: bool, context_length: int) -> None:
         seconds = round_.seconds
-        self.drafting[round_.draft.levels, with_signals].append(seconds["draft"])
+        self.drafting[round_.draft.levels, with_signals].append(seconds["draft"] + seconds["policy"])
         self.verification[len(round_.draft.tokens) + 1].append(seconds["verify"] + seconds["sample"] + seconds["other"])
         self.context_lengths.append(context_length)
 

@@ -195,9 +195,12 @@ class SimulatedRuns:
         return summary.perplexity or 0.0
 
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
-        """Returns the costs of the method's rounds with this width, beams or drafts; the first call measures them."""
+        """Returns the costs of the method's rounds with this width, beams or drafts; the first call measures them.
+
+        The signals that the length policy reads are part of the costs too.
+        """
         shape = {key: settings.values[key] for key in _SHAPE_SETTINGS if key in settings.values}
-        key = (method.name, *shape.values())
+        key = (method.name, signals_of(settings), *shape.values())
         if key not in self._costs:
             prompts = [min((reference.prompt_ids for reference in self._references), key=len)]
             fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}

@@ -51,6 +51,9 @@ class SimulatedClock:
     def lap(self, phase: str, *, synchronize: bool = False) -> None:
         """Does nothing: time advances by `add` only."""
 
+    def move(self, seconds: float, source: str, phase: str) -> None:
+        """Does nothing: the expected seconds of drafting include the length policy's."""
+
     def seconds(self) -> dict[str, float]:
         return self._phases
 

@@ -86,7 +86,7 @@ def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
     if method.needs_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
-        return str(pair.exit_refusal or "there is no exit layer (specgen tune --train)")
+        return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
     if name == "eesd-cali" and not pair.has_predictor:
         return "the exit layer has no predictor"
     if name == "selfsd" and not asked:

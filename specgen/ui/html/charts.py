@@ -13,6 +13,7 @@ from dataclasses import dataclass
 _PHASES = (  # CSS class, name on the page, the phases whose seconds are added up
     ("p", "processing the prompt", ("prefill",)),
     ("d", "drafting", ("draft",)),
+    ("l", "length policy", ("policy",)),
     ("v", "verifying", ("verify",)),
     ("o", "other", ("sample", "other")),
 )
@@ -22,7 +23,7 @@ def time_shares(phase_seconds: Mapping[str, float]) -> list[tuple[str, str, floa
     """Returns the parts of the bar that shows where the time went; an empty list where no time was measured.
 
     Each part is (CSS class, text, start, width); start and width are shares of the bar. `phase_seconds` has the seconds spent in
-    each phase (prefill, draft, verify, sample, other).
+    each phase (`types.PHASES`).
     """
     total, start, shares = sum(phase_seconds.values()), 0.0, []
     for kind, name, phases in _PHASES if total else ():

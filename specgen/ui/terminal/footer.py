@@ -46,7 +46,8 @@ def _figures(summary: Summary) -> dict[str, str]:
     """Returns the numbers that follow the token count, as unshortened text under their names; empty where a number is unknown."""
     rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
     joules, drafting = summary.joules_per_token, "waiting for the draft" if summary.parallel else "drafting"
-    shares = f"{summary.share_of_time('draft'):.0%} {drafting}, {summary.share_of_time('verify'):.0%} verifying"
+    policy = f" and {share:.0%} length policy" if (share := summary.share_of_time("policy")) >= 0.01 else ""
+    shares = f"{summary.share_of_time('draft'):.0%} {drafting}{policy}, {summary.share_of_time('verify'):.0%} verifying"
     return {
         "speed": f"{summary.tokens_per_second:.1f} tokens/s" if summary.tokens_per_second else "",
         "perplexity": "" if summary.perplexity is None else f"perplexity {summary.perplexity:.2f}",

@@ -22,7 +22,14 @@ NARROWEST = 44  # cells for each method where several are shown side by side
 _GAP = 4
 _SPEED = Column("tokens_per_second", attrgetter("statistics.summary.tokens_per_second"), form="{:.1f}", label="tokens/s")
 _EIGHTHS = "▁▂▃▄▅▆▇█"
-_PHASES = {"prompt": "prefill", "drafting": "draft", "verifying": "verify", "sampling": "sample", "other": "other"}
+_PHASES = {
+    "prompt": "prefill",
+    "drafting": "draft",
+    "policy": "policy",
+    "verifying": "verify",
+    "sampling": "sample",
+    "other": "other",
+}
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
