@@ -20,7 +20,7 @@ Methods = Annotated[
         "--methods",
         "-m",
         metavar="LIST",
-        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all methods. "
+        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
         "transformers and transformers-assisted are baselines.",
     ),
 ]

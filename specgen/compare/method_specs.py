@@ -67,12 +67,13 @@ def parse_spec(written: str) -> MethodSpec:
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Parses comma-separated lists of methods. `all` stands for every specgen method. Plain decoding always comes first; a method
-    that is given twice is kept once."""
+    """Parses comma-separated lists of methods. `all` stands for every specgen method but yardsticks. Plain decoding always
+    comes first; a method that is given twice is kept once."""
     written = [part.strip() for text in texts for part in text.split(",")]
     if not all(written):
         raise SpecgenError(f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup")
-    names = [name for part in written for name in (methods.METHODS if part == EVERY else [part])]
+    every = [method.name for method in methods.METHODS.values() if not method.is_yardstick]
+    names = [name for part in written for name in (every if part == EVERY else [part])]
     return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *names])]
 
 

@@ -1,5 +1,5 @@
-"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is one target pass with the draft that
-it verified. Imports no torch."""
+"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is a target pass with the draft that it
+verified (in joint decoding several passes). Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Summary:
         self.method = method
         self.token_ids: list[int] = []
         self.rounds = 0
+        self.target_passes = 0  # the prefill is one
         self.drafts = 0  # rounds with a draft
         self.drafted = 0
         self.accepted = 0
@@ -40,6 +41,7 @@ class Summary:
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
+        self.target_passes += round_.target_passes
         self.token_ids += round_.token_ids
         self.drafts += bool(round_.draft.tokens)
         self.drafted += len(round_.draft.tokens)
@@ -71,6 +73,7 @@ class Summary:
         if tokens and "joules_per_token" in line:
             self.joules = (self.joules or 0.0) + tokens * _or_nan(line["joules_per_token"])
         self.rounds += line["rounds"]
+        self.target_passes += line.get("target_passes", line["rounds"])
         self.token_ids += line["token_ids"]
         self.drafts += line["drafts"]
         self.drafted += line["drafted"]
@@ -85,11 +88,6 @@ class Summary:
     @property
     def new_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def target_passes(self) -> int:
-        """The number of target passes. Each round has one, and the prefill is a round."""
-        return self.rounds
 
     @property
     def seconds(self) -> float:

@@ -83,6 +83,8 @@ def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
 def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
     """Returns why this method cannot be tuned, None if it can. `asked`: whether the user named the methods to tune."""
     method = methods.METHODS[name]
+    if method.is_yardstick:
+        return "it is always slower than plain decoding" if asked else None
     if method.needs_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
