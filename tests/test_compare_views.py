@@ -178,7 +178,7 @@ def test_phases_add_up_to_the_whole() -> None:
 CSV_HEADER = (
     "method,category,lossless,prompts,identical,tied,diverged,acceptance_rate,draft_share,harmonic_mean,block_efficiency,"
     "mean_draft_length,target_passes,rounds,drafted,accepted,new_tokens,seconds,tokens_per_second,speedup,speedup_low,speedup_high,"
-    "perplexity,joules_per_token,prefill_seconds,draft_seconds,verify_seconds,sample_seconds,other_seconds,predicted_eq14,"
+    "perplexity,joules_per_token,gross_joules_per_token,prefill_seconds,draft_seconds,verify_seconds,sample_seconds,other_seconds,predicted_eq14,"
     "predicted_pass_costs,error"
 )
 

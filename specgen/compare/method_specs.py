@@ -17,12 +17,14 @@ EVERY = "all"
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
     """A method and its settings as given on the command line. `written` is the original text, which identifies the method in
-    results. `settings` contains only what the user wrote, without defaults."""
+    results. `settings` contains only what the user wrote, without defaults. `tuned_on` are the fingerprints of the prompts on
+    which `specgen tune` chose these settings; None if the settings are not from a profile."""
 
     written: str
     name: str
     settings: Mapping[str, str]
     lossless: bool
+    tuned_on: frozenset[str] | None = None
 
     @property
     def is_baseline(self) -> bool:

@@ -14,6 +14,7 @@ from specgen.types import PHASES, Round
 _METRICS = (
     *("seconds", "tokens_per_second", "rounds", "target_passes", "drafted", "accepted", "acceptance_rate", "draft_share"),
     *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
+    "gross_joules_per_token",
 )
 
 
@@ -35,6 +36,7 @@ class Summary:
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
         self.joules: float | None = None  # beyond idle power; NaN if the energy of one run is unknown
+        self.gross_joules: float | None = None  # idle power included; NaN as above
         self.unsplit_seconds = 0.0  # of runs without times by phase, such as transformers' own methods
         for round_ in rounds:
             self.add(round_)
@@ -59,7 +61,8 @@ class Summary:
     def add_energy(self, energy: Energy) -> None:
         """Adds the energy that one run used."""
         self.energy = energy if self.energy is None else self.energy + energy
-        self.joules = (self.joules or 0.0) + (math.nan if energy.joules is None else energy.joules)
+        self.joules = (self.joules or 0.0) + _or_nan(energy.joules)
+        self.gross_joules = (self.gross_joules or 0.0) + _or_nan(energy.gross_joules)
 
     def include(self, line: Mapping[str, Any]) -> None:
         """Adds a whole run from its summary line in a trace, which must also have the key `drafts` (rounds with a draft), as
@@ -72,6 +75,7 @@ class Summary:
             self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
         if tokens and "joules_per_token" in line:
             self.joules = (self.joules or 0.0) + tokens * _or_nan(line["joules_per_token"])
+            self.gross_joules = (self.gross_joules or 0.0) + tokens * _or_nan(line.get("gross_joules_per_token"))
         self.rounds += line["rounds"]
         self.target_passes += line.get("target_passes", line["rounds"])
         self.token_ids += line["token_ids"]
@@ -142,9 +146,15 @@ class Summary:
     def joules_per_token(self) -> float | None:
         """Energy per generated token in joules, beyond what the idle machine uses. None if it was not measured or no energy
         counter exists."""
-        if self.joules is None or math.isnan(self.joules) or not self.new_tokens:
-            return None
-        return self.joules / self.new_tokens
+        return self._per_token(self.joules)
+
+    @property
+    def gross_joules_per_token(self) -> float | None:
+        """The same without taking off what the idle machine uses."""
+        return self._per_token(self.gross_joules)
+
+    def _per_token(self, total: float | None) -> float | None:
+        return None if total is None or math.isnan(total) or not self.new_tokens else total / self.new_tokens
 
     @property
     def mean_draft_length(self) -> float | None:

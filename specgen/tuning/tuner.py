@@ -209,10 +209,10 @@ def _search_shapes(
         grids["sd"] = trees()
     if not grids:
         return candidates, {}
-    few = measurements.references[:SEARCH_PROMPTS]
+    few = measurements.references[:: max(1, len(measurements.references) // SEARCH_PROMPTS)][:SEARCH_PROMPTS]
     runs = SimulatedRuns(pair, few, request.seeded_sampling, measurements.costs["echo"], clock=request.deadline.clock)
     share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
-    result = search(runs, grids, request.deadline.share(share), observer.doing)
+    result = search(runs, grids, request.deadline.share(share), observer.doing, request.objective)
     plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
     scale = plain_of(candidates).predicted / plain_on_few
     merged = {candidate.name: candidate for candidate in candidates}
@@ -222,9 +222,12 @@ def _search_shapes(
             tried = known.tried + found.tried
             found = replace(max(known, found, key=lambda candidate: candidate.predicted), tried=tried)
         merged[found.name] = found
+    merged[PLAIN] = replace(merged[PLAIN], perplexity=result.plain_perplexity)
     if result.tried:
         best = f"; best: {result.candidates[0].written}" if result.candidates else ""
-        observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{best}")
+        plain_perplexity = result.plain_perplexity
+        lossy = "" if plain_perplexity is None else f", lossy ones by {request.objective.in_words(plain_perplexity)}"
+        observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{lossy}{best}")
     left_out = {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
     return by_speed(list(merged.values())), left_out
 
