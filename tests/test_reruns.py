@@ -243,6 +243,11 @@ def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.Mon
     assert kept.measured.prompt_fingerprints == [prompt.fingerprint for prompt in load_prompts(None, for_tuning=True, limit=8)]
 
 
+def test_searches_run_on_prompts_of_all_categories() -> None:
+    found = [list(tuner._spread(range(count), 4)) for count in (2, 5, 8, 9)]  # type: ignore[arg-type]
+    assert found == [[0, 1], [0, 1, 2, 3], [0, 2, 4, 6], [0, 2, 4, 6]]
+
+
 def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair, tmp_path: Path) -> None:
     texts = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc"])]
     sampling = replace(SAMPLED, top_k=0)
@@ -251,6 +256,7 @@ def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair, tmp_pat
     assert "time was short" not in outcome.left_out.get("mtad", "")
     assert outcome.chosen.name == "ar"
     found = {entry.name: entry for entry in outcome.methods}
+    assert found["ar"].perplexity is not None
     if "mtad" in outcome.left_out:  # possible with two short outputs
         assert "has a perplexity of at most" in outcome.left_out["mtad"]
     else:

@@ -209,7 +209,7 @@ def _search_shapes(
         grids["sd"] = trees()
     if not grids:
         return candidates, {}
-    few = measurements.references[:: max(1, len(measurements.references) // SEARCH_PROMPTS)][:SEARCH_PROMPTS]
+    few = _spread(measurements.references, SEARCH_PROMPTS)
     runs = SimulatedRuns(pair, few, request.seeded_sampling, measurements.costs["echo"], clock=request.deadline.clock)
     share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
     result = search(runs, grids, request.deadline.share(share), observer.doing, request.objective)
@@ -230,6 +230,11 @@ def _search_shapes(
         observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{lossy}{best}")
     left_out = {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
     return by_speed(list(merged.values())), left_out
+
+
+def _spread(references: Sequence[ReferenceOutput], count: int) -> Sequence[ReferenceOutput]:
+    """Returns at most `count` of the references, evenly spaced, because prompts of one category follow each other."""
+    return references[:: max(1, len(references) // count)][:count]
 
 
 def outcome_of(
