@@ -1,8 +1,8 @@
 """Measures the energy of generations in joules: of NVIDIA GPUs by NVML's total-energy counters, of CPUs under Linux by RAPL's
 counters.
 
-Idle power is measured first with the same counters, and subtracted. A counter covers everything that runs on its device, other
-programs included. torch is imported only when a GPU counter is made.
+Idle power is measured first with the same counters, and subtracted; the gross energy is reported too. A counter covers everything
+that runs on its device, other programs included. torch is imported only when a GPU counter is made.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _WATCH = 20.0  # seconds between readings of RAPL counters, the smallest of whic
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """The energy used in `seconds` seconds, in joules beyond what the idle devices use. `source` names the counters.
+    """The energy used in `seconds` seconds: `joules` beyond what the idle devices use, `gross_joules` in all.
 
-    If there is no counter, `joules`, `idle_watts` and `seconds` are None and `reason` says why.
+    `source` names the counters. If there is none, all numbers are None and `reason` says why.
     """
 
     source: str
@@ -34,6 +34,7 @@ class Energy:
     idle_watts: float | None = None
     seconds: float | None = None
     reason: str | None = None
+    gross_joules: float | None = None
 
     def __add__(self, other: Energy) -> Energy:
         """The total energy of two runs on the same devices. It is unknown if the energy of either run is unknown."""
@@ -41,9 +42,11 @@ class Energy:
             return self if self.joules is None else other
         assert self.seconds is not None and other.seconds is not None  # noqa: PT018
         assert self.idle_watts is not None and other.idle_watts is not None  # noqa: PT018
+        assert self.gross_joules is not None and other.gross_joules is not None  # noqa: PT018
         seconds = self.seconds + other.seconds
         idle = (self.idle_watts * self.seconds + other.idle_watts * other.seconds) / seconds if seconds else self.idle_watts
-        return Energy(self.source, self.joules + other.joules, idle, seconds)
+        gross = self.gross_joules + other.gross_joules
+        return Energy(self.source, self.joules + other.joules, idle, seconds, gross_joules=gross)
 
 
 class UnavailableError(Exception):
@@ -120,7 +123,7 @@ class EnergyMeter:
             Thread(target=_watch, args=(zones, self._stopped), daemon=True).start()
 
     def stop(self) -> Energy:
-        """Returns the energy used since `start`, beyond what the idle devices use."""
+        """Returns the energy used since `start`, with and without what the idle devices use."""
         assert self._idle is not None
         spans = self._since(self._start_readings)
         self._stopped.set()
@@ -128,7 +131,8 @@ class EnergyMeter:
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
         above = sum(joules - watts * seconds for (seconds, joules), watts in zip(spans, self._idle, strict=True))
-        return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans))
+        gross = sum(joules for _, joules in spans)
+        return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans), gross_joules=gross)
 
     def _read(self) -> list[tuple[float, float]]:
         """Reads each counter: the time in seconds, and the counter's value in joules."""

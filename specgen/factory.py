@@ -18,6 +18,7 @@ from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter, DraftSetup
+    from specgen.decoding.joint import JointGreedy
     from specgen.decoding.parallel import DraftWorker, Parallel
     from specgen.decoding.run import Clock, Run, Schedule, StopTexts
     from specgen.decoding.verifiers import Verifier
@@ -98,6 +99,14 @@ def make_parallel(settings: Settings, components: Components, worker: DraftWorke
     return Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
 
 
+def make_joint(settings: Settings) -> JointGreedy:
+    """Constructs the schedule of multi-token joint decoding, which needs no drafter and no verifier."""
+    from specgen.decoding.joint import JointGreedy
+
+    length, beams, nodes = (int(settings.values[name]) for name in ("k", "beams", "nodes"))
+    return JointGreedy(length, beams, nodes)
+
+
 def make_run(
     method: Method,
     settings: Settings,
@@ -123,7 +132,8 @@ def make_run(
         schedule = parallel = make_parallel(settings, components, worker)
         drafter, policy = NoDrafter(), parallel.drafter.policy  # the schedule has a drafter of its own
     else:
-        schedule, drafter = sequential, make_drafter(method, settings, components)
+        schedule = make_joint(settings) if method.schedule == "joint" else sequential
+        drafter = make_drafter(method, settings, components)
         policy = make_policy(settings, components.seed)
     verifier = make_verifier(method, settings, components)
     return Run(

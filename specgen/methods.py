@@ -15,6 +15,7 @@ from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.policies import POLICIES, Signals, signals_of
 from specgen.errors import SpecgenError, nearest
 from specgen.setting_parsing import Setting, Settings, Value
+from specgen.types import SamplingParams
 
 ALL_METHODS = "specgen inspect --methods"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
@@ -28,6 +29,8 @@ class Method:
     `verifier` and `schedule` are names that `factory` translates to classes. If `any_policy`, users may choose another
     policy with `policy=NAME`. `settings` are the method's own, besides the policy's. `defaults` replace default values of the
     settings of `policy`. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor.
+    A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than plain decoding: `tune` and the
+    default `compare` leave it out. The schedule `joint` decodes greedily only.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Method:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     defaults: Mapping[str, Value] = field(default_factory=dict)
     policy_without_predictor: str | None = None
+    is_yardstick: bool = False
 
     @property
     def needs_draft_model(self) -> bool:
@@ -76,6 +80,12 @@ class Method:
 
     def drafts_trees(self, settings: Settings) -> bool:
         return self.drafter.drafts_trees or settings.drafts_tree
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises SpecgenError if the method cannot decode with these sampling parameters."""
+        if self.schedule == "joint" and not sampling.greedy:
+            hint = "Take --temperature 0, or -m mtad"
+            raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
 
 
 DEFAULT_EXIT = "auto"
@@ -164,6 +174,20 @@ METHODS: Mapping[str, Method] = {
                 "rollback": Setting(2.0, "reject tokens whose -log probability under the target is above this", 0, 1000),
             },
             defaults={"k": 10},
+        ),
+        Method(
+            "joint",
+            kinds.SEARCH,
+            None,
+            "MTAD, Definition 3.1: what mtad approximates",
+            lossless=False,
+            schedule="joint",
+            settings={
+                "k": Setting(4, "tokens in a block", 1, 64),
+                "beams": Setting(0, "width of an approximate beam search; 0: the exact search", 0, 256),
+                "nodes": Setting(4096, "most prefixes that the exact search for one block may extend", 16, 1 << 20),
+            },
+            is_yardstick=True,
         ),
         _multi_draft("spectr", "SpecTr, Sun et al. 2023", "k-sequential"),
         _multi_draft("specinfer", "SpecInfer, Miao et al. 2023"),

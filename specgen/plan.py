@@ -61,6 +61,7 @@ class RunRequest:
     """The checked arguments of a decoding run.
 
     `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's context has no room for them.
+    Raises SpecgenError if the method cannot decode with the sampling parameters.
     """
 
     method: Method
@@ -68,6 +69,9 @@ class RunRequest:
     sampling: SamplingParams
     prompt_ids: list[int]
     limit: int
+
+    def __post_init__(self) -> None:
+        self.method.check_sampling(self.sampling)
 
     @property
     def capacity(self) -> int:

@@ -109,12 +109,13 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list
 def _search_prompts(target: LoadedModel) -> list[list[int]]:
     """Returns the prompts (token ids) on which skipped layers are measured: the first tokens of one example per category.
 
-    Takes the first `PROMPTS` categories of the example file, and at most half of the target's context length per prompt.
+    Takes the prompts for tuning of the first `PROMPTS` categories, and at most half of the target's context length per prompt.
     """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
     for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:
-        texts.setdefault(entry["category"], entry["prompt"])
+        if entry.get("tuning"):  # others are for comparisons
+            texts.setdefault(entry["category"], entry["prompt"])
     found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]
     if not found:
         raise SpecgenError("the target's tokenizer has no tokens for the example prompts", "Name the layers: skip=3+5+7")

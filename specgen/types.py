@@ -206,6 +206,7 @@ class Verdict:
 class Round:
     """One forward pass of the target, the draft that it verified, and the verdict. All output is computed from rounds.
 
+    Only the search of joint decoding takes several passes of the target in a round: `target_passes`.
     `seconds` maps each phase of the round (see `PHASES`) to its duration. `policy_state` are numbers that the length policy (the
     rule that ends drafts) has learned; None if it learns nothing.
     """
@@ -216,6 +217,7 @@ class Round:
     verdict: Verdict
     seconds: Mapping[str, float] = field(default_factory=dict)
     policy_state: Mapping[str, float] | None = None
+    target_passes: int = 1
 
     @property
     def accepted_ids(self) -> list[int]:

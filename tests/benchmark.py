@@ -31,11 +31,12 @@ Answer = tuple[list[int], float, dict[str, float]]
 
 
 def examples(count: int) -> list[str]:
-    """The first `count / 4`, at least one, of each category of examples.yaml."""
+    """The first `count / 4`, at least one, of each category of examples.yaml that are not for tuning."""
     entries = yaml.safe_load((Path(__file__).parent.parent / "examples.yaml").read_text())["prompts"]
     by_category: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
-        by_category[entry["category"]].append(entry["prompt"])
+        if not entry.get("tuning"):
+            by_category[entry["category"]].append(entry["prompt"])
     return [prompt for texts in by_category.values() for prompt in texts[: max(1, count // len(by_category))]]
 
 

@@ -18,11 +18,12 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseud
 START = "type method settings lossless target draft device dtype prompt_ids sampling versions"
 ROUND = (
     "type index mode draft_ids draft_texts parents accepted_ids token_id token_text source "
-    "stop_reason entropies top_probs policy seconds"
+    "stop_reason entropies top_probs policy target_passes seconds"
 )
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
     "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "
+    "gross_joules_per_token "
     "energy phase_seconds"
 )
 

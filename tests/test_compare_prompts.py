@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,25 @@ def test_json_lines_need_only_a_prompt(tmp_path: Path) -> None:
     one, two = load_prompts(path)
     assert (one.text, one.category, one.name) == ("one", "other", "")
     assert (two.text, two.category, two.name, two.index) == ("two\u2028", "x", "7", 1)
+
+
+def test_prompts_for_tuning_are_left_out_of_comparisons(tmp_path: Path) -> None:
+    entries = [("a", "x", True), ("b", "x", False), ("c", "y", None), ("d", "z", True)]
+    lines = [{"prompt": text, "category": category, "tuning": tuning} for text, category, tuning in entries]
+    path = written(tmp_path, "\n".join(map(json.dumps, lines)), "p.jsonl")
+
+    def texts(**given: Any) -> str:
+        return "".join(prompt.text for prompt in load_prompts(path, **given))
+
+    assert (texts(), texts(for_tuning=True)) == ("bc", "ad")
+    assert [prompt.index for prompt in load_prompts(path)] == [1, 2], "positions in the whole file"
+    assert (texts(category="x"), texts(category="x", for_tuning=True)) == ("b", "a")
+    assert (texts(category="y"), texts(category="y", for_tuning=True)) == ("c", "c"), "no prompt of it is marked"
+    assert texts(limit=1, for_tuning=True) == "a"
+    with pytest.raises(SpecgenError, match=r"p\.jsonl, category 'z', has only prompts for tuning"):
+        texts(category="z")
+    with pytest.raises(SpecgenError, match=r"line 1: `tuning` is 'yes'"):
+        load_prompts(written(tmp_path, '{"prompt": "a", "tuning": "yes"}', "q.jsonl"))
 
 
 def test_spec_bench_questions_have_turns(tmp_path: Path) -> None:
@@ -124,10 +144,11 @@ def test_plain_decoding_comes_first_and_nothing_twice() -> None:
     assert specs[2].settings == {"k": "8"}
 
 
-def test_all_stands_for_the_whole_table() -> None:
+def test_all_stands_for_the_whole_table_but_yardsticks() -> None:
     from specgen.methods import METHODS
 
-    assert [spec.name for spec in parse_specs(["all"])] == list(METHODS)
+    assert [spec.name for spec in parse_specs(["all"])] == [name for name in METHODS if name != "joint"]
+    assert parse_specs(["all", "joint"])[-1].name == "joint"
 
 
 @pytest.mark.parametrize(

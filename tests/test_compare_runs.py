@@ -18,6 +18,9 @@ from comparisons import Compare, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from processes import Forked
 
+from specgen.compare import runner
+from specgen.energy import Energy
+
 
 def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
@@ -70,6 +73,37 @@ def test_the_baselines_use_the_models_penalties_but_not_its_sampling(compare: Co
     run = runs_of(trace)["ar"][0][0]
     assert run["token_ids"] == plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.7)
     assert run["token_ids"] != plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.0)
+
+
+def test_energy_is_reported_with_and_without_idle_power(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Meter:
+        """Each run takes half a second: 30 joules beyond 20 watts of idle power."""
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> Energy:
+            return Energy("fake", 30.0, 20.0, 0.5, gross_joules=40.0)
+
+    monkeypatch.setattr(runner, "energy_meter_for", lambda devices: Meter())
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "sd", "-n", "10", "--ignore-eos", "--repeats", "1", "--limit", "2", "--energy")
+    _, out, err = compare(*options, "--json", "--trace", str(trace))
+    assert "Joules are those above 20 W idle; with idle: all (fake)." in err
+    for given in (out, compare(*options, "--json", "--resume", str(trace))[1]):
+        for line in parsed(given):
+            assert (line["joules_per_token"], line["gross_joules_per_token"]) == (3.0, 4.0)
+    out = compare(*options)[1]
+    assert re.search(r"joules +with .*\n.* a token +idle ", out)
+    assert re.search(r"^sd .* 3 +4 ", out, flags=re.MULTILINE)
+    old = [json.loads(line) for line in trace.read_text().splitlines()]
+    for line in old:
+        line.pop("gross_joules_per_token", None)
+    trace.write_text("".join(json.dumps(line) + "\n" for line in old))
+    resumed = parsed(compare(*options, "--json", "--resume", str(trace))[1])
+    assert [line["gross_joules_per_token"] for line in resumed] == [None, None], "an older trace has the one without idle power"
 
 
 def test_later_turns_follow_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class TestExamples:
     def test_prompts_have_the_forms_of_the_corpus(self, examples: list[dict[str, str]]) -> None:
         forms = {"math": r"Question: .+\nAnswer:", "news": r"Article: .+\nSummary:", "chat": r"User: .+\nAssistant:"}
         for example in examples:
-            assert set(example) == {"id", "category", "prompt"}
+            assert set(example) == {"id", "category", "prompt"} | ({"tuning"} & set(example))
             assert example["prompt"] == example["prompt"].strip()
             form = forms.get(example["category"], r"[\s\S]*\b(class|def)\b")
             assert re.match(form, example["prompt"]), example["id"]

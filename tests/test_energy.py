@@ -94,6 +94,7 @@ class TestMeter:
         found = meter.stop()
         assert found.idle_watts == pytest.approx(50, rel=0.01)
         assert found.joules == pytest.approx(4 * 100, rel=0.02)
+        assert found.gross_joules == pytest.approx(4 * 150, rel=0.02)
         assert found.seconds == pytest.approx(4, rel=0.02)
         assert found.source == "a counter"
         begun = clock.now
@@ -111,6 +112,7 @@ class TestMeter:
         assert found.seconds == pytest.approx(0.3, abs=0.005), "to the next tick, and the time until there is counted"
         assert clock.now - begun < 0.31
         assert found.joules == pytest.approx(0, abs=0.5), "it idled all the while"
+        assert found.gross_joules == pytest.approx(0.3 * 50, abs=0.5)
 
     def test_a_counter_that_does_not_count_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clockwork(monkeypatch)
@@ -136,8 +138,8 @@ class TestMeter:
         assert meter.stop().joules == pytest.approx(2.2999)
 
     def test_runs_add_up(self) -> None:
-        left, right = Energy("x", 10.0, 50.0, 1.0), Energy("x", 20.0, 60.0, 3.0)
-        assert left + right == Energy("x", 30.0, 57.5, 4.0)
+        left, right = Energy("x", 10.0, 50.0, 1.0, gross_joules=60.0), Energy("x", 20.0, 60.0, 3.0, gross_joules=200.0)
+        assert left + right == Energy("x", 30.0, 57.5, 4.0, gross_joules=260.0)
         unknown = Energy("unavailable", reason="no counter")
         assert left + unknown == unknown == unknown + left
 

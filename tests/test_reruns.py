@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,16 +13,20 @@ from unittest.mock import Mock
 import pytest
 from families import exit_of, make_model, save
 from tuning_helpers import COSTS, PROMPTS, PairOf, really
+from typer.testing import CliRunner
 
 import specgen
-from specgen.compare.prompts import Prompt
+from specgen.cli.app import app
+from specgen.compare.prompts import Prompt, load_prompts
 from specgen.cost_model.round_costs import RoundCosts
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
 from specgen.tuning import profile as profiles
 from specgen.tuning import simulated_runs as module
+from specgen.tuning import tuner
+from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.tuning.recorded_drafts import record_reference
-from specgen.tuning.request import Deadline, TuningRequest
+from specgen.tuning.request import BY_SPEED, Deadline, Objective, TuningRequest
 from specgen.tuning.round_timing import RoundProbe
 from specgen.tuning.settings_search import SearchResult, search
 from specgen.tuning.simulated_runs import SimulatedRuns
@@ -158,9 +164,12 @@ class GivenRuns:
         return summary
 
 
-def searched(figures: dict[float, tuple[float, float | None]], readings: int = 9) -> SearchResult:
+def searched(
+    figures: dict[float, tuple[float, float | None]], readings: int = 9, objective: Objective = BY_SPEED
+) -> SearchResult:
     grids = {"mtad": [{"tau": tau} for tau in figures]}
-    return search(GivenRuns(figures), grids, Deadline.after(readings, count().__next__), lambda what: None)  # type: ignore[arg-type]
+    deadline = Deadline.after(readings, count().__next__)
+    return search(GivenRuns(figures), grids, deadline, lambda what: None, objective)  # type: ignore[arg-type]
 
 
 def test_of_settings_that_keep_plain_decodings_perplexity_the_fastest_is_found() -> None:
@@ -170,17 +179,81 @@ def test_of_settings_that_keep_plain_decodings_perplexity_the_fastest_is_found()
     assert best.predicted == pytest.approx(5.0)
     assert best.tried == found.tried == 4
     none = searched({0.1: (1.0, 2.5), 0.3: (2.0, 2.2)})
-    assert none.left_out == {"mtad": "none of 2 settings keeps sd's perplexity of 2.00, the lowest being 2.20"}
+    assert none.left_out == {"mtad": "none of 2 settings has a perplexity of at most 2.000, the lowest being 2.200"}
+    assert none.plain_perplexity == 2.0
     late = searched({0.1: (1.0, 1.0)}, 0)
     assert "time was short" in late.left_out["mtad"]
 
 
-def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its output's perplexity is low enough, as the limit is infinite here, and its speed far above plain decoding's."""
-    monkeypatch.setattr(SimulatedRuns, "plain_perplexity", property(lambda _: math.inf))
+def test_settings_are_chosen_by_the_lowest_perplexity_or_under_another_bound() -> None:
+    """Plain decoding's perplexity is 2."""
+    figures = {0.1: (1.0, 2.5), 0.3: (2.0, 2.09), 0.5: (3.0, 1.5001), 0.6: (2.5, 1.5003), 0.7: (4.0, None)}
+
+    def tau(objective: str, bound: str | None = None) -> float:
+        (best,) = searched(figures, objective=Objective.parse(objective, bound)).candidates
+        return float(best.settings["tau"])
+
+    assert tau("perplexity") == 0.6, "of equal perplexities the fastest"
+    assert [tau("speed", bound) for bound in (None, "105%", "2.09", "99%", "3", " 200 % ")] == [0.6, 0.3, 0.3, 0.6, 0.1, 0.1]
+    (unbounded,) = searched({0.1: (1.0, 99.0)}, objective=Objective.parse("perplexity", None)).candidates
+    assert unbounded.perplexity == pytest.approx(99)
+    unknown = searched({0.1: (1.0, None)}, objective=Objective.parse("perplexity", None))
+    assert unknown.left_out == {"mtad": "none of 1 setting has a perplexity"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--objective quality", "--objective is 'quality'. It has to be speed or perplexity"),
+        ("--max-perplexity 0.9", "--max-perplexity is '0.9'"),
+        ("--max-perplexity 0%", "a percentage of plain decoding's such as 105%"),
+        ("--max-perplexity nan", "--max-perplexity is 'nan'"),
+        ("--max-perplexity two", "--max-perplexity is 'two'"),
+        ("--objective perplexity --max-perplexity 2", "--max-perplexity cannot be combined with --objective perplexity"),
+        ("--objective perplexity --methods sd,joint", "--objective perplexity is for lossy methods, and none is tuned"),
+        ("--max-perplexity 110% -m svip", "--max-perplexity is for lossy methods, and none is tuned"),
+        ("--train --objective perplexity", "--objective and --max-perplexity cannot be combined with --train"),
+    ],
+)
+def test_a_wrong_objective_is_one_line(arguments: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["tune", *arguments.split()])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in " ".join(result.stderr.split())
+
+
+def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The report, --json and the profile have plain decoding's perplexity beside the lossy method's."""
+    objectives = []
+
+    def tuned(pair: Pair, request: TuningRequest, observer: object) -> TuningOutcome:
+        objectives.append((request.objective, {prompt.for_tuning for prompt in request.prompts}))
+        lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, 9, perplexity=1.07)
+        return TuningOutcome([lossy, Candidate("ar", {}, 80.0, perplexity=1.12)], request.sampling, 8, {})
+
+    monkeypatch.setattr(tuner, "tune", tuned)
+    given = ["tune", "--methods", "mtad", "--objective", "perplexity", "--out", str(tmp_path)]
+    shown = CliRunner().invoke(app, given).stderr
+    assert re.search(r"^mtad:k=4:beams=2:tau=0\.1 .* lossy, perplexity 1\.07$", shown, flags=re.MULTILINE)
+    assert re.search(r"^ar .* perplexity 1\.12$", shown, flags=re.MULTILINE)
+    line = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    assert (line["objective"], line["perplexity"]) == ("perplexity", {"mtad": 1.07, "ar": 1.12})
+    assert objectives == [(Objective(lowest_perplexity=True), {True})] * 2
+    kept = profiles.load(tmp_path)
+    assert {name: entry.perplexity for name, entry in kept.methods.items()} == {"mtad": 1.07, "ar": 1.12}
+    assert kept.measured.prompt_fingerprints == [prompt.fingerprint for prompt in load_prompts(None, for_tuning=True, limit=8)]
+
+
+def test_searches_run_on_prompts_of_all_categories() -> None:
+    found = [list(tuner._spread(range(count), 4)) for count in (2, 5, 8, 9)]  # type: ignore[arg-type]
+    assert found == [[0, 1], [0, 1, 2, 3], [0, 2, 4, 6], [0, 2, 4, 6]]
+
+
+def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair, tmp_path: Path) -> None:
+    """Its output's perplexity is below the bound, and its speed far above plain decoding's."""
     texts = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc"])]
     sampling = replace(SAMPLED, top_k=0)
-    request = TuningRequest(texts, sampling, Deadline.after(200, count().__next__), ["mtad"])
+    bound = Objective.parse("speed", "1000000%")
+    request = TuningRequest(texts, sampling, Deadline.after(200, count().__next__), ["mtad"], objective=bound)
     outcome = tune(near, request, Mock())
     assert "mtad" not in outcome.left_out
     assert outcome.best.name == outcome.chosen.name == "ar"
@@ -189,6 +262,7 @@ def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair, tmp_pat
     assert found.measured is not None, "it was requested, so it is really run"
     fast = [replace(entry, measured=9.0, speedup=9.0, low=8.0) for entry in outcome.methods]
     assert replace(outcome, methods=fast).chosen.name == "ar"
+    assert {entry.name: entry for entry in outcome.methods}["ar"].perplexity is not None
     profiles.save(profiles.from_outcome(outcome, profiles.profile_key_of(near)), tmp_path)
     kept = profiles.load(tmp_path)
     assert kept.chosen.method == "ar"

@@ -25,7 +25,7 @@ from specgen.types import Round, SamplingParams
 from specgen.workers.thread_worker import ThreadWorker
 
 METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)
-LOSSY = {"mtad", "bild"}
+LOSSY = {"mtad", "bild", "joint"}
 
 
 @settings(max_examples=200, deadline=None)

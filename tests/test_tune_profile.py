@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +23,10 @@ from tuning_helpers import CURVES, outcome
 from typer.testing import CliRunner
 
 import specgen
-from specgen import files
+from specgen import files, preparation
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
+from specgen.compare.prompts import load_prompts
 from specgen.cost_model.speedup import SpeedupModel
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
@@ -86,7 +90,7 @@ def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict
 
 
 def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
-    """A profile contains no lists; a missing field and an unknown field are errors."""
+    """A profile contains no list of such a word; a missing field and an unknown field are errors."""
     path = folder / "profile.yaml"
     document = yaml.safe_load(path.read_text())
     positions = list(leaves(document))
@@ -94,7 +98,7 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     for position in positions:
         free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
         free |= position[:2] == ("chosen", "settings") and len(position) == 3
-        free |= position[-1] == "perplexity" or (position[1:-1] in (("machine",), ("versions",)))
+        free |= position[-1] in ("perplexity", "prompt_fingerprints") or (position[1:-1] in (("machine",), ("versions",)))
         free |= "costs" in position and (isinstance(position[-1], int) or position[-1] in ("together", "echo", "parallel"))
         for value in (["broken"], None):
             if value is None and free:  # a profile without this method, setting or point is valid
@@ -279,6 +283,46 @@ def test_the_json_line_by_hand(tmp_path: Path) -> None:
     assert (line["speedup_low"], line["speedup_high"], line["confirmed"]) == (None, None, True)
 
 
+def test_compare_says_how_many_of_its_prompts_chose_the_settings(
+    pair: tuple[str, ...], key: profiles.ProfileKey, tmp_path: Path
+) -> None:
+    prompts, trace = tmp_path / "prompts.yaml", tmp_path / "trace.jsonl"
+    prompts.write_text("prompts: [abc, bcd, {prompt: cde, tuning: true}]")
+    profiles.save(profiles.from_outcome(outcome(), key, load_prompts(prompts, for_tuning=True)), tmp_path)
+
+    def compared(*arguments: str, out: bool = False) -> str:
+        given = ["--profile", str(tmp_path), "--repeats", "1", "-n", "4", *arguments]
+        result = CliRunner().invoke(app, ["compare", *pair, "--device", "cpu", *given])
+        assert result.exit_code == 0, result.stderr
+        return " ".join(result.stdout.split())
+
+    methods = "sd,sd:k=2,svip,sd:k=3"
+    said = compared("--prompts", str(prompts), "-m", methods)
+    assert re.search(r"None of these prompts chose the settings of (sd|svip|sd:k=3, )+.* \(specgen tune\)\.", said)
+    assert "sd:k=2" not in said.partition("None of these")[2]
+    prompts.write_text("prompts: [abc, bcd, cde]")
+    both = ("--prompts", str(prompts), "-m", methods)
+    assert "1 of 3 prompts chose the settings of" in compared(*both)
+    lines = [json.loads(line) for line in compared(*both, "--json", "--trace", str(trace)).replace("} {", "}\n{").splitlines()]
+    expected = {"ar": None, "sd": 1, "sd:k=2": None, "svip": 1, "sd:k=3": 1}  # sd:k=3: as tuned, but written by the user
+    assert {line["method"]: line["tuned_on"] for line in lines} == expected
+    assert "1 of 3 prompts chose" in compared("--prompts", str(prompts), "--resume", str(trace))
+    profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
+    assert "prompts chose" not in compared(*both), "a profile of an older version does not know its prompts"
+
+
+def test_tune_and_compare_take_different_examples() -> None:
+    tuned, compared = load_prompts(None, for_tuning=True), load_prompts(None)
+    assert not {prompt.fingerprint for prompt in tuned} & {prompt.fingerprint for prompt in compared}
+    assert {prompt.category for prompt in tuned} == {prompt.category for prompt in compared} == {"code", "math", "news", "chat"}
+    assert Counter(prompt.category for prompt in load_prompts(None, for_tuning=True, limit=8)) == dict.fromkeys(
+        ("code", "math", "news", "chat"), 2
+    )
+    first = {prompt.text[:32] for prompt in tuned if prompt.name in ("tune-sum-of-squares", "tune-tickets")}
+    target = SimpleNamespace(context_limit=1000, tokenizer=SimpleNamespace(encode=list))
+    assert first <= {"".join(prompt) for prompt in preparation._search_prompts(target)}  # type: ignore[arg-type]
+
+
 def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey, tmp_path: Path) -> None:
     """Even with a large expected speedup neither the report nor the profile nor --json says that speculation pays."""
     methods = [Candidate("svip", {"threshold": 0.45}, 160.0, 40), Candidate("ar", {}, 80.0)]
@@ -346,7 +390,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", *given, "--json"])
     assert result.exit_code == 0, result.stderr
     line = json.loads(result.stdout)
-    assert set(line) == set(json_line(outcome(), out))
+    assert set(line) == {*json_line(outcome(), out), "objective"}
     assert line["profile"] == str(out / "profile.yaml")
     assert set(line["predicted"]) == set(line["settings"]) == {"ar", "sd", "lookup"}
     assert line["settings"]["ar"] == {}

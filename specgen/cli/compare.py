@@ -20,7 +20,7 @@ Methods = Annotated[
         "--methods",
         "-m",
         metavar="LIST",
-        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all methods. "
+        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
         "transformers and transformers-assisted are baselines.",
     ),
 ]
@@ -83,8 +83,10 @@ def compare(
     parallel = any(spec.is_parallel for spec in specs)
     sequential = any(spec.needs_draft_model and not spec.is_parallel for spec in specs)
     with open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential) as pair:
+        quiet = display.quiet or recorded is not None
+        found = profile_lookup.find(pair, config.sampling, profile, err, quiet=quiet)
         if recorded is None:  # a resumed comparison keeps the settings of its trace
-            found = profile_lookup.find(pair, config.sampling, profile, err, quiet=display.quiet)
-            config = replace(config, specs=profile_lookup.tuned_specs(found, specs, err, quiet=display.quiet))
+            specs = profile_lookup.tuned_specs(found, specs, err, quiet=quiet)
+        config = replace(config, specs=profile_lookup.with_origin(found, specs))
         with closing(Comparison(pair, config, recorded, output, display)) as comparison:
             return comparison.run()

@@ -129,7 +129,7 @@ class Comparison:
             return []
         if energy["joules"] is None:
             return [f"Energy is unavailable: {energy['reason']}."]
-        return [f"Joules are those above {energy['idle_watts']:.3g} W idle ({energy['source']})."]
+        return [f"Joules are those above {energy['idle_watts']:.3g} W idle; with idle: all ({energy['source']})."]
 
     def _print(self, shown: views.Report, costs: PassCosts | None) -> None:
         if not self._display.json:
@@ -137,7 +137,7 @@ class Comparison:
                 self._out.print(text)
             return
         for result in shown.made:
-            line = as_json(result)
+            line = as_json(result) | {"tuned_on": self._config.tuned_on(result.spec)}
             if costs is not None:
                 prediction = result.prediction or Prediction()
                 predicted = {"eq14": prediction.formula, "pass_costs": prediction.pass_costs}

@@ -138,6 +138,22 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
     return completed
 
 
+def with_origin(profile: Profile | None, specs: list[MethodSpec]) -> list[MethodSpec]:
+    """Returns the methods to compare. Those with the profile's settings, also if the user wrote them, know its prompts."""
+    prompts = None if profile is None else profile.measured.prompt_fingerprints
+    if profile is None or prompts is None:
+        return specs
+    marked = []
+    for spec in specs:
+        tuned = None if spec.is_baseline else profile.settings_of(spec.name)
+        if tuned:
+            method = methods.find(spec.name)
+            if methods.resolve(method, spec.settings) == methods.resolve(method, tuned):
+                spec = replace(spec, tuned_on=frozenset(prompts))
+        marked.append(spec)
+    return marked
+
+
 def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
     """Whether a profile will probably choose PEARL, which needs a second process for the draft.
 

@@ -224,7 +224,7 @@ def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draf
     from specgen.training.training_task import Recipe, TrainingTask
 
     corpus = _corpus(models, request, target)
-    prompts = [] if request.prompts is None else load_prompts(request.prompts)
+    prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
     share = (0.5 if draft is None else 1.0) if request.self_text is None else request.self_text
     limit = min(model.context_limit for model in (target, draft or target))
     on_cuda = target.device.type == "cuda"  # elsewhere a step with the paper's batch size would take minutes

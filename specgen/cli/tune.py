@@ -17,8 +17,13 @@ from specgen.cli.train_run import DEFAULT_MINUTES
 from specgen.errors import SpecgenError
 
 _METHODS = "Only these, separated by commas; with --train: eesd or sd."
-_PROMPTS = "Prompts to tune on, as compare reads them (default: examples.yaml); with --train: those that the target continues."
+_PROMPTS = (
+    "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: those "
+    "that the target continues."
+)
 _EXPORT = "Print the tuned settings for transformers, vllm, sglang, llama.cpp or mlx; an existing profile is used as it is."
+_OBJECTIVE = "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity."
+_MAX_PERPLEXITY = "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%)."
 _OUT = "The profile's folder; by default one for this pair in your data folder."
 _CORPUS = "Training text: plain, or JSON lines with text; demo: the bundled pair's own."
 _SELF_TEXT = "Share of sequences that the target generates (0.5; for sd: that it labels, 1)."
@@ -36,6 +41,8 @@ class TuneOptions:
     category: options.Category = None
     limit: Annotated[int, typer.Option(metavar="N", help="Number of prompts, taken from each category in turn.")] = 8
     chat: options.CompareChat = False
+    objective: Annotated[str, typer.Option(metavar="speed|perplexity", help=_OBJECTIVE)] = "speed"
+    max_perplexity: Annotated[str | None, typer.Option("--max-perplexity", metavar="X|P%", help=_MAX_PERPLEXITY)] = None
     export: Annotated[str | None, typer.Option(metavar="ENGINE", help=_EXPORT)] = None
     out: Annotated[Path | None, typer.Option(metavar="DIR", help=_OUT)] = None
 
@@ -88,6 +95,8 @@ def tune(
     hint = "Tune and train in turn: specgen tune --train, then specgen tune"
     if train and tuning.export is not None:
         raise SpecgenError("--export cannot be combined with --train", hint)
+    if train and (tuning.objective, tuning.max_perplexity) != ("speed", None):
+        raise SpecgenError("--objective and --max-perplexity cannot be combined with --train", hint)
     if not train and (training.minutes, training.steps, training.corpus, training.layer) != (None,) * 4:
         raise SpecgenError("--minutes, --steps, --corpus or --layer needs --train", hint)
     if train:

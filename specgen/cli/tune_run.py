@@ -20,6 +20,7 @@ from specgen.compare.prompts import load_prompts
 from specgen.errors import SpecgenError
 from specgen.json_lines import print_json
 from specgen.tuning import export as exports
+from specgen.tuning.request import BY_SPEED, Objective
 from specgen.types import SamplingParams
 from specgen.ui.terminal import tune_report as view
 
@@ -37,7 +38,8 @@ class TuneRequest:
     """The options of `specgen tune`. Raises SpecgenError if one is wrong.
 
     `begin` is when the command started, by `time.perf_counter`. `budget` is the seconds for everything. `limit` is the number of
-    prompts. `export` is the engine whose options are printed, None for no export. `out` is the profile's folder.
+    prompts. `objective` and `max_perplexity` say how settings of lossy methods are chosen. `export` is the engine whose options
+    are printed, None for no export. `out` is the profile's folder.
     """
 
     begin: float
@@ -48,6 +50,8 @@ class TuneRequest:
     limit: int
     chat: bool
     sampling: SamplingParams
+    objective: str
+    max_perplexity: str | None
     export: str | None
     out: Path | None
 
@@ -58,8 +62,16 @@ class TuneRequest:
             raise SpecgenError(f"--out is {self.out}, which is a file", "Name a folder")
         if self.export is not None:
             exports.check(self.export)
-        for name in self.names or ():
-            methods.find(name)
+        named = [methods.find(name) for name in self.names or methods.METHODS]
+        goal = self.goal
+        if goal != BY_SPEED and all(method.lossless or method.is_yardstick for method in named):
+            option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
+            raise SpecgenError(f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild")
+
+    @property
+    def goal(self) -> Objective:
+        """How the settings of lossy methods are chosen."""
+        return Objective.parse(self.objective, self.max_perplexity)
 
     @property
     def names(self) -> list[str] | None:
@@ -73,15 +85,16 @@ class TuneRequest:
     def may_reuse_profile(self) -> bool:
         """Whether `--export` may use the profile of an earlier tuning, so that nothing has to be tuned now.
 
-        It may if `--methods`, `--prompts` and `--category` are not given, and `--out`, if given, is a folder with a profile.
+        It may if none of `--methods`, `--prompts`, `--category`, `--objective` and `--max-perplexity` is given, and `--out`, if
+        given, is a folder with a profile.
         """
-        default = (self.methods, self.prompts, self.category) == (None, None, None)
+        default = (self.methods, self.prompts, self.category, self.goal) == (None, None, None, BY_SPEED)
         return default and (self.out is None or (self.out / "profile.yaml").is_file())
 
 
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> None:
     """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine."""
-    prompts = load_prompts(request.prompts, category=request.category, limit=request.limit)
+    prompts = load_prompts(request.prompts, category=request.category, limit=request.limit, for_tuning=True)
     names, sampling = request.names, request.sampling
     parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
@@ -98,15 +111,16 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
         with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
             progress.done(_headline(pair, sampling))
-            outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, request.chat), progress)
-        profile = profiles.from_outcome(outcome, key)
+            task = TuningRequest(prompts, sampling, deadline, names, request.chat, request.goal)
+            outcome = tune(pair, task, progress)
+        profile = profiles.from_outcome(outcome, key, prompts)
         path = profiles.save(profile, request.out or profiles.default_folder(key, sampling))
         if not quiet:
             view.report(err, outcome, path)
         if request.export is not None:
             _export(request.export, pair, profile, err, quiet)
         elif as_json:
-            print_json(json_line(outcome, path))
+            print_json(json_line(outcome, path) | {"objective": request.objective})
         else:
             print(outcome.chosen.written)
 

@@ -19,12 +19,14 @@ _PATHS = "The path after exit= cannot hold a comma or a colon here: give a link 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
     """A method and its settings as given on the command line. `written` is the original text, which identifies the method in
-    results. `settings` contains only what the user wrote, without defaults."""
+    results. `settings` contains only what the user wrote, without defaults. `tuned_on` are the fingerprints of the prompts on
+    which `specgen tune` chose these settings; None if the settings are not from a profile."""
 
     written: str
     name: str
     settings: Mapping[str, str]
     lossless: bool
+    tuned_on: frozenset[str] | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -69,15 +71,16 @@ def parse_spec(written: str) -> MethodSpec:
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Parses comma-separated lists of methods. `all` stands for every specgen method. Plain decoding always comes first; a method
-    that is given twice is kept once."""
+    """Parses comma-separated lists of methods. `all` stands for every specgen method but yardsticks. Plain decoding always
+    comes first; a method that is given twice is kept once."""
     written = [part.strip() for text in texts for part in text.split(",")]
     if not all(written):
         raise SpecgenError(f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup")
     for before, part in pairwise(written):
         if ":exit=" in before and part.split(":")[0] not in {*methods.METHODS, *BASELINES, EVERY}:
             raise SpecgenError(f"cannot read {part!r} after {before!r}", _PATHS)
-    names = [name for part in written for name in (methods.METHODS if part == EVERY else [part])]
+    every = [method.name for method in methods.METHODS.values() if not method.is_yardstick]
+    names = [name for part in written for name in (every if part == EVERY else [part])]
     return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *names])]
 
 

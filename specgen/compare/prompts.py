@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,20 @@ UNCATEGORISED = "other"
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt, or one turn of a question with several turns. `index` is the turn's number in the whole file, from 0.
-    `previous_turns` are the user's texts in the earlier turns of the same question."""
+    `previous_turns` are the user's texts in the earlier turns of the same question. `for_tuning`: the file gives the prompt to
+    `specgen tune`, so that comparisons leave it out."""
 
     index: int
     text: str
     category: str = UNCATEGORISED
     name: str = ""
     previous_turns: tuple[str, ...] = ()
+    for_tuning: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the prompt's text and of the turns before it."""
+        return blake2b("\0".join((*self.previous_turns, self.text)).encode(), digest_size=8).hexdigest()
 
     @property
     def label(self) -> str:
@@ -41,13 +49,19 @@ class Prompt:
 
 
 def load_prompts(
-    path: Path | None, *, category: str | None = None, limit: int | None = None, all_turns: bool = False
+    path: Path | None,
+    *,
+    category: str | None = None,
+    limit: int | None = None,
+    all_turns: bool = False,
+    for_tuning: bool = False,
 ) -> list[Prompt]:
     """Returns the prompts in the file `path` (None: `examples.yaml`), only those of `category` if it is not None. `limit` keeps
     at most so many questions, picked from the categories in turn.
 
-    With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn. Raises SpecgenError, for a mistake
-    in the file with the file's name and the position.
+    With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn. Questions with `tuning: true` are
+    for `specgen tune`, the others for comparisons: returns the former if `for_tuning` and there are any, otherwise the latter.
+    Raises SpecgenError, for a mistake in the file with the file's name and the position.
     """
     if limit is not None and limit < 1:
         raise SpecgenError(f"--limit is {limit}", "It has to be a whole number of at least 1")
@@ -62,6 +76,11 @@ def load_prompts(
                 f"{path} has no category {category!r}{nearest(category, known)}", f"It has {', '.join(known[:20])}"
             )
         questions = [turns for turns in questions if turns[0].category == category]
+    own = [turns for turns in questions if turns[0].for_tuning == for_tuning]
+    if not own and not for_tuning:
+        chosen = str(path) if category is None else f"{path}, category {category!r},"
+        raise SpecgenError(f"{chosen} has only prompts for tuning", "Write some without `tuning: true`")
+    questions = own or questions
     kept = questions if limit is None else _in_turn(questions, limit)
     return [prompt for turns in kept for prompt in (turns if all_turns else turns[:1])]
 
@@ -84,7 +103,10 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
         texts = _turns(entry, where)
         category = _word(entry, "category", where) or UNCATEGORISED
         name = _word(entry, "id", where) or _word(entry, "question_id", where)
-        yield [Prompt(first + turn, text, category, name, texts[:turn]) for turn, text in enumerate(texts)]
+        for_tuning = entry.get("tuning") or False
+        if not isinstance(for_tuning, bool):
+            raise SpecgenError(f"{where}: `tuning` is {_shown(for_tuning)}", "It has to be true or false")
+        yield [Prompt(first + turn, text, category, name, texts[:turn], for_tuning) for turn, text in enumerate(texts)]
         first += len(texts)
 
 

@@ -48,6 +48,10 @@ class BenchmarkConfig:
         if self.repeats < 1:
             raise SpecgenError(f"--repeats is {self.repeats}", "It has to be a whole number of at least 1")
 
+    def tuned_on(self, spec: MethodSpec) -> int | None:
+        """Returns how many of the prompts chose the method's settings in `specgen tune`; None if no profile has its settings."""
+        return None if spec.tuned_on is None else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
+
     @property
     def measures_perplexity(self) -> bool:
         return self.perplexity or not all(spec.lossless for spec in self.specs)

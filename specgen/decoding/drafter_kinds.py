@@ -83,6 +83,7 @@ _MODEL_SIGNALS = SIGNALS - {"predicted_acceptance"}
 
 NONE = DrafterKind("none", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), cost_kind="echo")
 LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, cost_kind="echo")
+SEARCH = DrafterKind("search", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), drafts_trees=True, recorded=False)
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
 MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, _MODEL_SIGNALS, drafts_trees=True, recorded=False)
 BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, _MODEL_SIGNALS, recorded=False)

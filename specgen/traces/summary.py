@@ -1,5 +1,5 @@
-"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is one target pass with the draft that
-it verified. Imports no torch."""
+"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is a target pass with the draft that it
+verified (in joint decoding several passes). Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from specgen.types import PHASES, Round
 _METRICS = (
     *("seconds", "tokens_per_second", "rounds", "target_passes", "drafted", "accepted", "acceptance_rate", "draft_share"),
     *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
+    "gross_joules_per_token",
 )
 
 
@@ -25,6 +26,7 @@ class Summary:
         self.method = method
         self.token_ids: list[int] = []
         self.rounds = 0
+        self.target_passes = 0  # the prefill is one
         self.drafts = 0  # rounds with a draft
         self.drafted = 0
         self.accepted = 0
@@ -34,12 +36,14 @@ class Summary:
         self.log_likelihood: float | None = None
         self.energy: Energy | None = None
         self.joules: float | None = None  # beyond idle power; NaN if the energy of one run is unknown
+        self.gross_joules: float | None = None  # idle power included; NaN as above
         self.unsplit_seconds = 0.0  # of runs without times by phase, such as transformers' own methods
         for round_ in rounds:
             self.add(round_)
 
     def add(self, round_: Round) -> None:
         self.rounds += 1
+        self.target_passes += round_.target_passes
         self.token_ids += round_.token_ids
         self.drafts += bool(round_.draft.tokens)
         self.drafted += len(round_.draft.tokens)
@@ -57,7 +61,8 @@ class Summary:
     def add_energy(self, energy: Energy) -> None:
         """Adds the energy that one run used."""
         self.energy = energy if self.energy is None else self.energy + energy
-        self.joules = (self.joules or 0.0) + (math.nan if energy.joules is None else energy.joules)
+        self.joules = (self.joules or 0.0) + _or_nan(energy.joules)
+        self.gross_joules = (self.gross_joules or 0.0) + _or_nan(energy.gross_joules)
 
     def include(self, line: Mapping[str, Any]) -> None:
         """Adds a whole run from its summary line in a trace, which must also have the key `drafts` (rounds with a draft), as
@@ -70,7 +75,9 @@ class Summary:
             self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
         if tokens and "joules_per_token" in line:
             self.joules = (self.joules or 0.0) + tokens * _or_nan(line["joules_per_token"])
+            self.gross_joules = (self.gross_joules or 0.0) + tokens * _or_nan(line.get("gross_joules_per_token"))
         self.rounds += line["rounds"]
+        self.target_passes += line.get("target_passes", line["rounds"])
         self.token_ids += line["token_ids"]
         self.drafts += line["drafts"]
         self.drafted += line["drafted"]
@@ -85,11 +92,6 @@ class Summary:
     @property
     def new_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def target_passes(self) -> int:
-        """The number of target passes. Each round has one, and the prefill is a round."""
-        return self.rounds
 
     @property
     def seconds(self) -> float:
@@ -144,9 +146,15 @@ class Summary:
     def joules_per_token(self) -> float | None:
         """Energy per generated token in joules, beyond what the idle machine uses. None if it was not measured or no energy
         counter exists."""
-        if self.joules is None or math.isnan(self.joules) or not self.new_tokens:
-            return None
-        return self.joules / self.new_tokens
+        return self._per_token(self.joules)
+
+    @property
+    def gross_joules_per_token(self) -> float | None:
+        """The same without taking off what the idle machine uses."""
+        return self._per_token(self.gross_joules)
+
+    def _per_token(self, total: float | None) -> float | None:
+        return None if total is None or math.isnan(total) or not self.new_tokens else total / self.new_tokens
 
     @property
     def mean_draft_length(self) -> float | None:

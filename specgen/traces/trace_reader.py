@@ -121,6 +121,7 @@ class _RoundLine(_Line):
     overlap: _Figures = None
     kl: _Figures = None
     policy: dict[str, Any] | None = None
+    target_passes: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     seconds: dict[str, Annotated[float, Field(ge=0, lt=1e300)]]
 
 
@@ -250,7 +251,8 @@ def _traced_round(line: _RoundLine) -> TracedRound:
     for phase, value in line.seconds.items():
         seconds[phase if phase in seconds else "other"] += value  # so that the seconds still add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
-    round_ = Round(line.index, line.mode, draft, Verdict(_path(line), line.token_id, line.source), seconds, policy)
+    verdict = Verdict(_path(line), line.token_id, line.source)
+    round_ = Round(line.index, line.mode, draft, verdict, seconds, policy, line.target_passes)
     return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
 
 

@@ -63,6 +63,7 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
         "entropies": list(draft.entropies),
         "top_probs": list(draft.top_probs),
         "policy": round_.policy_state,
+        "target_passes": round_.target_passes,
         "seconds": dict(round_.seconds),
     }
     if record:

@@ -24,7 +24,9 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
-SEARCHED = tuple(name for name, method in METHODS.items() if not method.drafter.recorded and not method.skips_layers)
+SEARCHED = tuple(
+    name for name, method in METHODS.items() if not (method.drafter.recorded or method.skips_layers or method.is_yardstick)
+)
 SIMULATED = tuple(name for name, method in METHODS.items() if method.drafter.recorded and name != "eesd")  # -cali or -beta
 
 

@@ -28,7 +28,7 @@ class Candidate:
     `predicted` is the speed expected from a simulation. `tried` is the number of settings from which these were selected.
     `measured` is the speed on the real models; `speedup` is measured against plain decoding on the same prompts, with the 95 %
     interval `low` to `high`. These four are None if the method was not run on the real models. `perplexity` is the perplexity of
-    a lossy method's output under the target, None for a lossless method.
+    a lossy method's output under the target, and where there are such methods also of plain decoding's; otherwise None.
     """
 
     name: str

@@ -5,7 +5,7 @@ There is one for each combination of models, machine, device and sampling settin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import shorten
@@ -22,6 +22,7 @@ from specgen.setting_parsing import Value
 from specgen.tuning.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
+    from specgen.compare.prompts import Prompt
     from specgen.engine.deferred_model import DraftModel
     from specgen.pair import Pair
     from specgen.types import SamplingParams
@@ -36,6 +37,7 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
+Fingerprint = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 GivenSettings = dict[str, bool | int | float | str]
 
 
@@ -110,6 +112,7 @@ class DrafterCosts(_StrictModel):
 class Measured(_StrictModel):
     """What a tuning measured, and on how many prompts and new tokens per prompt.
 
+    `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
     (PEARL).
@@ -119,6 +122,7 @@ class Measured(_StrictModel):
     new_tokens: Count
     acceptance: Share | None
     costs: dict[Word, DrafterCosts]
+    prompt_fingerprints: list[Fingerprint] | None = None
 
 
 class Profile(_StrictModel):
@@ -203,8 +207,8 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
     return own / readable("-".join(part.replace("/", "-") for part in parts if part))
 
 
-def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
-    """Returns the profile of a tuning that was done under the conditions `key`."""
+def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prompt] | None = None) -> Profile:
+    """Returns the profile of a tuning that was done under the conditions `key` and on `prompts` (None: unknown)."""
     sampling = outcome.sampling
     return Profile(
         version=1,
@@ -220,6 +224,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey) -> Profile:
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
             costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+            prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
         ),
     )
 

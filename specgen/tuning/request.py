@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,10 +43,59 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
+class Objective:
+    """How the settings of lossy methods are chosen, by their output's perplexity under the target and by their speed.
+
+    With `lowest_perplexity` the settings of the lowest perplexity are chosen (MTAD, Appendix F). Otherwise the fastest of those
+    whose perplexity is at most `bound`, or `bound` times plain decoding's if `is_relative`.
+    """
+
+    lowest_perplexity: bool = False
+    bound: float = 1.0
+    is_relative: bool = True
+
+    @classmethod
+    def parse(cls, objective: str, max_perplexity: str | None) -> Objective:
+        """Reads the options `--objective` and `--max-perplexity` (None: not given). Raises SpecgenError if one is wrong."""
+        if objective not in ("speed", "perplexity"):
+            raise SpecgenError(f"--objective is {objective!r}", "It has to be speed or perplexity")
+        if max_perplexity is None:
+            return cls(objective == "perplexity")
+        if objective == "perplexity":
+            hint = "It bounds the perplexity where --objective is speed"
+            raise SpecgenError("--max-perplexity cannot be combined with --objective perplexity", hint)
+        number = max_perplexity.strip().removesuffix("%")
+        is_relative = number != max_perplexity.strip()
+        try:
+            bound = float(number) / (100 if is_relative else 1)
+        except ValueError:
+            bound = math.nan
+        if not (0 if is_relative else 1) < bound < math.inf:
+            hint = "Give a number above 1, or a percentage of plain decoding's such as 105%"
+            raise SpecgenError(f"--max-perplexity is {max_perplexity!r}", hint)
+        return cls(bound=bound, is_relative=is_relative)
+
+    def limit(self, plain_perplexity: float) -> float:
+        """Returns the largest perplexity that is accepted, from plain decoding's."""
+        if self.lowest_perplexity:
+            return math.inf
+        return self.bound * plain_perplexity if self.is_relative else self.bound
+
+    def in_words(self, plain_perplexity: float) -> str:
+        return (
+            "lowest perplexity" if self.lowest_perplexity else f"speed at a perplexity up to {self.limit(plain_perplexity):.3f}"
+        )
+
+
+BY_SPEED = Objective()
+
+
+@dataclass(frozen=True, slots=True)
 class TuningRequest:
     """What to tune, on which prompts and until when.
 
-    `names` are the methods, None for all. `chat` puts each prompt into the model's chat template.
+    `names` are the methods, None for all. `chat` puts each prompt into the model's chat template. `objective` says how the
+    settings of lossy methods are chosen.
     """
 
     prompts: Sequence[Prompt]
@@ -52,6 +103,7 @@ class TuningRequest:
     deadline: Deadline
     names: Sequence[str] | None = None
     chat: bool = False
+    objective: Objective = BY_SPEED
 
     @property
     def seeded_sampling(self) -> SamplingParams:

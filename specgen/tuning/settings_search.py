@@ -16,6 +16,7 @@ from specgen.setting_parsing import written
 from specgen.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tuning.candidates import GivenSettings, grid, round_robin
 from specgen.tuning.outcome import Candidate, by_speed, counted, nearest_to_default
+from specgen.tuning.request import BY_SPEED, Objective
 from specgen.tuning.simulation import simulate
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ Announce = Callable[[str], None]
 class SearchResult:
     """The result of a search: each method with its best settings, the fastest expected one first.
 
-    `tried` is the number of settings tried for all methods together. `left_out` has the reason for each method without a result,
+    `tried` is the number of settings tried for all methods together. `plain_perplexity` is that of plain decoding's output, None
+    if no lossy method was tried. `left_out` has the reason for each method without a result,
     and, under `some settings`, for settings that were not tried.
     """
 
     candidates: Sequence[Candidate]
     tried: int
     left_out: Mapping[str, str] = field(default_factory=dict)
+    plain_perplexity: float | None = None
 
 
 def simulate_grids(
@@ -67,12 +70,16 @@ def expected(measurements: PairMeasurements, name: str, settings: GivenSettings)
 
 
 def search(
-    runs: SimulatedRuns, grids: Mapping[str, Sequence[GivenSettings]], deadline: Deadline, announce: Announce
+    runs: SimulatedRuns,
+    grids: Mapping[str, Sequence[GivenSettings]],
+    deadline: Deadline,
+    announce: Announce,
+    objective: Objective = BY_SPEED,
 ) -> SearchResult:
     """Simulates the settings in `grids` (method: settings to try) in turn until the deadline.
 
-    Lossy methods (whose output can differ from the target's) come last, because they are never chosen automatically. Settings of
-    a lossy method are accepted only if the perplexity of its output under the target is not above that of plain decoding.
+    Lossy methods (whose output can differ from the target's) come last, because they are never chosen automatically. `objective`
+    says how their settings are chosen.
     """
     tried: dict[str, list[Candidate]] = {name: [] for name in grids}
     left_out: dict[str, str] = {}
@@ -90,19 +97,35 @@ def search(
             left_out[name] = error.message
         else:
             tried[name].append(Candidate(name, settings, summary.tokens_per_second or 0.0, perplexity=summary.perplexity))
-    limit = runs.plain_perplexity if any(tried[name] for name in lossy) else 0.0
+    plain_perplexity = runs.plain_perplexity if any(tried[name] for name in lossy) else None
+    limit = objective.limit(plain_perplexity or 0.0)
     best = []
     for name, candidates in tried.items():
-        if kept := [each for each in candidates if each.lossless or (each.perplexity is not None and each.perplexity <= limit)]:
-            best.append(replace(max(kept, key=lambda each: each.predicted), tried=len(candidates)))
+        if (chosen := _best(candidates, limit, objective)) is not None:
+            best.append(replace(chosen, tried=len(candidates)))
         elif name not in left_out and candidates:
             lowest = min((each.perplexity for each in candidates if each.perplexity is not None), default=None)
-            found = "" if lowest is None else f", the lowest being {lowest:.2f}"
-            left_out[name] = f"none of {counted(len(candidates), 'setting')} keeps sd's perplexity of {limit:.2f}{found}"
+            found = "" if lowest is None else f", the lowest being {lowest:.3f}"
+            allowed = "" if objective.lowest_perplexity else f" of at most {limit:.3f}"
+            left_out[name] = f"none of {counted(len(candidates), 'setting')} has a perplexity{allowed}{found}"
         elif name not in left_out:
             alone = ", or these --methods alone" if name in lossy and lossless else ""
             left_out[name] = f"time was short (a larger --budget helps{alone})"
-    return SearchResult(by_speed(best), sum(map(len, tried.values())), left_out)
+    return SearchResult(by_speed(best), sum(map(len, tried.values())), left_out, plain_perplexity)
+
+
+def _best(candidates: Sequence[Candidate], limit: float, objective: Objective) -> Candidate | None:
+    """Returns the best candidate of one method, the fastest of equally good ones; None if no perplexity is at most `limit`.
+
+    Perplexities that agree to three decimals are equally good.
+    """
+    kept = [each for each in candidates if each.lossless or (each.perplexity is not None and each.perplexity <= limit)]
+
+    def rank(candidate: Candidate) -> tuple[float, float]:
+        perplexity = candidate.perplexity if objective.lowest_perplexity else None
+        return (0.0 if perplexity is None else -round(perplexity, 3), candidate.predicted)
+
+    return max(kept, key=rank, default=None)
 
 
 def tuned_skips(pair: Pair, outputs: Sequence[ReferenceOutput], seconds: float) -> Candidate:

@@ -83,6 +83,8 @@ def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
 def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
     """Returns why this method cannot be tuned, None if it can. `asked`: whether the user named the methods to tune."""
     method = methods.METHODS[name]
+    if method.is_yardstick:
+        return "it is always slower than plain decoding" if asked else None
     if method.needs_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
@@ -207,10 +209,10 @@ def _search_shapes(
         grids["sd"] = trees()
     if not grids:
         return candidates, {}
-    few = measurements.references[:SEARCH_PROMPTS]
+    few = _spread(measurements.references, SEARCH_PROMPTS)
     runs = SimulatedRuns(pair, few, request.seeded_sampling, measurements.costs["echo"], clock=request.deadline.clock)
     share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
-    result = search(runs, grids, request.deadline.share(share), observer.doing)
+    result = search(runs, grids, request.deadline.share(share), observer.doing, request.objective)
     plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
     scale = plain_of(candidates).predicted / plain_on_few
     merged = {candidate.name: candidate for candidate in candidates}
@@ -220,11 +222,19 @@ def _search_shapes(
             tried = known.tried + found.tried
             found = replace(max(known, found, key=lambda candidate: candidate.predicted), tried=tried)
         merged[found.name] = found
+    merged[PLAIN] = replace(merged[PLAIN], perplexity=result.plain_perplexity)
     if result.tried:
         best = f"; best: {result.candidates[0].written}" if result.candidates else ""
-        observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{best}")
+        plain_perplexity = result.plain_perplexity
+        lossy = "" if plain_perplexity is None else f", lossy ones by {request.objective.in_words(plain_perplexity)}"
+        observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{lossy}{best}")
     left_out = {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
     return by_speed(list(merged.values())), left_out
+
+
+def _spread(references: Sequence[ReferenceOutput], count: int) -> Sequence[ReferenceOutput]:
+    """Returns at most `count` of the references, evenly spaced, because prompts of one category follow each other."""
+    return references[:: max(1, len(references) // count)][:count]
 
 
 def outcome_of(

@@ -77,7 +77,8 @@ def headline(report: Report) -> str:
 def sentences(report: Report) -> list[Text]:
     """Returns the sentences below the table, in this order.
 
-    The fastest method; the outputs that differ from plain decoding's; remarks on the table; the report's `notes`.
+    The fastest method; the outputs that differ from plain decoding's; remarks on the table; which prompts chose the settings; the
+    report's `notes`.
     """
     conclusion = _conclusion(report)
     said = [] if conclusion is None else [conclusion]
@@ -89,6 +90,7 @@ def sentences(report: Report) -> list[Text]:
     if count := len(report.results.skipped):
         said.append(Text(f"{count} later turn{'s' * (count > 1)} left out: the context had no room.", "quiet"))
     said += _predictions(report)
+    said += _tuned(report)
     if report.notes:
         said.append(Text(report.notes, "strong"))
     return said
@@ -133,6 +135,20 @@ def _differences(report: Report) -> list[Text]:
     if more > 0:
         ties[MOST_EXPLAINED:] = [Text(f"{more} more tie{'s' * (more > 1)}: see --json.", "quiet")]
     return broken + ties
+
+
+def _tuned(report: Report) -> list[Text]:
+    """Returns a sentence that says how many of the prompts chose the settings that come from a profile."""
+    config = report.results.config
+    tuned = {result.spec.written: config.tuned_on(result.spec) for result in ranked(report.made) if result.overall is not None}
+    names = [inline(name) for name, count in tuned.items() if count is not None]
+    if not names:
+        return []
+    count, total = max(count for count in tuned.values() if count is not None), len(config.prompts)
+    settings = f"the settings of {', '.join(names)} (specgen tune)"
+    if count:
+        return [Text(f"{count} of {total} prompts chose {settings}: on other prompts they may be less good.", "strong")]
+    return [Text(f"None of these prompts chose {settings}.", "quiet")]
 
 
 def _predictions(report: Report) -> list[Text]:
