@@ -101,6 +101,8 @@ class OutputWriter:
         self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
 
     def close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
         if self._trace is not None:
             self._trace.close()
 

@@ -215,8 +215,11 @@ class Runner:
             yield
             return
         self._meter.start()
-        yield
-        summary.add_energy(self._meter.stop())
+        try:
+            yield
+            summary.add_energy(self._meter.stop())
+        finally:
+            self._meter.close()
 
     def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
         if self.config.measures_perplexity:
