@@ -180,7 +180,7 @@ class Runner:
             raise error
 
     def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        self.pair.prepare(ids, spec.name, sampling, **spec.settings)
+        self.pair.prepare(ids, spec.name, sampling, record=self.config.record, **spec.settings)
         plan = self.pair.plan(ids, spec.name, sampling, record=self.config.record, **spec.settings)
         self.pair.forget()
         summary = Summary(spec.name)

@@ -171,5 +171,15 @@ class Summary:
         }
 
 
+def speed_without_prefill(rounds: Iterable[Round]) -> float:
+    """Returns the tokens per second of all these rounds but prefills; 0 without any other round."""
+    tokens, seconds = 0, 0.0
+    for round_ in rounds:
+        if round_.mode != "prefill":
+            tokens += len(round_.token_ids)
+            seconds += sum(round_.seconds.values())
+    return tokens / seconds if seconds else 0.0
+
+
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
