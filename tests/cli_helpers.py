@@ -22,7 +22,7 @@ ROUND = (
 )
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
-    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "
+    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted perplexity joules_per_token "
     "energy phase_seconds"
 )
 

@@ -204,7 +204,7 @@ def test_pearls_footer_shows_the_time_spent_waiting_for_the_draft(width: int, fi
     """The mean accepted tokens for each rejection (PEARL, Table 4) differ from the tokens for each target pass."""
     summary = a_parallel_summary()
     assert footer(summary, ["window 8, c 8.2"], width).plain == f"pearl (window 8, c 8.2)  33 tokens{figures}"
-    assert summary.as_dict("", "length")["mean_accepted_run"] == 15
+    assert summary.as_dict("", "length")["mean_accepted"] == 15
     assert summary.block_efficiency == 11
 
 

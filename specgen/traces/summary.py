@@ -13,7 +13,7 @@ from specgen.types import PHASES, Round
 
 _METRICS = (
     *("seconds", "tokens_per_second", "rounds", "target_passes", "drafted", "accepted", "acceptance_rate", "draft_share"),
-    *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
+    *("harmonic_mean", "block_efficiency", "mean_accepted", "perplexity", "joules_per_token"),
 )
 
 
@@ -124,9 +124,13 @@ class Summary:
         return self.new_tokens / self.target_passes if self.target_passes else None
 
     @property
-    def mean_accepted_run(self) -> float | None:
-        """Mean number of accepted tokens between two rejections, over round borders (PEARL, Table 4). None if nothing was
-        rejected."""
+    def mean_accepted(self) -> float | None:
+        """Accepted tokens per rejection, over round borders: the mean accepted tokens of PEARL's Table 4, for every method. None
+        if nothing was rejected.
+
+        Tokens accepted after an output's last rejection count. Without them, as in the authors' code, an output with long runs
+        would look like one with short runs.
+        """
         return self.accepted / self.rejections if self.rejections else None
 
     @property

@@ -230,8 +230,8 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
     drafter: Any
     if parallel:
         drafter = SimulatedParallelDrafter(measurements.drafts[method.drafter.name][number], costs, clock, policy, target)
-        flags = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
-        schedule = Parallel(drafter, _window(measurements, settings, reference), *flags)
+        pre_verify, post_verify = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
+        schedule = Parallel(drafter, _window(measurements, settings, reference), pre_verify, post_verify)
     elif method.drafter.source is DraftSource.NOTHING:
         drafter = method.drafter.make(DraftSetup(None, eos_ids=reference.eos_ids), settings)
     else:

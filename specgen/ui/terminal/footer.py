@@ -44,7 +44,7 @@ def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = F
 
 def _figures(summary: Summary) -> dict[str, str]:
     """Returns the numbers that follow the token count, as unshortened text under their names; empty where a number is unknown."""
-    rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
+    rate, run, energy = summary.acceptance_rate, summary.mean_accepted, summary.energy
     joules, drafting = summary.joules_per_token, "waiting for the draft" if summary.parallel else "drafting"
     shares = f"{summary.share_of_time('draft'):.0%} {drafting}, {summary.share_of_time('verify'):.0%} verifying"
     return {
