@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 from cli_helpers import parsed, run_main
 from comparisons import Compare
+from measure_pearl import PassLog, allowed_seconds, measure, sweep, table
 from traces import Line, round_line, start_line, summary_line, write
 
+from specgen.compare.prompts import Prompt
+from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.pair import Pair
 from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
 from specgen.traces.summary import Summary
-from specgen.types import Draft, Mode, Round, Verdict
+from specgen.types import Draft, Mode, Round, SamplingParams, Verdict
 
 
 def round_of(accepted: int, *, rejects: bool = False, index: int = 1, mode: Mode = "post-verify") -> Round:
@@ -121,3 +125,30 @@ def test_the_figures_have_no_infinity() -> None:
         "expected_deviation": 0.0,
         "longest": 0,
     }
+
+
+def test_the_sweep_of_windows_measures_each_on_the_same_prompts(
+    pair_of: Callable[..., Pair], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The benchmark for PEARL's Tables 5 and 6: outputs equal plain decoding's, with a line for each window."""
+    assert (sweep(1), sweep(5), sweep(60)[0], sweep(60)[-1], len(sweep(60))) == ([1], [1, 2, 3, 4, 5], 1, 60, 12)
+    prompts = [Prompt(0, "the cat sat", "prose"), Prompt(1, "a b c a b", "code")]
+    names = ["ar", "pearl", "pearl:window=1", "pearl:window=3", "pearl:post_verify=false"]
+    figures = measure(pair_of("llama", "near"), names, prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert [found.overall.new_tokens for found in figures.values()] == [24] * 5
+    assert [len(found.ratios) for found in figures.values()] == [2] * 5
+    said = capsys.readouterr().out
+    assert "NOT the same" not in said
+    assert "pearl reaches" in said
+    heading, *lines = table(figures)
+    assert heading.split() == ["tokens/s", "x", "ar", "mean", "accepted", "a", "pass", "code", "prose"]
+    assert [line.split()[0] for line in lines] == names
+
+
+def test_what_passes_allow_by_hand() -> None:
+    """Passes of 10 + width seconds, draft passes of 3: two are waited for; then five drafts are shorter; then longer."""
+    log = PassLog()
+    for drafted, width in ((6, 3), (4, 5), (8, 1)):
+        log.add(drafted, 0.0, width, 0.0)
+    rounds = [round_of(1, mode="pre-verify"), round_of(1), round_of(1)]
+    assert allowed_seconds(rounds, log, ParallelCosts(3.0, 20.0, 11.0, 10, 50)) == (2 * 3 + 13) + 15 + 24
