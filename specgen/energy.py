@@ -68,8 +68,12 @@ class GpuCounter:
         self.name = f"NVML {nvml.nvmlDeviceGetName(self._handle)}"
 
     def joules(self) -> float:
+        """Returns the counter's value in joules. Raises UnavailableError if NVML cannot read it."""
         self._synchronize()
-        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        except self._nvml.NVMLError as error:
+            raise UnavailableError(f"NVML: {error}") from None
 
 
 class RaplZone:
@@ -86,9 +90,12 @@ class RaplZone:
 
     def joules(self) -> float:
         """Returns the energy in joules since this object was created. It has to be called at least once between two restarts of
-        the counter."""
+        the counter. Raises UnavailableError if it cannot be read."""
         with self._lock:
-            now = int(self._file.read_text())
+            try:
+                now = int(self._file.read_text())
+            except (OSError, ValueError):
+                raise UnavailableError(f"{self._file} cannot be read") from None
             self._microjoules += now - self._last + (self._range if now < self._last else 0)
             self._last = now
             return self._microjoules / 1e6
@@ -99,7 +106,8 @@ class EnergyMeter:
     which takes some seconds.
 
     Each reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) gives exact
-    results. Without counters nothing is measured, and `reason` says why.
+    results. Without counters nothing is measured, and `reason` says why. A counter that can no longer be read ends the measuring
+    in the same way: the run and those after it have no figure.
     """
 
     def __init__(
@@ -112,27 +120,42 @@ class EnergyMeter:
         self._stopped = Event()
 
     def start(self) -> None:
-        if self._idle is None:
-            before = self._read()
-            time.sleep(self._idle_seconds if self.counters else 0)
-            self._idle = [joules / seconds for seconds, joules in self._since(before)]
+        try:
+            if self._idle is None:
+                before = self._read()
+                time.sleep(self._idle_seconds if self.counters else 0)
+                self._idle = [joules / seconds for seconds, joules in self._since(before)]
+            self._start_readings = self._read()
+        except UnavailableError as error:
+            self._give_up(error)
         self._stopped = Event()
-        self._start_readings = self._read()
         zones = [counter for counter in self.counters if isinstance(counter, RaplZone)]
         if zones:
             Thread(target=_watch, args=(zones, self._stopped), daemon=True).start()
 
     def stop(self) -> Energy:
         """Returns the energy used since `start`, with and without what the idle devices use."""
-        assert self._idle is not None
-        spans = self._since(self._start_readings)
-        self._stopped.set()
+        self.close()
+        try:
+            spans = self._since(self._start_readings)
+        except UnavailableError as error:
+            spans = []
+            self._give_up(error)
         source = ", ".join(counter.name for counter in self.counters)
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
+        assert self._idle is not None
         above = sum(joules - watts * seconds for (seconds, joules), watts in zip(spans, self._idle, strict=True))
         gross = sum(joules for _, joules in spans)
         return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans), gross_joules=gross)
+
+    def close(self) -> None:
+        """Ends a measurement that `stop` does not end, because the run failed."""
+        self._stopped.set()
+
+    def _give_up(self, error: UnavailableError) -> None:
+        self.counters, self.reason = (), str(error)
+        self._start_readings = []
 
     def _read(self) -> list[tuple[float, float]]:
         """Reads each counter: the time in seconds, and the counter's value in joules."""
@@ -147,7 +170,7 @@ def _watch(zones: Sequence[RaplZone], stopped: Event) -> None:
     """Reads the counters from time to time until `stopped` is set, so that no restart of a counter is missed in a long run."""
     while not stopped.wait(_WATCH):
         for zone in zones:
-            with suppress(OSError):
+            with suppress(UnavailableError):
                 zone.joules()
 
 
@@ -186,6 +209,8 @@ def _gpus(indices: Sequence[int]) -> list[GpuCounter]:
             counter.joules()
     except pynvml.NVMLError as error:
         raise UnavailableError(f"NVML: {error}") from None
+    except AttributeError:  # a build of torch for other GPUs
+        raise UnavailableError("torch does not name the GPU's UUID") from None
     return found
 
 

@@ -14,6 +14,9 @@ WAIT_PASSIVELY = {"OMP_WAIT_POLICY": "PASSIVE"}
 keep their cores busy, and on a machine with other work to do a pass can take ten times as long."""
 
 
+_THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_")
+
+
 def versions() -> dict[str, str]:
     """Returns the versions of specgen, Python, torch and transformers."""
     from importlib.metadata import version  # slow to import, and not needed for --help
@@ -26,6 +29,13 @@ def machine() -> dict[str, Any]:
     """Returns what identifies this machine (name, processor, number of cores) in cached measurements and in tuning profiles,
     because several machines may share their folders."""
     return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+
+
+def thread_settings() -> dict[str, Any]:
+    """Returns what decides how many CPU threads compute and how they wait: environment variables, and the usable cores."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_THREAD_VARIABLES)}
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"usable_cores": usable, **variables}
 
 
 def machine_in_words() -> str:

@@ -32,5 +32,11 @@ def keep(kind: str, key: Mapping[str, Any], value: Any) -> None:
         write_whole(_path(kind, key), json.dumps({"key": key, kind: value}, indent=1))
 
 
+def drop(kind: str, key: Mapping[str, Any]) -> None:
+    """Removes what `keep` stored with the same kind and key. If the file cannot be removed, nothing happens."""
+    with suppress(OSError):
+        _path(kind, key).unlink()
+
+
 def _path(kind: str, key: Mapping[str, Any]) -> Path:
     return cache_folder() / kind / f"{sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"

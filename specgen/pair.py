@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 
 from specgen import factory, methods, preparation
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.components import Components
-from specgen.decoding.parallel import DraftWorker
+from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import ThreadChoice, pick_threads, synchronizer
@@ -26,7 +26,7 @@ from specgen.exits import Exits
 from specgen.methods import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
 from specgen.skip_search import NEW_TOKENS
-from specgen.traces.summary import Summary
+from specgen.traces.summary import Summary, speed_without_prefill
 from specgen.traces.trace_writer import RunInfo
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers.process_worker import ProcessWorker
@@ -57,7 +57,7 @@ class Pair:
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self._draft_runner: ModelRunner | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
-        self._parallel_costs: dict[tuple[Any, ...], ParallelCosts] = {}
+        self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
@@ -121,7 +121,7 @@ class Pair:
         adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid arguments raise
         SpecgenError at the call, before the first round.
         """
-        self.prepare(prompt, method, sampling, **parameters)
+        self.prepare(prompt, method, sampling, record=record, **parameters)
         return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
 
     def generate(
@@ -139,7 +139,7 @@ class Pair:
         `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
         distribution always get it.
         """
-        self.prepare(prompt, method, sampling, **parameters)
+        self.prepare(prompt, method, sampling, record=record, **parameters)
         plan = self.plan(prompt, method, sampling, record=record, **parameters)
         rounds = list(plan.run.rounds())
         summary = Summary(plan.method.name, rounds)
@@ -149,7 +149,13 @@ class Pair:
         return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
 
     def prepare(
-        self, prompt: str | Sequence[int], method: str | None = None, sampling: SamplingParams | None = None, **parameters: object
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
+        **parameters: object,
     ) -> None:
         """Does the slow work that `plan` with the same arguments needs, if any.
 
@@ -162,7 +168,7 @@ class Pair:
             self.load_draft()
         if request.method.is_parallel and (worker := self._worker) is not None:
             if request.settings.values["window"] == "auto":
-                self.parallel_costs(request.typical_length, request.sampling)
+                self.parallel_costs(request.typical_length, request.sampling, record=record)
             worker.ready()
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
@@ -185,7 +191,7 @@ class Pair:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
-        worker = costs = None
+        worker = measured = None
         if chosen.needs_exit_layer:
             both = self.early_exit(chosen, str(settings.values["exit"]))
             both.reserve(components.capacity)
@@ -197,15 +203,17 @@ class Pair:
             components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
         elif chosen.is_parallel and self.draft is not None:
             worker = self._worker
+            assert worker is not None
             if settings.values["window"] == "auto":
-                costs = prepared(chosen, self._parallel_costs.get(self._bucket(request.typical_length, sampling)))
-                # sampled tokens must depend on the seed alone, not on how long a target pass takes
-                is_flexible = sampling.greedy and worker is not None and worker.kind == "process"
-                components = replace(components, window=costs.flexible_window if is_flexible else costs.window)
-                settings = settings.with_value("window", costs.window.size)
+                found = self._pearl_costs.find(worker, sampling, request.typical_length, record=record)
+                measured, is_flexible = prepared(chosen, found), self.has_flexible_window(sampling)
+                components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
+                settings = settings.with_value("window", measured.costs.window.size)
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)
+        if measured is not None:
+            run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
         info = RunInfo(
             chosen.name,
             settings.as_dict(with_policy=chosen.any_policy),
@@ -216,7 +224,7 @@ class Pair:
             self.target.dtype_name,
             prompt_ids,
             replace(sampling, seed=seed),
-            costs,
+            None if measured is None else measured.costs,
         )
         return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
 
@@ -278,13 +286,8 @@ class Pair:
         `prompts` are token ids; the speed is measured on all of them together.
         """
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-        tokens, seconds = 0, 0.0
-        for ids in prompts:
-            for round_ in self.plan(ids, "selfsd", sampling, skip=str(skips)).run.rounds():
-                if round_.mode != "prefill":
-                    tokens += len(round_.token_ids)
-                    seconds += sum(round_.seconds.values())
-        return tokens / seconds if seconds else 0.0
+        runs = (self.plan(ids, "selfsd", sampling, skip=str(skips)).run for ids in prompts)
+        return speed_without_prefill(round_ for run in runs for round_ in run.rounds())
 
     def _penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:
         return self.target.penalties(device or self.target.device, self._target_runner.vocab_size)
@@ -298,25 +301,22 @@ class Pair:
             self._thread_worker = ThreadWorker(draft)
         return self._process_worker or self._thread_worker
 
-    def parallel_costs(self, context_length: int, sampling: SamplingParams | None = None) -> ParallelCosts:
+    def has_flexible_window(self, sampling: SamplingParams) -> bool:
+        """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
+        return sampling.greedy and self._process_worker is not None
+
+    def parallel_costs(
+        self, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False
+    ) -> ParallelCosts:
         """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
-        `context_length` is in tokens; `sampling` None is greedy decoding. Measured once for all lengths and samplings with the
-        same `preparation.bucket`. Starts the process or thread of the draft model. Needs a draft model.
+        `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `rounds`. Measured once for all runs
+        that share them. Starts the process or thread of the draft model. Needs a draft model.
         """
-        sampling, worker = SamplingParams() if sampling is None else sampling, self._worker
+        worker, sampling = self._worker, SamplingParams() if sampling is None else sampling
         assert worker is not None
-        assert self.draft is not None
-        bucket = self._bucket(context_length, sampling)
-        if bucket not in self._parallel_costs:
-            components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
-            measured = preparation.parallel_costs(self.target, self.draft, worker, components, context_length, bucket)
-            self._parallel_costs[bucket] = measured
-        return self._parallel_costs[bucket]
-
-    def _bucket(self, context_length: int, sampling: SamplingParams) -> tuple[Any, ...]:
-        in_process = self._process_worker is not None
-        return preparation.bucket(context_length, sampling, has_penalties=self.target.has_penalties, in_process=in_process)
+        components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
+        return self._pearl_costs.measure(worker, replace(components, record=record), context_length).costs
 
     # measuring and judging outputs
 

@@ -80,8 +80,12 @@ class RunRequest:
 
     @property
     def typical_length(self) -> int:
-        """The context's length in tokens when half of the new tokens are generated; PEARL's window is measured for it."""
-        return len(self.prompt_ids) + min(self.limit, RESERVED) // 2
+        return typical_length(len(self.prompt_ids), self.limit)
+
+
+def typical_length(prompt_length: int, limit: int) -> int:
+    """Returns the context's length when half of `limit` new tokens are generated; PEARL's window is measured for it."""
+    return prompt_length + min(limit, RESERVED) // 2
 
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:

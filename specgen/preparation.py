@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specgen import measurement_cache, methods
+from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.devices import device_name, synchronizer
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.environment import machine, versions
+from specgen.engine.model_loading import LoadedModel
+from specgen.environment import machine, thread_settings, versions
 from specgen.errors import SpecgenError
 from specgen.files import load_yaml
 from specgen.paths import examples_file
@@ -30,49 +33,86 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel import DraftWorker
     from specgen.engine.deferred_model import DraftModel
     from specgen.engine.layer_skipping import SkippedLayers
-    from specgen.engine.model_loading import LoadedModel
 
 SEARCH_SECONDS = 10.0
 
 
-def parallel_costs(
-    target: LoadedModel, draft: DraftModel, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]
-) -> ParallelCosts:
-    """Returns the seconds of forward passes of target and draft while both run at once, after a context of about `length` tokens.
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """The pass times that PEARL's window is computed from, and a check that they still fit what runs show.
 
-    Reads them from the measurement cache, or measures them now. `worker` runs the draft model; waits until the worker is ready.
-    `bucket` is part of the cache key: decoding runs with equal buckets share their times.
+    If they do not, later processes measure again. `check` is None where the draft model cannot follow the context.
     """
-    worker.ready()
-    key = {
-        "models": [weights_fingerprint(model.folder) for model in (target, draft)],
-        "devices": [device_name(model.device) for model in (target, draft)],
-        "dtypes": [model.dtype_name for model in (target, draft)],
-        "worker": [worker.kind, worker.threads, torch.get_num_threads()],
-        "bucket": list(bucket),
+
+    costs: ParallelCosts
+    check: CostCheck | None
+
+
+class PearlCosts:
+    """The pass times that PEARL's window is computed from, of one pair of models. Measured once for all runs that share them.
+
+    Runs share them if they have the same `_bucket`. Until the process ends they do not change, so that equal runs stay equal.
+    """
+
+    def __init__(self, target: LoadedModel, draft: DraftModel | None) -> None:
+        self._target, self._draft = target, draft
+        self._known: dict[tuple[Any, ...], MeasuredCosts] = {}
+
+    def find(self, worker: DraftWorker, sampling: SamplingParams, length: int, *, record: bool) -> MeasuredCosts | None:
+        """Returns what `measure` returned for such runs, None if it was not called. Arguments as for `measure`."""
+        return self._known.get(self._bucket(worker, sampling, length, record))
+
+    def measure(self, worker: DraftWorker, components: Components, length: int) -> MeasuredCosts:
+        """Returns the seconds of passes of both models while both run at once, after a context of about `length` tokens.
+
+        Reads them from the measurement cache, or measures them now. `worker` runs the draft model; waits until the worker is
+        ready. `components` are those of a run whose times are needed.
+        """
+        bucket = self._bucket(worker, components.sampling, length, components.record)
+        if bucket not in self._known:
+            self._known[bucket] = self._measured(worker, components, length, bucket)
+        return self._known[bucket]
+
+    def _bucket(self, worker: DraftWorker, sampling: SamplingParams, length: int, record: bool) -> tuple[Any, ...]:
+        """Returns what distinguishes runs with different pass times, apart from the models and the machine.
+
+        It holds the context length rounded up to a power of two, which processing the logits get (temperature, top-k, top-p,
+        penalties), where the draft model runs, and whether its logits are passed on (`record`).
+        """
+        longest = 1 << (length - 1).bit_length()
+        logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self._target.has_penalties
+        return longest, *logits, worker.kind, record
+
+    def _measured(self, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]) -> MeasuredCosts:
+        target, draft = self._target, self._draft
+        assert draft is not None
+        worker.ready()
+        key = {**_conditions(target, draft), "worker": worker.threads, "bucket": list(bucket)}
+        costs = _valid_costs(measurement_cache.find("costs", key))
+        if costs is None:
+            drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
+            shortest = min(target.max_tokens(length), draft.context_limit)
+            length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
+            widest = max(1, min(LONGEST_WINDOW, shortest - length))
+            costs = time_parallel_passes(components.target, drafter, Context([1] * length), synchronizer(target.device), widest)
+            if max(astuple(costs)) == math.inf:  # the draft model cannot follow this one context
+                return MeasuredCosts(costs, None)
+            measurement_cache.keep("costs", key, asdict(costs))
+        return MeasuredCosts(costs, CostCheck(costs, partial(measurement_cache.drop, "costs", key)))
+
+
+def _conditions(*models: DraftModel) -> dict[str, Any]:
+    """Returns everything but the measured work itself that changes how long the models' passes take: a part of cache keys."""
+    return {
+        "models": [weights_fingerprint(model.folder) for model in models],
+        "devices": [device_name(model.device) for model in models],
+        "dtypes": [model.dtype_name for model in models],
+        "backends": [model.backend for model in models],
+        "exact": [isinstance(model, LoadedModel) and model.exact for model in models],
+        "threads": [torch.get_num_threads(), thread_settings()],
         "versions": versions(),
         "machine": machine(),
     }
-    costs = _valid_costs(measurement_cache.find("costs", key))
-    if costs is None:
-        drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
-        shortest = min(target.max_tokens(length), draft.context_limit)
-        length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
-        widest = max(1, min(LONGEST_WINDOW, shortest - length))
-        costs = time_parallel_passes(components.target, drafter, Context([1] * length), synchronizer(target.device), widest)
-        if max(astuple(costs)) < math.inf:  # infinite where the draft model cannot follow this one context
-            measurement_cache.keep("costs", key, asdict(costs))
-    return costs
-
-
-def bucket(context_length: int, sampling: SamplingParams, *, has_penalties: bool, in_process: bool) -> tuple[Any, ...]:
-    """Returns a key of measured pass times: decoding runs with equal keys share them.
-
-    It holds the context length rounded up to a power of two, which processing the logits get (temperature, top-k, top-p,
-    penalties), and whether the draft model runs in a process of its own.
-    """
-    longest = 1 << (context_length - 1).bit_length()
-    return longest, not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, has_penalties, in_process
 
 
 def _valid_costs(found: Any) -> ParallelCosts | None:
@@ -90,13 +130,7 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list
     Reads them from the measurement cache, or searches them now. `speed` measures the tokens per second of decoding with some
     skipped layers on prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.
     """
-    key = {
-        "model": weights_fingerprint(target.folder),
-        "device": str(target.device),
-        "dtype": target.dtype_name,
-        "versions": versions(),
-        "machine": machine(),
-    }
+    key = _conditions(target)
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
         target.model.check_layers("layer skipping")

@@ -1,104 +1,146 @@
-"""PEARL against what its measured costs allow. Not a test: `python tests/measure_pearl.py` prints figures.
+"""PEARL by window size, on any pair and device. Not a test: `python tests/measure_pearl.py --help`.
 
-Every configuration decodes each prompt in turn; figures are medians over the prompts, in multiples of plain decoding. The sum
-behind them: each round can last no less than the longer of its target pass and its drafts, by the costs that chose the window.
-Their total over what the rounds really took is the share that was reached; the rest is handing over, contention and sampling.
+Prints the speed for each window (PEARL, Tables 5 and 6), beside c, the measured ratio of pass times, which Theorem 1 says is the
+best window; the ablations (Table 3) and the mean accepted tokens (Table 4); and how much of what the measured pass times allow
+PEARL reaches: a round lasts no less than the longer of its target pass and its draft. Runs are taken in turn, prompt by prompt.
+All greedy outputs have to equal plain decoding's, up to near ties of their logits in low precision.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
-from benchmark import examples, held_out
 
 import specgen
-from specgen.cost_model.pearl_window import ParallelCosts, Window
+from specgen.compare.prompts import Prompt, load_prompts
+from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.decoding.parallel import Parallel
+from specgen.traces.summary import Summary
 from specgen.types import Round, SamplingParams
 
-ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false", "pearl:policy=svip")
+PLAIN, AUTO = "ar", "pearl"
+SEQUENTIAL = ("sd:k=5", "svip")
+ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false")
+MOST_WINDOWS = 12  # of the sweep where --windows names none
 
 
-def pass_seconds(costs: ParallelCosts, width: int) -> float:
-    """A target pass over `width` tokens, between the two that were measured."""
-    slope = (costs.target_pass - costs.single_pass) / max(costs.width - 1, 1)
-    return costs.single_pass + slope * (width - 1)
+class PassLog(list[tuple[int, int]]):
+    """Takes the place of a run's `CostCheck`: the drafted tokens and the tokens of the target's pass, of each round."""
+
+    def add(self, drafted: int, draft_seconds: float, width: int, pass_seconds: float) -> None:
+        self.append((drafted, width))
+
+    def conclude(self) -> None:
+        pass
 
 
-def allowed_seconds(rounds: list[Round], costs: ParallelCosts, window: Window, tokens: int) -> float:
-    """The least that the rounds behind the prefill can have taken."""
-    total, pending, made = 0.0, 0, 1
-    for round_ in rounds[1:]:
-        drafted = min(window.beside(pending + 1), tokens - made - pending)
-        total += max(pass_seconds(costs, pending + 1), drafted * costs.draft_pass)
-        made += len(round_.token_ids)
-        pending = max(drafted - 1, 0) if round_.verdict.token is None else 0
+def allowed_seconds(rounds: Sequence[Round], log: PassLog, costs: ParallelCosts) -> float:
+    """The least time that these rounds (without the prefill) can take, by the measured pass times."""
+    total = 0.0
+    for round_, (drafted, width) in zip(rounds, log, strict=True):
+        waited_for = width - 1 if round_.mode == "pre-verify" else 0  # drafted before the pass began
+        total += max(waited_for * costs.draft_pass + costs.pass_seconds(width), drafted * costs.draft_pass)
     return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--held-out", action="store_true")
-    parser.add_argument("--windows", default="", help="windows to try, between commas; from 1 to 2c where empty")
-    options = parser.parse_args()
-    texts = (held_out if options.held_out else examples)(options.prompts)
-    sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
-    with specgen.load(device="cpu", dtype="float32") as pair:
-        costs = pair.parallel_costs(len(pair.tokenizer.encode(texts[0])) + options.tokens // 2, sampling)
-        print(
-            f"{torch.get_num_threads()} threads; draft pass {costs.draft_pass * 1e3:.2f} ms, target pass over 1 token "
-            f"{costs.single_pass * 1e3:.2f} ms, over {costs.width} {costs.target_pass * 1e3:.2f} ms; c {costs.ratio:.2f}, "
-            f"window {costs.window.size}, {costs.window.first} beside a pass over one"
-        )
-        windows = [int(size) for size in options.windows.split(",") if size] or range(1, 2 * costs.window.size + 1)
-        names = ["ar", "sd:k=5", "sd:k=8", "sd:k=12", "svip", "pearl", *(f"pearl:window={size}" for size in windows), *ABLATIONS]
-        compare(pair, names, texts, sampling)
+@dataclass(slots=True)
+class Figures:
+    """What a method took: in all, and by category; `ratios` are speeds relative to plain decoding, one for each prompt."""
+
+    overall: Summary
+    by_category: dict[str, Summary] = field(default_factory=dict)
+    ratios: list[float] = field(default_factory=list)
 
 
-def compare(pair: specgen.Pair, names: list[str], texts: list[str], sampling: SamplingParams) -> None:
-    speedups: dict[str, list[float]] = defaultdict(list)
-    seconds: dict[str, float] = defaultdict(float)
+def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, Figures]:
+    """Decodes each prompt with each method in turn; the first prompt once more before, to warm up."""
+    figures = {name: Figures(Summary(name)) for name in names}
     reached: list[float] = []
-    busy: list[float] = []
-    summaries = []
-    for position, text in enumerate([texts[0], *texts]):
+    for position, prompt in enumerate([prompts[0], *prompts]):
         taken, outputs = {}, {}
         for name in names:
             method, *settings = name.split(":")
-            pair.forget()
             given: dict[str, Any] = dict(setting.split("=") for setting in settings)
-            pair.prepare(text, method, sampling, **given)
-            plan = pair.plan(text, method, sampling, **given)
+            pair.prepare(prompt.text, method, sampling, **given)
+            plan = pair.plan(prompt.text, method, sampling, **given)
+            log, schedule = PassLog(), plan.run.schedule
+            if isinstance(schedule, Parallel):
+                plan.run.schedule = replace(schedule, check=cast("Any", log))
+            pair.forget()
             rounds = list(plan.run.rounds())
-            taken[name] = sum(sum(round_.seconds.values()) for round_ in rounds)
-            outputs[name] = [token for round_ in rounds for token in round_.token_ids]
-            if name == "pearl" and position and plan.info.costs is not None:
-                behind = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
-                reached.append(allowed_seconds(rounds, plan.info.costs, plan.info.costs.window, sampling.max_new_tokens) / behind)
-                busy.append(sum(round_.seconds["verify"] for round_ in rounds[1:]) / behind)
-                accepted = sum(len(round_.verdict.path) for round_ in rounds)
-                refused = sum(round_.verdict.source == "correction" for round_ in rounds)
-                summaries.append((accepted, refused, len(rounds), len(outputs[name])))
-        different = [name for name in names if outputs[name] != outputs["ar"]]
-        if different:
-            print(f"NOT the same output: {', '.join(different)} on prompt {position}")
-        if position:  # the first warms up
-            for name in names:
-                speedups[name].append(taken["ar"] / taken[name])
-                seconds[name] += taken[name]
-    for name in names:
-        total = len(texts) * sampling.max_new_tokens / seconds[name]
-        print(f"{name:26} {median(speedups[name]):5.2f} x ar   {total:6.1f} tokens/s over all prompts")
-    accepted, refused, passes, made = map(sum, zip(*summaries, strict=True))
-    print(
-        f"pearl: {median(reached):.1%} of what its costs allow (from {min(reached):.1%} to {max(reached):.1%}); target at work "
-        f"{median(busy):.1%} of the time; {made / passes:.2f} tokens a pass, {accepted / refused:.1f} accepted until a rejection"
+            run = Summary(name, rounds)
+            taken[name], outputs[name] = run.seconds, run.token_ids
+            if not position:
+                continue
+            for summary in (figures[name].overall, figures[name].by_category.setdefault(prompt.category, Summary(name))):
+                for round_ in rounds:
+                    summary.add(round_)
+            if plan.info.costs is not None and len(rounds) > 1:
+                after = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
+                reached.append(allowed_seconds(rounds[1:], log, plan.info.costs) / after)
+        for name in names if position else ():
+            figures[name].ratios.append(taken[PLAIN] / taken[name])
+        if different := [name for name in names if sampling.greedy and outputs[name] != outputs[PLAIN]]:
+            print(f"NOT the same output: {', '.join(different)} on {prompt.label}")
+    if reached:
+        print(f"pearl reaches {median(reached):.0%} of what its pass times allow ({min(reached):.0%} to {max(reached):.0%})")
+    return figures
+
+
+def table(figures: Mapping[str, Figures]) -> list[str]:
+    """A line for each method, and the speeds by category where there are several."""
+    categories = sorted({name for found in figures.values() for name in found.by_category})
+    shown = categories if len(categories) > 1 else []
+    heading = f"{'':26}{'tokens/s':>9}{'x ar':>7}{'mean accepted':>15}{'a pass':>8}" + "".join(
+        f"{name[:10]:>11}" for name in shown
     )
+    lines = [heading]
+    for name, found in figures.items():
+        summary, accepted = found.overall, found.overall.mean_accepted_run
+        line = f"{name:26}{summary.tokens_per_second or 0:9.1f}{median(found.ratios):7.2f}"
+        line += f"{'' if accepted is None else f'{accepted:.1f}':>15}{summary.block_efficiency or 0:8.2f}"
+        lines.append(line + "".join(f"{found.by_category[category].tokens_per_second or 0:11.1f}" for category in shown))
+    return lines
+
+
+def sweep(largest: int) -> list[int]:
+    """At most `MOST_WINDOWS` windows from 1 to `largest`."""
+    count = min(largest, MOST_WINDOWS)
+    return sorted({1 + round(number * (largest - 1) / max(count - 1, 1)) for number in range(count)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--target", "--draft", "--draft-device"):
+        parser.add_argument(name)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=Path, help="a file of prompts as for specgen compare; examples.yaml where missing")
+    parser.add_argument("--limit", type=int, default=12, help="prompts, taken from the categories in turn")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--windows", default="", help="windows to try, between commas; from 1 to 2c where empty")
+    given = parser.parse_args()
+    prompts = load_prompts(given.prompts, limit=given.limit)
+    sampling = SamplingParams(max_new_tokens=given.tokens, temperature=given.temperature, ignore_eos=True, seed=0)
+    options = {name: getattr(given, name) for name in ("device", "draft_device", "dtype")}
+    with specgen.load(given.target, given.draft, **options) as pair:
+        pair.warm_up()
+        costs = pair.parallel_costs(len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2, sampling)
+        print(
+            f"{pair.target.name} on {pair.target.device}, {pair.target.dtype_name}, {torch.get_num_threads()} CPU threads; "
+            f"draft pass {costs.draft_pass * 1e3:.2f} ms, target pass over 1 token {costs.single_pass * 1e3:.2f} ms, "
+            f"over {costs.width} {costs.target_pass * 1e3:.2f} ms; c {costs.ratio:.2f}, window {costs.window.size}"
+        )
+        windows = [int(size) for size in given.windows.split(",") if size] or sweep(2 * costs.window.size)
+        names = [PLAIN, *SEQUENTIAL, AUTO, *(f"pearl:window={size}" for size in windows), *ABLATIONS]
+        print("\n".join(table(measure(pair, names, prompts, sampling))))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(demo_pair, "_parallel_costs", {})
+    monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
     sampling = SamplingParams(max_new_tokens=16)
     demo_pair.prepare("def f(x):", "pearl", sampling)
     plan = demo_pair.plan("def f(x):", "pearl", sampling)
@@ -169,8 +169,8 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
     assert costs is not None
     assert plan.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
     monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
-    for known in ({}, demo_pair._parallel_costs):  # from the file, from memory
-        monkeypatch.setattr(demo_pair, "_parallel_costs", known)
+    for known in ({}, demo_pair._pearl_costs._known):  # from the file, from memory
+        monkeypatch.setattr(demo_pair._pearl_costs, "_known", known)
         demo_pair.prepare("def f(x):", "pearl", sampling)
         assert demo_pair.plan("def f(x):", "pearl", sampling).info.costs == costs
     assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).info.costs is None
@@ -197,7 +197,7 @@ def test_inspect_announces_the_window_that_a_run_uses(
 ) -> None:
     """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(demo_pair, "_parallel_costs", {})
+    monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
     monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
     prompt, sampling = [5] * 200, SamplingParams(max_new_tokens=100)
     demo_pair.prepare(prompt, "pearl", sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 import torch
 
 from specgen import energy
+from specgen.compare.method_specs import parse_spec
+from specgen.compare.prompts import Prompt
+from specgen.compare.results import BenchmarkConfig
+from specgen.compare.runner import Runner
 from specgen.energy import Energy, EnergyMeter, GpuCounter, RaplZone, energy_meter_for
+from specgen.traces.summary import Summary
+from specgen.types import SamplingParams
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine
@@ -215,3 +222,53 @@ class TestGpu:
 
     def test_other_devices_have_none(self) -> None:
         assert energy_meter_for([torch.device("mps")]).reason == "mps has no energy counter"
+
+    def test_a_gpu_that_is_lost_later_costs_the_figure_and_not_the_run(
+        self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """During the first measurement of idle power, between start and stop, or in a later run: each has a reason."""
+        monkeypatch.setattr(energy, "_TICK", 0)
+        for readings in range(6):
+            nvml.supported = True
+            meter = energy_meter_for([torch.device("cuda:0")])
+            meter._idle_seconds = 0
+            left = iter(range(readings))
+
+            def joules(self: Any, left: Any = left, read: Any = GpuCounter.joules) -> float:
+                nvml.supported = next(left, None) is not None
+                return float(read(self))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(GpuCounter, "joules", joules)
+                for _ in range(2):
+                    meter.start()
+                    found = meter.stop()
+            assert (found.source, found.joules, found.reason) == ("unavailable", None, "NVML: Not Supported")
+
+    def test_a_torch_that_names_no_uuid(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+        assert energy_meter_for([torch.device("cuda:0")]).reason == "torch does not name the GPU's UUID"
+
+
+def test_a_rapl_counter_that_can_no_longer_be_read_costs_the_figure(tmp_path: Path) -> None:
+    folder = zone(tmp_path, "0", "package-0", 5)
+    meter = EnergyMeter([RaplZone(folder)], idle_seconds=0)
+    meter.start()
+    (folder / "energy_uj").write_text("")
+    found = meter.stop()
+    assert (found.joules, found.reason) == (None, f"{folder / 'energy_uj'} cannot be read")
+    assert meter._stopped.is_set()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, None])
+def test_a_run_that_fails_leaves_no_thread_that_reads_counters(tmp_path: Path, error: type[BaseException] | None) -> None:
+    config = BenchmarkConfig([parse_spec("ar")], [Prompt(0, "text")], 1, SamplingParams())
+    runner = Runner(SimpleNamespace(all_devices=[CPU]), config)  # type: ignore[arg-type]
+    runner._meter = EnergyMeter([RaplZone(zone(tmp_path, "0", "package-0", 5))], idle_seconds=0)
+    summary = Summary("ar")
+    with nullcontext() if error is None else pytest.raises(error), runner._metered(summary):
+        assert not runner._meter._stopped.is_set()
+        if error is not None:
+            raise error
+    assert runner._meter._stopped.is_set()
+    assert (summary.energy is None) == (error is not None), "a failed run has no figure"

@@ -68,7 +68,7 @@ def generate(
         formatted = pair.tokenizer.chat(text, system) if chat else text
         with LoadingLine(err, quiet=quiet or not methods.find(choice.method).may_measure) as loading:
             loading.still("preparing")
-            pair.prepare(formatted, choice.method, params, **choice.settings)
+            pair.prepare(formatted, choice.method, params, record=record, **choice.settings)
             plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)
         with closing(OutputWriter(pair, plan, output, choice.tuned)) as writer:
             return _run(plan, writer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specgen.cli.options import GenerateOutput
 from specgen.energy import energy_meter_for
@@ -17,6 +17,7 @@ from specgen.ui.terminal.footer import footer
 from specgen.ui.terminal.rounds import RoundsView
 
 if TYPE_CHECKING:
+    from specgen.decoding.parallel import Parallel
     from specgen.pair import Pair
     from specgen.plan import Plan
 
@@ -101,6 +102,8 @@ class OutputWriter:
         self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
 
     def close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -149,6 +152,8 @@ def _window(plan: Plan) -> str:
     if costs is None:
         return ""
     first = f"; {costs.window.first} during a pass over one" if costs.window.first != costs.window.size else ""
+    if cast("Parallel", plan.run.schedule).window.is_flexible:
+        first = "; drafts end with the pass"
     return (
         f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.1f} ms, "
         f"a draft pass {costs.draft_pass * 1e3:.1f} ms, c {costs.ratio:.1f}{first}"

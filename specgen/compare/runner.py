@@ -184,7 +184,7 @@ class Runner:
             raise error
 
     def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        self.pair.prepare(ids, spec.name, sampling, **spec.settings)
+        self.pair.prepare(ids, spec.name, sampling, record=self.config.record, **spec.settings)
         plan = self.pair.plan(ids, spec.name, sampling, record=self.config.record, **spec.settings)
         self.pair.forget()
         summary = Summary(spec.name)
@@ -219,8 +219,11 @@ class Runner:
             yield
             return
         self._meter.start()
-        yield
-        summary.add_energy(self._meter.stop())
+        try:
+            yield
+            summary.add_energy(self._meter.stop())
+        finally:
+            self._meter.close()
 
     def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
         if self.config.measures_perplexity:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from specgen.cost_model.round_costs import RoundCosts
+
 LONGEST_WINDOW = 64
+ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
+_SHORTEST = 1e-9  # seconds
+_TURNS = 2  # estimates of the window after the first
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
 
@@ -54,6 +60,14 @@ class ParallelCosts:
         """c = time of a target pass over `width` tokens / time of a draft pass."""
         return self.target_pass / self.draft_pass
 
+    def pass_seconds(self, width: int) -> float:
+        """Seconds of a target pass over `width` tokens, on the line through the two measured ones."""
+        return self.single_pass + (self.target_pass - self.single_pass) / max(self.width - 1, 1) * (width - 1)
+
+    def run_window(self, *, is_flexible: bool) -> Window:
+        """The window of a run: the flexible one for runs in which drafts may end with the target pass (see `Pair`)."""
+        return self.flexible_window if is_flexible else self.window
+
     @property
     def window(self) -> Window:
         """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1)."""
@@ -69,11 +83,10 @@ class ParallelCosts:
         window each. The lead with the shortest time is taken.
         """
         window = self.window
-        slope = (self.target_pass - self.single_pass) / max(self.width - 1, 1)
         further = self.target_pass / (1 - _ACCEPTANCE**window.size)
 
         def seconds(lead: int) -> float:
-            return lead * self.draft_pass + self.single_pass + lead * slope + _ACCEPTANCE ** (lead + 1) * further
+            return lead * self.draft_pass + self.pass_seconds(lead + 1) + _ACCEPTANCE ** (lead + 1) * further
 
         longest = min(LONGEST_WINDOW, round(_MARGIN * window.size))
         return Window(longest, longest, min(range(window.size), key=seconds), is_flexible=True)
@@ -81,6 +94,34 @@ class ParallelCosts:
     def as_dict(self) -> dict[str, float]:
         """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""
         return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+
+
+def settled(rough: ParallelCosts, measure: Callable[[int], ParallelCosts], widest: int = LONGEST_WINDOW) -> ParallelCosts:
+    """Returns costs whose `width` is (nearly) the window that follows from them.
+
+    The window depends on the time of a target pass, and this time on the number of tokens, which is the window. So the window is
+    first estimated from `rough` costs; then `measure` returns the costs with target passes over that many tokens, at most
+    `widest`, and once more if the window then changes by more than one token.
+    """
+    costs = rough
+    for _ in range(_TURNS):
+        width = min(costs.window.size, widest)
+        costs = measure(width)
+        if abs(costs.window.size - width) <= 1:
+            break
+    return costs
+
+
+def costs_of_rounds(costs: RoundCosts, context_length: int) -> ParallelCosts:
+    """Returns the pass times that PEARL's window is computed from, out of the costs of PEARL's rounds that tuning measured."""
+
+    def at(width: int) -> ParallelCosts:
+        verification = costs.verification_cost
+        passes = verification.at(width, context_length), verification.at(1, context_length)
+        draft_pass = max(costs.draft_cost.at(width, context_length) / width, _SHORTEST)
+        return ParallelCosts(draft_pass, *passes, width, context_length)
+
+    return settled(at(ROUGH_WIDTH), at)
 
 
 def _rounded(ratio: float) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.pearl_window import Window
 from specgen.decoding.components import Components
 from specgen.engine.inference_mode import inference
@@ -81,22 +82,28 @@ class Parallel:
     """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
 
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
-    are verified. Both are ablations in the paper's Table 3.
+    are verified. Both are ablations in the paper's Table 3. `check` compares the times of passes with those that the window was
+    computed from; None if it was given.
     """
 
     drafter: ParallelDrafter
     window: Window
     pre_verify: bool = True
     post_verify: bool = True
+    check: CostCheck | None = None
 
     def __call__(self, run: Run) -> Iterator[Round]:
-        with closing(self.drafter):
-            self.drafter.prefill(run.context)
-            yield run.prefill()
-            unverified = Draft()
-            while run.finish_reason is None:
-                round_, unverified = self._step(run, unverified)
-                yield round_
+        try:
+            with closing(self.drafter):
+                self.drafter.prefill(run.context)
+                yield run.prefill()
+                unverified = Draft()
+                while run.finish_reason is None:
+                    round_, unverified = self._step(run, unverified)
+                    yield round_
+        finally:
+            if self.check is not None:
+                self.check.conclude()
 
     @inference
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
@@ -124,6 +131,7 @@ class Parallel:
             self.drafter.cut()
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")
+        drafted = len(fresh.tokens)
         both = _joined(unverified, fresh)
         if lead:
             fresh = fresh.part(len(known))
@@ -132,6 +140,8 @@ class Parallel:
         verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), output)
         run.clock.lap("sample")
         round_ = run.commit(mode, both, verdict, pending)
+        if self.check is not None:
+            self.check.add(drafted, self.drafter.seconds, len(inputs) + 1, round_.seconds["verify"])
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _start(self, run: Run, unverified: Draft, window: int) -> int:

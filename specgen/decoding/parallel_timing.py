@@ -11,7 +11,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ROUGH_WIDTH, ParallelCosts, settled
 from specgen.types import Context
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ def time_parallel_passes(
 ) -> ParallelCosts:
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
-    The window (tokens drafted during one target pass) depends on these times, and the time of a target pass on the window.
-    So a few rough steps estimate the window first, and the times are measured again if the window then turns out different.
-    `synchronize` waits for the device; None if it computes synchronously. No target pass covers more than `widest` tokens.
-    Closes the drafter.
+    A few rough steps estimate the window (tokens drafted during one target pass) first; see `settled`. `synchronize` waits for
+    the device; None if it computes synchronously. No target pass covers more than `widest` tokens. Closes the drafter.
     """
     deadline = time.perf_counter() + _TIME_LIMIT
 
@@ -64,15 +62,10 @@ def time_parallel_passes(
     drafter.prefill(context)
     try:
         target.logits(context)
-        costs = steps(min(8, widest), _ROUGH_STEPS)
-        for _ in range(2):
-            width = min(costs.window.size, widest)
-            costs = steps(width, _WARM_UP + _STEPS)
-            if abs(costs.window.size - width) <= 1:
-                break
+        rough = steps(min(ROUGH_WIDTH, widest), _ROUGH_STEPS)
+        return settled(rough, lambda width: steps(width, _WARM_UP + _STEPS), widest)
     finally:
         drafter.close()
-    return costs
 
 
 def _warm_median(seconds: list[float]) -> float:

@@ -16,14 +16,14 @@ class DeferredModel:
     """A prepared model that loads its weights at the first use of `loaded`, `model` or `runner`.
 
     A pair may never need the draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
-    of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`, and
-    `context_limit`, the longest context in tokens.
+    of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`,
+    `backend`, and `context_limit`, the longest context in tokens.
     """
 
     def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
         self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
-        self.context_limit = prepared.shape.context_limit
+        self.context_limit, self.backend = prepared.shape.context_limit, prepared.config.backend
         self._prepared, self._dtype = prepared, dtype
         self._loaded: LoadedModel | None = None
         self._lock = Lock()

@@ -104,7 +104,7 @@ class LoadedModel:
 
     `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
     generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
-    `exact`: see `ModelSource`.
+    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`.
     """
 
     name: str
@@ -116,6 +116,7 @@ class LoadedModel:
     has_penalties: bool
     folder: Path
     exact: bool = False
+    backend: str = "native"
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         return ModelRunner(self.model, penalties)
@@ -207,10 +208,8 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
-    limit = prepared.shape.context_limit
-    return LoadedModel(
-        name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, prepared.source.exact
-    )
+    limit, exact, backend = prepared.shape.context_limit, prepared.source.exact, prepared.config.backend
+    return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend)
 
 
 def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
@@ -139,6 +140,7 @@ class TraceStatistics:
         self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
         self.runs = 0
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
+        self.accepted_runs = array("l")  # accepted tokens before each rejection
         self.branches = False  # drafts are trees, or several chains at once
         self.speeds: list[float] = []  # tokens per second of each run
         self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, or if it has none AUTHORS_C
@@ -151,6 +153,7 @@ class TraceStatistics:
         for traced in run.rounds:
             self.summary.add(traced.round)
             self._add_draft(traced)
+        self.accepted_runs.extend(complete_runs(traced.round for traced in run.rounds))
         if not run.rounds and run.summary is not None:  # decoded by another program, which writes no rounds
             known = {
                 name: known_number(run.summary, name) for name in ("drafts", "drafted", "accepted", "target_passes", "seconds")
@@ -182,6 +185,10 @@ class TraceStatistics:
     def mean_accepted_length(self) -> float | None:
         """Accepted tokens per round that has a draft. None if no round has one."""
         return self.summary.accepted / self.summary.drafts if self.summary.drafts else None
+
+    def runs_of_accepted(self) -> AcceptedRuns | None:
+        """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected."""
+        return accepted_runs(self.summary, self.accepted_runs)
 
     def acceptance_by_entropy(self) -> list[Bin]:
         """Returns the acceptance rate for each range of the draft's entropy (SVIP, Figure 2). Ranges without verified tokens are
@@ -234,11 +241,12 @@ class TraceStatistics:
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
-        bounds = self.bounds()
+        bounds, runs = self.bounds(), self.runs_of_accepted()
         return {
             **figures,
             "mean_draft_length": self.summary.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
+            "accepted_runs": None if runs is None else asdict(runs),
             "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
             "bounds": None if bounds is None else asdict(bounds, dict_factory=_without_infinity),
         }

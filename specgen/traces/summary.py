@@ -127,8 +127,12 @@ class Summary:
 
     @property
     def mean_accepted_run(self) -> float | None:
-        """Mean number of accepted tokens between two rejections, over round borders (PEARL, Table 4). None if nothing was
-        rejected."""
+        """Accepted tokens per rejection, over round borders: the mean accepted tokens of PEARL's Table 4, for every method. None
+        if nothing was rejected.
+
+        Tokens accepted after an output's last rejection count. Without them, as in the authors' code, an output with long runs
+        would look like one with short runs.
+        """
         return self.accepted / self.rejections if self.rejections else None
 
     @property
@@ -177,6 +181,16 @@ class Summary:
             "energy": None if self.energy is None else asdict(self.energy),
             "phase_seconds": dict(self.phase_seconds),
         }
+
+
+def speed_without_prefill(rounds: Iterable[Round]) -> float:
+    """Returns the tokens per second of all these rounds but prefills; 0 without any other round."""
+    tokens, seconds = 0, 0.0
+    for round_ in rounds:
+        if round_.mode != "prefill":
+            tokens += len(round_.token_ids)
+            seconds += sum(round_.seconds.values())
+    return tokens / seconds if seconds else 0.0
 
 
 def _or_nan(value: float | None) -> float:

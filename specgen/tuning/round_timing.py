@@ -182,7 +182,7 @@ class RoundProbe:
                 if counted >= combinations and (counted >= MOST_ROUNDS * combinations or deadline.left < 0):
                     return
             if counted == before:
-                raise SpecgenError(f"{self._method} drafts nothing after these prompts", "Take others: --prompts FILE")
+                raise _drafts_nothing(self._method)
 
     @property
     def costs(self) -> RoundCosts:
@@ -196,6 +196,10 @@ class RoundProbe:
             ]
         signal_cost = max(0.0, median(signal_costs)) if signal_costs else 0.0
         return RoundCosts(*_cost_tables(self._timings), signal_cost)
+
+
+def _drafts_nothing(method: str) -> SpecgenError:
+    return SpecgenError(f"{method} drafts nothing after these prompts", "Take others: --prompts FILE")
 
 
 def _without_end(sampling: SamplingParams) -> SamplingParams:
@@ -221,7 +225,10 @@ class WindowCycle:
 
 
 class ParallelProbe:
-    """Times rounds of PEARL, in which both models run at the same time, after each of `prompts` (token ids)."""
+    """Times rounds of PEARL, in which both models run at the same time, after each of `prompts` (token ids).
+
+    `run` raises SpecgenError if PEARL drafts nothing after one of them.
+    """
 
     def __init__(self, pair: Pair, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self._pair, self._sampling = pair, _without_end(sampling)
@@ -232,6 +239,8 @@ class ParallelProbe:
     def run(self, deadline: Deadline) -> None:
         for timings, own in _shares(self._timings, deadline):
             self._time(timings)
+            if not timings.parallel_rounds:
+                raise _drafts_nothing("pearl")
             while own.left >= 0:
                 self._time(timings)
 
@@ -250,6 +259,8 @@ class ParallelProbe:
                 seconds = sum(round_.seconds.values())
                 if position == 0:
                     self._prefills.append((seconds, prefill_alone))
+                elif not round_.draft.tokens:  # the draft model has no room for this context
+                    break
                 elif position >= WARM_UP:
                     timings.drafting[windows.drafted, False].append(drafter.seconds)
                     timings.verification[windows.pass_tokens].append(round_.seconds["verify"])

@@ -7,11 +7,11 @@ real run would have, and the seconds that it is expected to take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen import factory, methods
-from specgen.cost_model.pearl_window import Window
+from specgen.cost_model.pearl_window import Window, costs_of_rounds
 from specgen.cost_model.round_costs import RoundCosts
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import DraftSetup, extend_draft
@@ -22,6 +22,7 @@ from specgen.decoding.sequential import sequential
 from specgen.decoding.verifiers import match_argmax_path
 from specgen.engine.forward_pass import depths
 from specgen.engine.inference_mode import inference
+from specgen.plan import typical_length
 from specgen.traces.summary import Summary
 from specgen.types import PHASES, Context, Draft, Verdict
 
@@ -118,7 +119,7 @@ class SimulatedDrafter:
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         draft = self.draft(context, policy, limit)
-        self._clock.add("draft", self._prefill_seconds + self.cost(draft, policy, context))
+        self._clock.add("draft", self._prefill_seconds + self.cost(len(draft.tokens), policy, context))
         self._prefill_seconds = 0.0
         return draft
 
@@ -139,8 +140,7 @@ class SimulatedDrafter:
         reason = extend_draft(policy, limit, extend)
         return Draft.chain(tokens, stop_reason=reason)
 
-    def cost(self, draft: Draft, policy: LengthPolicy, context: Context) -> float:
-        length = len(draft.tokens)
+    def cost(self, length: int, policy: LengthPolicy, context: Context) -> float:
         return self._costs.draft_cost.at(length, len(context)) + (self._costs.signal_cost * length if policy.signals else 0.0)
 
 
@@ -161,13 +161,29 @@ class SimulatedParallelDrafter(SimulatedDrafter):
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._draft = self.draft(context, self.policy, limit, len(unverified))
-        self.seconds = self.cost(self._draft, self.policy, context)
-        self._target.pass_seconds = 0.0
+        self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
+
+    def first(self, count: int) -> Sequence[int]:
+        """Returns the draft's first `count` tokens, for which the target waits."""
+        tokens = self._draft.tokens[:count]
+        self._lead_seconds = self._seconds(len(tokens))
+        self._clock.add("draft", self._lead_seconds)
+        return tokens
+
+    def cut(self) -> None:
+        """Ends the draft after the token that is being drafted when the target's pass ends."""
+        end, drafted = self._lead_seconds + self._target.pass_seconds, len(self._draft.tokens)
+        length = next((length for length in range(1, drafted) if self._seconds(length) >= end), drafted)
+        self._draft = replace(self._draft.part(0, length), stop_reason="pass ended") if length < drafted else self._draft
 
     def finish(self) -> Draft:
-        waiting = max(0.0, self.seconds - self._target.pass_seconds)
+        self.seconds = self._seconds(len(self._draft.tokens))
+        waiting = max(0.0, self.seconds - self._lead_seconds - self._target.pass_seconds)
         self._clock.add("draft", waiting + self._costs.synchronisation_overhead)
         return self._draft
+
+    def _seconds(self, length: int) -> float:
+        return self.cost(length, self.policy, self._context)
 
     def close(self) -> None:
         """Does nothing: no draft is in progress."""
@@ -180,7 +196,8 @@ class PairMeasurements:
     `references` has the target's own output for each prompt. `drafts` has, for each drafter (`model` or `exit`), what it drafts
     at each position of these outputs. `costs` has the costs of a round by kind: `echo` (the target alone), `model` (the draft
     model), `exit` (the exit layer), `parallel` (PEARL). In PEARL the pass over the prompt takes `slowdown` times as long, because
-    the draft model processes the prompt at the same time.
+    the draft model processes the prompt at the same time; `flexible_window` says whether its drafts end with the target's pass
+    where the window is `auto`.
     """
 
     references: Sequence[ReferenceOutput]
@@ -188,6 +205,7 @@ class PairMeasurements:
     costs: Mapping[str, RoundCosts]
     slowdown: float = 1.0
     has_predictor: bool = False  # whether the exit layer has a predictor of acceptance
+    flexible_window: bool = False
 
 
 @inference
@@ -215,14 +233,22 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
     drafter: Any
     if parallel:
         drafter = SimulatedParallelDrafter(measurements.drafts[method.drafter.name][number], costs, clock, policy, target)
-        size = int(settings.values["window"])
-        flags = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
-        schedule = Parallel(drafter, Window(size, size), *flags)
+        pre_verify, post_verify = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
+        schedule = Parallel(drafter, _window(measurements, settings, reference), pre_verify, post_verify)
     elif method.drafter.source is DraftSource.NOTHING:
         drafter = method.drafter.make(DraftSetup(None, eos_ids=reference.eos_ids), settings)
     else:
         drafter = SimulatedDrafter(measurements.drafts[method.drafter.name][number], costs, clock)
     return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
+
+
+def _window(measurements: PairMeasurements, settings: Settings, reference: ReferenceOutput) -> Window:
+    """Returns PEARL's window on the prompt of a reference output: where it is `auto`, by the rule that a real run follows."""
+    given = settings.values["window"]
+    if given != "auto":
+        return Window(int(given), int(given))
+    length = typical_length(len(reference.prompt_ids), reference.limit)
+    return costs_of_rounds(measurements.costs["parallel"], length).run_window(is_flexible=measurements.flexible_window)
 
 
 def make_run(

@@ -120,7 +120,8 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
-    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, pair.has_predictor)
+    flags = pair.has_predictor, pair.has_flexible_window(sampling)
+    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, *flags)
     return selection.without(measured.failures), measurements
 
 

@@ -9,18 +9,24 @@ import gc
 import signal
 import sys
 from multiprocessing.connection import Connection
+from threading import Thread
+
+from specgen.workers.heartbeat import beat_while_parent_lives
+from specgen.workers.shared_flags import SharedFlags
 
 
 def main() -> None:
     """Answers requests until the parent process closes the connection or dies. Ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor, parent, memory = map(int, sys.argv[1:])
+    flags = SharedFlags(memory)
+    Thread(target=beat_while_parent_lives, args=(flags, parent), daemon=True).start()  # before the imports, which take seconds
     gc.disable()  # a tenth of the time that the imports take
     from specgen.workers.worker_loop import serve
 
     gc.freeze()
     gc.enable()
-    descriptor, parent, memory = map(int, sys.argv[1:])
-    serve(Connection(descriptor), parent, memory)
+    serve(Connection(descriptor), memory, flags)
 
 
 if __name__ == "__main__":

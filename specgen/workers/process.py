@@ -13,18 +13,22 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from threading import Event, Thread
 from typing import IO, Any
 
 from specgen.environment import WAIT_PASSIVELY
 from specgen.errors import RunError, SpecgenError
+from specgen.workers import heartbeat
 from specgen.workers.shared_flags import SIZE, SharedFlags
 
 _POLL = 1e-3  # seconds between two looks at the shared memory
 _PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its connection
+_SMALL = 4096  # bytes of a message that the connection takes even if the worker does not read
 WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
 
@@ -72,9 +76,29 @@ class DraftProcess:
         """Send a request from `workers.messages`. Returns its serial number. Raises RunError if the worker has ended."""
         self._serial += 1
         with self._exchange():
-            self._connection.send_bytes(pickle.dumps((self._serial, request)))  # `send` would take longer to pickle it
+            message = pickle.dumps((self._serial, request))  # `Connection.send` would take longer to pickle it
+            if len(message) <= _SMALL:
+                self._connection.send_bytes(message)
+            else:
+                self._send_long(message)
             self.flags.ask(self._serial)
         return self._serial
+
+    def _send_long(self, message: bytes) -> None:
+        """Sends a message for which the connection may have no room until the worker reads, which a stalled worker never does."""
+        sent, errors = Event(), []
+
+        def send() -> None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError as error:
+                errors.append(error)
+            sent.set()
+
+        Thread(target=send, daemon=True).start()
+        self._wait(sent.wait)
+        if errors:
+            raise errors[0]
 
     def receive(self, serial: int, run: int = 0) -> Any:
         """Waits for the answer to the request with this serial number and returns it. Skips answers to earlier requests.
@@ -82,8 +106,9 @@ class DraftProcess:
         Raises an error that the worker reports for this request, or for the request that began its `run` (0: no run).
         """
         with self._exchange():
-            self.flags.await_answer(serial)
             while True:
+                if not self.flags.await_answer(serial):
+                    self._wait(self._connection.poll)
                 answered, answer = self._connection.recv()
                 if isinstance(answer, SpecgenError) and answered in (serial, run):
                     self._log.truncate(0)  # reported here, so not again when the worker ends
@@ -97,9 +122,19 @@ class DraftProcess:
         Returns fewer if the draft is complete, or if an error is to be received.
         """
         with self._exchange():
-            while not self.flags.await_tokens(serial, count) and not self._connection.poll(_POLL):
-                pass
+            self._wait(lambda _: self.flags.await_tokens(serial, count) or self._connection.poll(_POLL))
         return self.flags.shown(serial, count)
+
+    def _wait(self, happened: Callable[[float], bool]) -> None:
+        """Waits until `happened` returns True; it waits itself for at most the seconds that it is given.
+
+        However long that takes: only if the worker shows no sign of life for too long, ends it and raises RunError.
+        """
+        silence = heartbeat.SilenceWatch(lambda: self.flags.beats)
+        while not happened(heartbeat.LOOK):
+            if silence.is_over():
+                self.close()
+                raise RunError(f"the draft worker gave no sign of life for {heartbeat.LONGEST_SILENCE:g} seconds", WITHOUT)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -181,9 +216,10 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes], memory: int) -> None:
-    """Kills the worker process at once, and closes its connection, its log and the descriptor of its shared memory."""
-    connection.close()
-    process.kill()
-    process.wait()
-    log.close()
-    os.close(memory)
+    """Kills the worker process at once, and closes its connection, its log and the descriptor of its shared memory.
+
+    Raises nothing: what was generated is worth more than a descriptor that cannot be closed.
+    """
+    for step in (process.kill, partial(process.wait, _PATIENCE), connection.close, log.close, partial(os.close, memory)):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            step()

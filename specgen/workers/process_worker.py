@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from specgen import factory
 from specgen.decoding.components import Components
 from specgen.decoding.policies import Always, LengthPolicy
 from specgen.engine.devices import split_threads
+from specgen.errors import RunError
 from specgen.types import Context, Draft
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, ForgetCache, LoadModel
 from specgen.workers.process import DraftProcess, cannot_start
@@ -151,7 +153,8 @@ class ProcessDrafter:
         process, self._process = self._process, None
         self._worker.leave(self)
         if process.alive and self._run:
-            process.send(EndRun(self._run))
+            with suppress(RunError):  # a worker that is gone has no runs to end; this one may be complete
+                process.send(EndRun(self._run))
 
 
 class _PolicyMirror(Always):

@@ -15,7 +15,7 @@ from mmap import mmap
 SIZE = 4096
 """Bytes at the start of the shared memory that hold the numbers."""
 
-_ASKED, _ANSWERED, _CUT, _DRAFTED = 0, 1, 2, 8  # the positions of the words; the last is that of the first token
+_ASKED, _ANSWERED, _CUT, _BEATS, _DRAFTED = 0, 1, 2, 3, 8  # the positions of the words; the last is that of the first token
 _LONGEST = SIZE // 8 - _DRAFTED
 _TOKEN_BITS = 32
 _WATCH = 5e-3  # seconds
@@ -41,6 +41,15 @@ class SharedFlags:
 
     def is_cut(self, serial: int) -> bool:
         return self._words[_CUT] == serial
+
+    def beat(self) -> None:
+        """The worker is alive."""
+        self._words[_BEATS] += 1
+
+    @property
+    def beats(self) -> int:
+        """How many times the worker has called `beat`."""
+        return self._words[_BEATS]
 
     def await_request(self, after: int) -> bool:
         """The worker waits a moment for a request later than `after`. Returns whether there is one."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from specgen import factory
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
+from specgen.errors import RunError
 from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
@@ -48,7 +49,15 @@ class ThreadWorker:
     def forget(self) -> None:
         """Does nothing: the pair of models owns the KV cache and clears it."""
 
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts some work in the thread. Raises RunError if the thread has ended: with `close`, or as Python exits."""
+        try:
+            return self.pool.submit(work, *arguments)
+        except RuntimeError:
+            raise RunError("the thread of the draft model has ended", "Finish a run before its pair is closed") from None
+
     def close(self) -> None:
+        """Ends the thread after the work that was started."""
         self.pool.shutdown()
 
 
@@ -58,9 +67,9 @@ class ThreadDrafter:
     def __init__(self, worker: ThreadWorker, settings: Settings, components: Components) -> None:
         self.policy = factory.make_policy(settings, components.seed)
         self.seconds = 0.0
-        self._pool, self._runner, self._stream = worker.pool, worker.runner, worker.stream
+        self._submit, self._runner, self._stream = worker.submit, worker.runner, worker.stream
         self._model = ModelDrafter(factory.draft_setup(replace(components, draft=worker.runner)))
-        self._work: Future[Draft] | None = None
+        self._work: Future[Any] | None = None  # the last work that was started: the pass over the prompt, or a draft
         self._shown: list[int] = []
         self._is_cut = False
 
@@ -69,11 +78,11 @@ class ThreadDrafter:
         if self._stream is not None:  # kernels of an earlier run may still use the buffers
             self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
         if fits:
-            self._pool.submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
+            self._work = self._submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._shown, self._is_cut = [], False
-        self._work = self._pool.submit(self._draft, context, unverified, limit)
+        self._work = self._submit(self._draft, context, unverified, limit)
 
     def first(self, count: int) -> list[int]:
         assert self._work is not None
@@ -86,14 +95,15 @@ class ThreadDrafter:
 
     def finish(self) -> Draft:
         assert self._work is not None
-        draft = self._work.result()
+        draft: Draft = self._work.result()
         self._work = None
         return draft
 
     def close(self) -> None:
         """Waits until a draft that was started is complete, so that other runs can use the draft model."""
-        self._pool.submit(int).result()
-        self._work = None
+        if self._work is not None:
+            wait([self._work])  # the work started before it is complete, too: there is one thread
+            self._work = None
         if self._stream is not None:
             torch.cuda.current_stream(self._runner.device).wait_stream(self._stream)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 import traceback
@@ -29,24 +28,19 @@ from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun
 from specgen.workers.shared_drafts import SharedDrafts
 from specgen.workers.shared_flags import SharedFlags
 
-_POLL = 2.0  # seconds between two checks that the parent process is alive
 
+def serve(connection: Connection, memory: int, flags: SharedFlags) -> None:
+    """Answers requests until the parent process closes its end of `connection`. Reports errors to it and continues.
 
-def serve(connection: Connection, parent: int, memory: int) -> None:
-    """Answers requests until the parent process closes its end of `connection` or dies. Reports errors to it and continues.
-
-    `parent` is its process id, checked regularly: if it dies, another child may still hold the connection open. `memory` is the
-    descriptor of the shared memory.
+    `memory` is the descriptor of the shared memory, `flags` are the numbers in it. If the parent dies, another child may still
+    hold the connection open: `heartbeat` ends the process then.
     """
-    flags = SharedFlags(memory)
     worker = Worker(memory, flags)
     serial, is_drafting = 0, False
     with suppress(EOFError, OSError):
         while True:
-            if not (is_drafting and flags.await_request(serial)):
-                while not connection.poll(_POLL):
-                    if os.getppid() != parent:
-                        return
+            if is_drafting:
+                flags.await_request(serial)  # `recv` would let this process sleep
             serial, request = connection.recv()
             is_drafting = isinstance(request, DraftRequest)
             try:

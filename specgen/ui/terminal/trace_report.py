@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.compare.columns import Column
+from specgen.traces.accepted_runs import AcceptedRuns
 from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
 from specgen.types import Round
 from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
-from specgen.ui.terminal.text_layout import wrapped
+from specgen.ui.terminal.text_layout import labelled, wrapped
 
 NARROWEST = 44  # cells for each method where several are shown side by side
 _GAP = 4
@@ -108,6 +109,8 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     rounds = [traced.round for traced in run.rounds]
     if summary.drafted:
         yield from _lengths(statistics, width)
+    if summary.parallel and (runs := statistics.runs_of_accepted()):
+        yield from _accepted_runs(runs, width)
     if bins := statistics.acceptance_by_entropy():
         yield from _by_entropy(bins, width)
     if bounds := statistics.bounds():
@@ -151,6 +154,16 @@ def _lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
     courses = (("drafted", statistics.lengths, "bar.plain"), ("accepted", statistics.accepted_lengths, "token.accepted"))
     for name, lengths, style in courses if longest else ():
         yield Text(f"  {name:<10}").append(_spark(lengths, longest, width - 12), style)
+    yield Text()
+
+
+def _accepted_runs(runs: AcceptedRuns, width: int) -> Iterator[Text]:
+    """Yields the lengths of the runs of accepted tokens, beside what PEARL's Theorem 2 expects."""
+    yield from _titled("tokens until a rejection", f"{runs.complete:,} complete runs, longest {runs.longest:,}", width)
+    expected = f"1/(1−α) = {runs.expected:.1f} by Theorem 2, α {runs.alpha:.0%}"
+    yield from labelled(Text("  mean"), Text(f"{runs.mean:.1f} with the correction; {expected}"), width, 12)
+    spread = f"{runs.deviation:.1f}; {runs.expected_deviation:.1f} if tokens were accepted independently"
+    yield from labelled(Text("  deviation"), Text(spread), width, 12)
     yield Text()
 
 

@@ -1,0 +1,250 @@
+"""PEARL's measured costs: one rule for the window everywhere, and a cache that holds no costs that runs contradict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import make_model, save
+from scripted_models import TableRunner, scripted_run
+from test_costs import SlowDrafter, SlowTarget
+from tuning_helpers import GREEDY, PROMPTS
+
+import specgen
+from specgen import measurement_cache, preparation
+from specgen.cost_model.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
+from specgen.cost_model.pearl_window import ParallelCosts, Window, costs_of_rounds
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.cost_model.speedup import SpeedupModel
+from specgen.decoding.parallel import Parallel
+from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.methods import METHODS, resolve
+from specgen.pair import Pair
+from specgen.tuning import pair_inspection, simulation
+from specgen.tuning.candidates import grid
+from specgen.tuning.recorded_drafts import Recorder, record_reference
+from specgen.tuning.request import Deadline
+from specgen.tuning.round_timing import ParallelProbe
+from specgen.tuning.simulation import PairMeasurements
+from specgen.types import Context, SamplingParams
+from specgen.ui.terminal import pair_report
+from specgen.workers.thread_worker import ThreadWorker
+
+BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
+ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})}))
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing is known, with an empty cache of measurements."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    pair = pair_of("llama", "near")
+    monkeypatch.setattr(pair._pearl_costs, "_known", {})
+    return pair
+
+
+def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
+    """What timing passes of models with these costs finds, on a simulated clock."""
+    with monkeypatch.context() as patch:
+        target = SlowTarget(patch, BASE, TOKEN)
+        return time_parallel_passes(target, SlowDrafter(DRAFT), Context([1] * 8))  # type: ignore[arg-type]
+
+
+def simulated_window(pair: Pair, *, flexible: bool) -> Window:
+    """The window of a simulated run in tuning, with `window=auto`, the default."""
+    target, draft = pair.runners
+    assert draft is not None
+    reference = record_reference(pair, PROMPTS[0], GREEDY)
+    drafts = {"model": [Recorder(target, draft, GREEDY).record(reference)]}
+    measurements = PairMeasurements([reference], drafts, {"parallel": ROUNDS}, flexible_window=flexible)
+    run = simulation._run(measurements, METHODS["pearl"], resolve(METHODS["pearl"], {}), 0, 0)
+    assert isinstance(run.schedule, Parallel)
+    return run.schedule.window
+
+
+@pytest.mark.parametrize("flexible", [False, True])
+def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.MonkeyPatch, flexible: bool) -> None:
+    """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
+    costs = timed(monkeypatch)
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: costs)
+    monkeypatch.setattr(near, "has_flexible_window", lambda sampling: flexible)
+    alone = SpeedupModel({1: 0.008, 2: 0.009}, 0.001, 256)
+    announced = pair_inspection.measure_parallel(near, lambda _: None)
+    assert announced is not None
+    measured = pair_inspection._measured(alone, announced)
+    assert (measured["pearl_window"], round(measured["cost_ratio"], 3)) == (8, 8.3)
+    shown = " ".join(" ".join(line.plain for line in pair_report._costs(alone, announced, 100)).split())
+    assert "8.3 draft passes (c): PEARL's window is 8" in shown
+    near.prepare(PROMPTS[0], "pearl", GREEDY)
+    plan = near.plan(PROMPTS[0], "pearl", GREEDY)
+    assert plan.settings.values["window"] == 8
+    assert plan.info.costs is not None
+    assert plan.info.costs.as_dict()["window"] == 8
+    assert isinstance(plan.run.schedule, Parallel)
+    assert plan.run.schedule.window == simulated_window(near, flexible=flexible)
+    assert plan.run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
+    assert costs_of_rounds(ROUNDS, 8).window == costs.window
+
+
+def test_tuning_tries_the_default_window_first() -> None:
+    assert grid("pearl")[0] == {"window": "auto"}
+    assert {settings["window"] for settings in grid("pearl")} > {1, 16}
+
+
+def test_a_simulated_draft_ends_with_the_simulated_pass(near: Pair) -> None:
+    """Ten draft passes fit into a target pass. The target waits for two of them, and the token that is being drafted counts."""
+    costs = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25)
+    clock = simulation.SimulatedClock()
+    target = simulation.SimulatedTarget(costs, clock, 0.0)
+    recorded = SimpleNamespace(
+        prefill_seconds=0.0,
+        reference=SimpleNamespace(eos_ids=frozenset()),
+        rollouts={1: [SimpleNamespace(token=token, signals={}) for token in range(20, 40)]},
+    )
+    policy = SimpleNamespace(signals=frozenset(), keep_drafting=lambda token: True, reason="")
+    drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, policy, target)  # type: ignore[arg-type]
+    context = Context([1, 2])
+    context.extend([3])
+    drafter.start(context, (), 20)
+    assert list(drafter.first(2)) == [20, 21]
+    target.logits(context, [20, 21])
+    drafter.cut()
+    draft = drafter.finish()
+    assert list(draft.tokens) == list(range(20, 32)), "2 + 9.5 seconds: the twelfth token is complete after 12"
+    assert clock.seconds()["draft"] == pytest.approx(2 + 0.5 + 0.25)
+    assert clock.seconds()["verify"] == 9.5
+    drafter.start(context, (), 4)
+    target.logits(context)
+    drafter.cut()
+    assert (len(drafter.finish().tokens), clock.seconds()["draft"]) == (4, pytest.approx(2.75 + 0.25))
+
+
+# ------------------------------------------------------------------ the cache of costs
+
+COSTS = ParallelCosts(DRAFT, 0.0176, 0.012, 9, 64)
+
+
+def keys_of(monkeypatch: pytest.MonkeyPatch, pair: Pair, **given: Any) -> list[Any]:
+    """The keys under which costs for a run and the fastest layers to skip are looked up now."""
+    keys: list[Any] = []
+    found = {"costs": asdict(COSTS), "skips": "1"}
+    with monkeypatch.context() as patch:
+        patch.setattr(measurement_cache, "find", lambda kind, key: keys.append((kind, key)) or found[kind])
+        patch.setattr(pair._pearl_costs, "_known", {})
+        pair.parallel_costs(given.pop("length", 40), SamplingParams(**given.pop("sampling", {})), **given)
+        preparation.fastest_skips(pair.target, lambda *_: 1.0)
+    return keys
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"record": True}, {"sampling": {"temperature": 1}}, {"sampling": {"temperature": 1, "top_k": 5}}, {"length": 100}],
+    ids=str,
+)
+def test_costs_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    before, now = keys_of(monkeypatch, near), keys_of(monkeypatch, near, **given)
+    assert before[0] != now[0]
+    assert before[1] == now[1], "the layers to skip do not depend on it"
+    assert keys_of(monkeypatch, near, **given) == now
+
+
+@pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "threads", "cores"])
+def test_measurements_are_kept_by_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    before = keys_of(monkeypatch, near)
+    if changed in ("exact", "backend"):
+        other = replace(near.target, **{changed: True if changed == "exact" else "transformers"})
+        monkeypatch.setattr(near, "target", other)
+        monkeypatch.setattr(near._pearl_costs, "_target", other)
+    elif changed == "dtype_name":
+        monkeypatch.setattr(type(near.target), "dtype_name", "bfloat16")
+    elif changed == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    elif changed == "cores":
+        monkeypatch.setattr("specgen.environment.os.sched_getaffinity", lambda _: range(17), raising=False)
+    else:
+        monkeypatch.setenv(changed, "17")
+    now = keys_of(monkeypatch, near)
+    assert [key for key in now if key in before] == []
+
+
+def check(costs: ParallelCosts = COSTS) -> tuple[CostCheck, list[str]]:
+    dropped: list[str] = []
+    return CostCheck(costs, lambda: dropped.append("dropped")), dropped
+
+
+@pytest.mark.parametrize(("draft", "target"), [(1, 1), (1.4, 0.7), (1.6, 1), (1, 1.6), (0.6, 1), (1, 0.6)])
+def test_costs_that_runs_contradict_are_dropped_once(draft: float, target: float) -> None:
+    found, dropped = check()
+    for _ in range(FEWEST_ROUNDS):
+        found.conclude()
+        assert not dropped, "too few rounds"
+        found.add(4, 4 * draft * COSTS.draft_pass, 5, target * (COSTS.single_pass + COSTS.target_pass) / 2)
+    for _ in range(2):
+        found.conclude()
+    fits = all(1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR for ratio in (draft, target))
+    assert dropped == ([] if fits else ["dropped"])
+
+
+def test_a_machine_that_is_slow_now_and_then_contradicts_nothing() -> None:
+    found, dropped = check()
+    for number in range(50):
+        slow = 20 if number % 3 == 0 else 1
+        found.add(0 if number % 7 == 0 else 3, 3 * slow * COSTS.draft_pass, 1, slow * COSTS.single_pass)
+    found.conclude()
+    assert not dropped
+
+
+def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
+    """Numbers of drafted tokens and widths of passes, of a draft and a target that agree."""
+    added: list[tuple[int, float, int, float]] = []
+    concluded: list[int] = []
+    noted: Any = SimpleNamespace(add=lambda *given: added.append(given), conclude=lambda: concluded.append(len(added)))
+    runner = TableRunner(0)
+    for rounds_read in (None, 3):
+        added.clear()
+        with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+            run = scripted_run("pearl", {"window": 3}, runner, runner, SamplingParams(max_new_tokens=12), worker=worker)
+            run.schedule = replace(run.schedule, check=noted)  # type: ignore[type-var]
+            rounds: Iterator[Any] = run.rounds()
+            read = [next(rounds) for _ in range(rounds_read)] if rounds_read else list(rounds)
+            rounds.close()  # type: ignore[attr-defined]
+        assert [(drafted, width) for drafted, _, width, _ in added][:3] == [(3, 1), (3, 3), (3, 3)][: len(read) - 1]
+        assert [seconds for *_, seconds in added] == [round_.seconds["verify"] for round_ in read[1:]]
+        assert all(seconds > 0 for _, seconds, _, _ in added)
+        assert concluded.pop() == len(added)
+
+
+@pytest.mark.parametrize(("pass_seconds", "stays"), [(1e6, False), (None, True)])
+def test_the_next_process_measures_again_and_this_one_keeps_its_window(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pass_seconds: float | None, stays: bool
+) -> None:
+    """Passes of a million seconds are contradicted by any machine. What the clock of a run says is then put in its place."""
+    kept = ParallelCosts(DRAFT, 0.004, 0.004, 2, 64) if pass_seconds is None else ParallelCosts(5e5, 1e6, 1e6, 2, 64)
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: kept)
+    if pass_seconds is None:
+        monkeypatch.setattr(CostCheck, "add", lambda *_: None)  # no round: nothing is known
+    sampling = SamplingParams(max_new_tokens=60, temperature=1, seed=4, ignore_eos=True)
+    first = near.generate(PROMPTS[0], "pearl", sampling)
+    assert len(first.rounds) > FEWEST_ROUNDS
+    assert len(list((tmp_path / "cache" / "costs").iterdir())) == stays
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: pytest.fail("measured again"))
+    assert near.generate(PROMPTS[0], "pearl", sampling).token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("shorter", ["target", "draft"])
+def test_pearl_that_drafts_nothing_has_no_costs_and_says_so(tmp_path: Path, shorter: str) -> None:
+    """Where a context has no room for drafts. Tuning leaves PEARL out then."""
+    length = {"target": {}, "draft": {}} | {shorter: {"max_position_embeddings": 9}}
+    folders = [save(make_model("llama", **length[role]), tmp_path / role) for role in length]
+    with specgen.load(*folders, device="cpu", dtype="float32") as pair:
+        pair._process_worker = None
+        probe = ParallelProbe(pair, [[5, 9, 7, 3, 11, 5, 9, 7]], GREEDY)
+        with pytest.raises(specgen.SpecgenError, match="pearl drafts nothing"):
+            probe.run(Deadline.after(3, count().__next__))
