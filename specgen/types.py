@@ -124,9 +124,10 @@ class Draft:
     `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
     `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
     `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,
-    no top-k, no top-p); both are empty for a drafter without a model.
+    no penalties, top-k or top-p); both are empty for a drafter without a model.
     `stop_reason` says in a few words why drafting ended; None only for an empty draft.
-    `logits` [nodes, vocabulary] of the draft model are kept to record how far the models agree, otherwise None.
+    `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
+    None.
     """
 
     tokens: Sequence[int] = ()
@@ -179,8 +180,8 @@ class Draft:
 class DistributionOverlap:
     """How close the target's probabilities p and the draft's probabilities q are at each drafted token.
 
-    Both are taken at temperature 1, without top-k and top-p. `overlap` is the sum of min(p, q) over the vocabulary, which is the
-    acceptance probability at temperature 1. `kl` is KL(q||p) in nats.
+    Both are taken at temperature 1, without penalties, top-k and top-p. `overlap` is the sum of min(p, q) over the vocabulary:
+    the acceptance probability at temperature 1 without penalties. `kl` is KL(q||p) in nats.
     """
 
     overlap: Sequence[float]

@@ -29,6 +29,7 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+        self.driver.get("about:blank")  # ends the requests of Chromium's start page, so that no test sees them
 
     def open(self, page: Path, *, width: int = 1100, dark: bool = False) -> None:
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]

@@ -107,6 +107,46 @@ def test_a_trace_as_text(inspect: Inspect, tmp_path: Path) -> None:
     assert re.search(r"0\.5–1 +83% +12  ━+", out)  # all entropies are 0.5: 10 of 12 judged
 
 
+def test_bounds_ratios_and_lengths_as_text(inspect: Inspect, tmp_path: Path) -> None:
+    """Two distributions of two tokens whose figures can be computed by hand, see `test_acceptance_bounds`."""
+    halves = {"entropies": [0.6931472] * 2, "overlap": [0.7] * 2, "kl": [0.2231436] * 2}
+    apart = {"entropies": [0.3250830], "overlap": [0.2], "kl": [1.7577797]}
+    rounds = [
+        traces.round_line(0),
+        traces.round_line(1, (1, 2), 2, 4, "bonus", **halves),
+        traces.round_line(2, (7,), 0, 9, "correction", **apart),
+    ]
+    out, _ = inspect(traces.write(tmp_path / "t.jsonl", traces.start_line(), *rounds, traces.summary_line(rounds)))
+    assert "accepted tokens of a draft, by its mean entropy  nats; number of drafts. Correlation 1.00." in out
+    assert re.search(r"0\.25–0\.5 +0\.0 +1\n +0\.5–1 +2\.0 +1  ━{40}\n", out)
+    table = [line.split() for line in out.partition("by how likely acceptance was")[2].splitlines()[2:5]]
+    assert table == [
+        ["0–33%", "0.20", "0.06", "0.09", "0.78"],
+        ["33–67%", "0.70", "0.67", "0.55", "0.68"],
+        ["67–100%", "0.70", "0.67", "0.55", "0.68"],
+    ]
+    # (0.034 + 0.034 + 0.137) / 3 and (0.147 + 0.147 + 0.110) / 3
+    said = "Pinsker 0.07, B–H 0.13. Pinsker's bound is 49% tighter, and the higher one for 67% of the tokens."
+    assert said in " ".join(out.split())
+    ratios = re.findall(r"  ([\d.]+–?\S*(?: and up)?) +(\d+%)", out.partition("cross-entropy over the draft's entropy")[2])
+    assert ratios[3] == ("1.3–1.5", "67%")
+    assert ratios[6] == ("3 and up", "33%")
+    assert [share for _, share in ratios].count("0%") == 5
+    assert "median 1.32: c would be 0.16; c = 0.15 assumes 1.3" in out
+    assert "--record" not in out
+
+
+def test_what_is_not_recorded_names_the_option_that_records_it(inspect: Inspect, tmp_path: Path) -> None:
+    out, _ = inspect(traces.write(tmp_path / "t.jsonl", *traces.a_run()))
+    assert "--record distributions adds to a trace how likely acceptance was, its lower bounds, and the" in out
+    assert "accepted tokens of a draft, by its mean entropy" in out
+    assert "cross-entropy over" not in out
+    lookup = [line | {"entropies": []} if line["type"] == "round" else line for line in traces.a_run("lookup")]
+    out, _ = inspect(traces.write(tmp_path / "t.jsonl", *lookup))
+    assert "--record" not in out, "a draft without a model has no distributions"
+    assert "by its mean entropy" not in out
+
+
 @pytest.mark.parametrize("width", [40, 44, 60, 80, 100, 200])
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_line_fits_its_width(inspect: Inspect, tmp_path: Path, width: int, count: int) -> None:
@@ -158,10 +198,21 @@ def test_json_figures_recompute_from_the_trace(inspect: Inspect, tmp_path: Path)
     judged = sum(found["judged"] for found in first["acceptance_by_entropy"])
     assert judged == accepted + sum(line["source"] == "correction" for line in rounds)
     assert first["bounds"]["tokens"] == drafted
+    assert sum(found["tokens"] for found in first["bounds"]["by_acceptance"]) == drafted
+    figures = [pair for line in rounds[1:] for pair in zip(line["kl"], line["entropies"], strict=True)]
+    ratios = [1 + kl / entropy for kl, entropy in figures if entropy > 0.01]
+    counts = [found["tokens"] for found in first["bounds"]["entropy_ratios"]]
+    assert counts == [sum(found <= 10 * (ratio - 1) < found + 1 for ratio in ratios) for found in range(20)] + [0]
+    assert 0 < first["bounds"]["pinsker_tighter"] < 1
+    assert sum(found["drafts"] for found in first["accepted_length_by_entropy"]) == 199
+    assert -1 < first["length_correlation"] < 0
     last = first["posterior"][-1]
     assert last["mean"] == pytest.approx(rounds[-1]["policy"]["alpha"] / sum(rounds[-1]["policy"].values()))
     assert last["low"] < last["mean"] < last["high"]
     assert second["bounds"] is None
+    (bin_,) = second["accepted_length_by_entropy"]  # all entropies are 0.5
+    assert (bin_["low"], bin_["drafts"], bin_["mean"], bin_["longest"]) == (0.5, 4, 2.5, 4)
+    assert second["length_correlation"] is None
     assert second["posterior"] == []
 
 

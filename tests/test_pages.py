@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,10 +109,57 @@ def test_entropy_against_acceptance_and_the_posterior(browser: Browser, open_pag
     assert any(f"After round 39: {mean:.2f}, between" in text for text in browser.texts("figure .note"))
 
 
+def test_bounds_token_by_token_ratios_and_accepted_lengths(browser: Browser, open_page: OpenPage) -> None:
+    """Three tokens whose bounds can be computed by hand, see `test_acceptance_bounds`."""
+    halves = {"entropies": [0.6931472] * 2, "overlap": [0.7] * 2, "kl": [0.2231436] * 2}
+    apart = {"entropies": [0.3250830], "overlap": [0.2], "kl": [1.7577797]}
+    rounds = [
+        traces.round_line(0),
+        traces.round_line(1, (1, 2), 2, 4, "bonus", **halves),
+        traces.round_line(2, (7,), 0, 9, "correction", **apart),
+    ]
+    open_page([traces.start_line(), *rounds, traces.summary_line(rounds)])
+
+    def y(share: float) -> float:
+        return (8 + (1 - share) * 208) / 240 * 100  # percent of the chart's height
+
+    def points(text: str | None) -> list[tuple[float, float]]:
+        return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", text or "")]
+
+    places = (100 / 6, 50, 500 / 6)
+    true = points(browser.find("svg.sorted.gutter polyline.true")[0].get_attribute("points"))
+    assert true == [pytest.approx((x, y(share)), abs=0.1) for x, share in zip(places, (0.2, 0.7, 0.7), strict=True)]
+    for kind, low, high, up in ("pinsker", 0.0625, 0.6660, 0), ("bh", 0.0903, 0.5528, 1.04), ("est", 0.7792, 0.6776, 0):
+        marks = points(browser.find(f"svg.sorted.gutter path.{kind}")[0].get_attribute("d"))
+        expected = [(x, y(share) - up) for x, share in zip(places, (low, high, high), strict=True)]
+        assert marks == [pytest.approx(each, abs=0.1) for each in expected], kind
+    titles = browser.texts("svg.ratios .col title")
+    assert len(titles) == 21
+    assert (titles[3], titles[20]) == ("1.3 to 1.4: 2 tokens, 67%", "3 and more: 1 tokens, 33%")
+    heights = [float(bar.get_attribute("height")) for bar in browser.find("svg.ratios .bar")]
+    assert (heights[3], heights[20], sum(heights)) == pytest.approx((208, 104, 312), abs=0.1)
+    assert browser.find("svg.ratios.gutter line.assumed")[0].get_attribute("x1") == f"{300 / 21:.2f}%"
+    assert browser.find("svg.ratios.gutter line.median")[0].get_attribute("x1") == f"{321.93 / 21:.2f}%"
+    drafts = [(point.get_attribute("cx"), point.get_attribute("cy")) for point in browser.find("svg.lengths.gutter circle")]
+    right = 0.6931472 * 1.02
+    assert drafts == [(f"{69.31472 / right:.2f}%", "8.0"), (f"{32.50830 / right:.2f}%", "216.0")]
+    assert browser.texts("svg.lengths circle title")[0] == "2 of 2 accepted, mean entropy 0.69"
+
+
+def test_pages_show_the_bounds_of_all_runs(browser: Browser, open_page: OpenPage) -> None:
+    open_page([line for seed in range(3) for line in traces.a_recorded_run(300, seed, spec="beta-ts")])
+    notes = " ".join(browser.texts("figure .note"))
+    assert "897 drafts of 3 runs. Correlation −" in notes
+    assert re.search(r"One in \d of 3,\d\d\d tokens is drawn", notes)
+    assert len(browser.find("svg.sorted.gutter polyline.true")[0].get_attribute("points").split()) <= 600
+
+
 def test_without_distributions_the_chart_shows_the_share_of_accepted_tokens(browser: Browser, open_page: OpenPage) -> None:
     open_page(traces.a_run())
     assert browser.texts("svg.scatter .bin title") == ["entropy 0.5 to 1: 10 of 12 accepted, 83%"]
     assert browser.find("svg.scatter .pinsker") == []
+    assert browser.find("svg.sorted, svg.ratios") == []
+    assert len(browser.find("svg.lengths.gutter circle")) == 4
     assert any("--record distributions" in text for text in browser.texts("figure .note"))
 
 

@@ -15,21 +15,28 @@ METHODS = ("svip", "sd:width=3", "pearl:window=3", "mtad:beams=3", "bild:fallbac
 PROMPT = [5, 9, 7, 3]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "penalties"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     target = make_model("llama")
-    return load(save(target, folder / "target"), save(near_copy(target, 0.6), folder / "draft"), device="cpu")
+    draft = near_copy(target, 0.6)
+    if request.param:
+        target.generation_config.repetition_penalty = 1.6
+        target.generation_config.suppress_tokens = [4, 11]
+    return load(save(target, folder / "target"), save(draft, folder / "draft"), device="cpu")
 
 
 @cache  # most methods reach the same texts
-def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float]:
-    """Overlap and KL of both models after these tokens, by forward passes without a cache."""
+def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float, float, float]:
+    """Overlap and KL of both models after these tokens, and the draft's entropy and largest probability.
+
+    By forward passes without a cache and without penalties.
+    """
     assert pair.draft is not None
     with torch.no_grad():
         rows = [model.model.reference_logits(ids)[-1] for model in (pair.target, pair.draft)]
     p, q = (row[:VOCAB].double().softmax(-1) for row in rows)
-    return float(torch.minimum(p, q).sum()), float((q * (q.log() - p.log())).sum())
+    return tuple(map(float, (torch.minimum(p, q).sum(), (q * (q.log() - p.log())).sum(), -(q * q.log()).sum(), q.max())))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -52,7 +59,8 @@ def test_every_method_with_distributions_records_how_far_they_agree(pair: Pair, 
                 path.insert(0, tokens[parent])
                 parent = line["parents"][parent]
             judged += 1
-            assert (overlap, line["kl"][node]) == pytest.approx(agreement(pair, (*committed, *path)), abs=1e-4)
+            recorded = (overlap, line["kl"][node], line["entropies"][node], line["top_probs"][node])
+            assert recorded == pytest.approx(agreement(pair, (*committed, *path)), abs=1e-4)
         committed += round_.token_ids
     assert judged
     assert judged == drafted or name == "pearl", "PEARL drafts ahead of what it judges"

@@ -13,7 +13,7 @@ import pytest
 import traces
 from scipy import stats
 
-from specgen.traces import statistics
+from specgen.traces import acceptance_bounds, statistics
 from specgen.traces.statistics import TraceStatistics, beta_quantile, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.types import Draft, Round, Verdict
@@ -80,9 +80,9 @@ def test_pinsker_and_bretagnolle_huber_bound_the_true_acceptance_probability() -
     for _ in range(500):
         q, p = (generator.dirichlet(np.full(12, sharpness)) for sharpness in generator.choice([0.1, 0.5, 2.0], 2))
         overlap, divergence, entropy = np.minimum(p, q).sum(), stats.entropy(q, p), stats.entropy(q)
-        assert statistics.pinsker(divergence) <= overlap + 1e-9
-        assert statistics.bretagnolle_huber(divergence) <= overlap + 1e-9
-        broken += statistics.estimate(entropy, 0.15) > overlap
+        assert acceptance_bounds.pinsker(divergence) <= overlap + 1e-9
+        assert acceptance_bounds.bretagnolle_huber(divergence) <= overlap + 1e-9
+        broken += acceptance_bounds.estimate(entropy, 0.15) > overlap
     assert broken > 100  # it is no bound, and is not called one
 
 

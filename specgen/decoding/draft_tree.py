@@ -20,8 +20,9 @@ class DraftTree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.hidden: torch.Tensor | None = None  # [nodes, width] of the last logits, if the runner returns hidden states
+        self.unpenalised: torch.Tensor | None = None  # [nodes, vocabulary], the last logits without penalties; None: no penalties
         self._runner, self._setup, self._context = setup.runner, setup, context
-        self._logits: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []  # without penalties
         self._last_run = -1  # the last node that the model was run on
 
     def add(self, parent: int, token: int) -> int:
@@ -42,13 +43,15 @@ class DraftTree:
         self._last_run = len(self.tokens) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
         logits = output.logits[:, : self._setup.vocab_size]
-        self._logits.append(logits.clone())  # valid until the runner's next call
-        self.hidden = output.hidden_states
+        self.hidden, self.unpenalised = output.hidden_states, output.unpenalised_part(self._setup.vocab_size)
+        own = logits if self.unpenalised is None else self.unpenalised
+        self._logits.append(own.clone())  # valid until the runner's next call
         positions = [node - first for node in nodes]
         if positions == list(range(logits.shape[0])):
             return logits
         selected = torch.tensor(positions, device=logits.device)
-        self.hidden = None if output.hidden_states is None else output.hidden_states[selected]
+        self.hidden = None if self.hidden is None else self.hidden[selected]
+        self.unpenalised = None if self.unpenalised is None else self.unpenalised[selected]
         return logits[selected]
 
     def draft(self, reason: str, **fields: Any) -> Draft:

@@ -161,7 +161,8 @@ class ModelDrafter(ModelDrafterBase):
             score = None
             if scores is not None and output.hidden_states is not None:
                 score = scores.score(output.hidden_states[0], position)
-            token = chain.append(output.logits[0, : self._vocab_size], score)
+            unpenalised = None if output.unpenalised is None else output.unpenalised[0, : self._vocab_size]
+            token = chain.append(output.logits[0, : self._vocab_size], score, unpenalised)
             if refusal := self._refusal(chain.values):
                 chain.drop_last()
                 return refusal
@@ -198,10 +199,16 @@ class DraftChain:
         self._probs: list[torch.Tensor] = []
         self._statistics: list[tuple[float, float]] = []  # entropy and top probability
 
-    def append(self, logits: torch.Tensor, predicted_acceptance: torch.Tensor | None = None) -> DraftedToken:
+    def append(
+        self,
+        logits: torch.Tensor,
+        predicted_acceptance: torch.Tensor | None = None,
+        unpenalised: torch.Tensor | None = None,
+    ) -> DraftedToken:
         """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
 
-        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor.
+        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
+        are the logits without penalties; None if `logits` have none.
         """
         probs = None
         if not self._greedy:
@@ -210,9 +217,9 @@ class DraftChain:
                 self._probs.append(probs)
         on_cpu = logits.is_cpu
         if self._setup.keep_logits or not on_cpu:
-            self._logits.append(logits.clone())  # valid until the runner's next call
+            self._logits.append((logits if unpenalised is None else unpenalised).clone())  # valid until the runner's next call
         choose = self._choose_on_cpu if on_cpu else self._choose
-        token, self.values = choose(logits, probs, predicted_acceptance)
+        token, self.values = choose(logits, probs, predicted_acceptance, unpenalised)
         if "entropy" in self.values:
             self._statistics.append((self.values["entropy"], self.values["top_prob"]))
             if math.isnan(self.values["entropy"]):
@@ -221,26 +228,36 @@ class DraftChain:
         return DraftedToken(len(self.tokens), {name: self.values[name] for name in self._read if name in self.values})
 
     def _choose(
-        self, logits: torch.Tensor, probs: torch.Tensor | None, predicted_acceptance: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        probs: torch.Tensor | None,
+        predicted_acceptance: torch.Tensor | None,
+        unpenalised: torch.Tensor | None,
     ) -> tuple[int, dict[str, float]]:
         """Returns a token drawn from `probs` [vocabulary] (None: the likeliest), and its signals by name. One transfer."""
         token = logits.argmax() if probs is None else logits_ops.draw(probs, self._generator)
-        computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance)
+        computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance, unpenalised)
         chosen, *numbers = logits_ops.to_host(token, *computed.values())
         return int(chosen), dict(zip(computed, numbers, strict=True))
 
     def _choose_on_cpu(
-        self, logits: torch.Tensor, probs: torch.Tensor | None, predicted_acceptance: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        probs: torch.Tensor | None,
+        predicted_acceptance: torch.Tensor | None,
+        unpenalised: torch.Tensor | None,
     ) -> tuple[int, dict[str, float]]:
         """Does what `_choose` does, on a CPU: there entropy and top probability come with the argmax in one function."""
-        token, entropy, top_prob = logits_ops.greedy_statistics(logits)
+        token, entropy, top_prob = logits_ops.greedy_statistics(logits if unpenalised is None else unpenalised)
         values = {"entropy": entropy, "top_prob": top_prob}
-        if probs is None:
-            values["prob"] = top_prob
-        elif token >= 0:
+        if token >= 0 and probs is not None:
             token = logits_ops.draw_on_cpu(probs, self._generator)
+        elif token >= 0 and unpenalised is not None:
+            token = logits_ops.argmax_tokens(logits[None])[0]
+        if probs is None and unpenalised is None:
+            values["prob"] = top_prob
         if others := self._computed - values.keys():
-            computed = signals.compute(others, logits, torch.tensor(token), probs, predicted_acceptance)
+            computed = signals.compute(others, logits, torch.tensor(token), probs, predicted_acceptance, unpenalised)
             values |= {name: value.item() for name, value in computed.items()}
         return token, values
 

@@ -152,7 +152,7 @@ def valid_token(token: int, model: str) -> int:
 
 
 def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Computes the sum of min(p, q) over the vocabulary and KL(q||p) in nats (SVIP section 3.1) for each drafted token.
+    """Computes the sum of min(p, q) over the vocabulary and KL(q||p) in nats (SVIP, Eq. 2 and 4) for each drafted token.
 
     p are the target's probabilities and q the draft's, from logits [tokens, vocabulary] at temperature 1 (no top-k or top-p).
     Vocabulary entries that the draft model lacks have q = 0. KL is limited to 1e30; it is infinite where p = 0 and q > 0.

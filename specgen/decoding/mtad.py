@@ -105,7 +105,10 @@ class BeamSearchDrafter(ModelDrafterBase):
         computed: dict[str, torch.Tensor] = {}
         if read:  # of a finished beam, which has no logits any more, those of another
             rows = parents.clamp_max(len(growing) - 1)
-            computed = signals.compute(read, logits.index_select(0, rows), tokens, probs.index_select(0, rows))
+            unpenalised = None if tree.unpenalised is None else tree.unpenalised.index_select(0, rows)
+            computed = signals.compute(
+                read, logits.index_select(0, rows), tokens, probs.index_select(0, rows), unpenalised=unpenalised
+            )
         numbers = (parents.float(), tokens.float(), joint[chosen], *(value.float() for value in computed.values()))
         after = []
         for parent, token, relative, *values in zip(*torch.stack(numbers).tolist(), strict=True):  # ids stay exact up to 2^24

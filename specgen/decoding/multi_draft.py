@@ -84,7 +84,10 @@ class MultiDraftDrafter(ModelDrafterBase):
             best = joint.argmax(dim=0, keepdim=True)
             row = rows.index_select(0, best)
             drawn_from = None if warped is None else warped.index_select(0, row)
-            computed = signals.compute(read, logits.index_select(0, row), chosen.index_select(0, best), drawn_from)
+            unpenalised = None if tree.unpenalised is None else tree.unpenalised.index_select(0, row)
+            computed = signals.compute(
+                read, logits.index_select(0, row), chosen.index_select(0, best), drawn_from, unpenalised=unpenalised
+            )
         on_host = torch.cat((chosen.float(), *(value.float() for value in computed.values()))).tolist()
         tokens, numbers = list(map(int, on_host[: len(chains)])), on_host[len(chains) :]
         nodes: dict[tuple[int, int], int] = {}

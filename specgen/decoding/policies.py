@@ -162,14 +162,15 @@ class Confidence(LengthPolicy):
 
 
 class SVIP(LengthPolicy):
-    """Stops after a token with sqrt(c * H) > threshold, where its acceptance is unlikely (SVIP, section 3.2).
+    """Stops after a token with sqrt(c * H) > threshold, where its acceptance is unlikely (SVIP, section 2.3, Algorithm 1).
 
-    H is the entropy (nats) of the draft's distribution at temperature 1, in greedy decoding too. c is a constant from the paper,
-    whose printed thresholds assume it. Only threshold^2 / c matters, so `tune` varies only the threshold.
+    H is the entropy (nats) of the draft's distribution at temperature 1 without penalties, in greedy decoding too. c is the
+    constant of Eq. 6. Algorithm 1 leaves it out, but the paper's thresholds assume the value in the authors' code, 0.15. Only
+    threshold^2 / c matters, so `tune` varies only the threshold.
     """
 
     name = "svip"
-    source = "SVIP, section 3.2"
+    source = "SVIP, section 2.3 and Algorithm 1"
     signals = frozenset({"entropy"})
     settings: ClassVar = {
         "threshold": Setting(0.4, "stop where sqrt(c * entropy) is above this", 0, 100, tuned=_SVIP_THRESHOLDS),

@@ -91,4 +91,5 @@ class TopKTreeDrafter(ModelDrafterBase):
         score = None
         if scores is not None and tree.hidden is not None:
             score = scores.score(tree.hidden.index_select(0, origins[:1])[0], position)[None]
-        return signals.compute(read, logits.index_select(0, origins[:1]), chosen[:1], predicted_acceptance=score)
+        row, unpenalised = (None if part is None else part.index_select(0, origins[:1]) for part in (logits, tree.unpenalised))
+        return signals.compute(read, row, chosen[:1], predicted_acceptance=score, unpenalised=unpenalised)

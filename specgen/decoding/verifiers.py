@@ -78,7 +78,8 @@ class RejectionSampling:
 class RecordingVerifier:
     """Wraps a verifier and adds to its verdict how close target's and draft's distributions are at each drafted token.
 
-    Adds nothing to drafts without logits, such as those of prompt lookup.
+    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. Adds nothing to drafts
+    without logits, such as those of prompt lookup.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -89,9 +90,10 @@ class RecordingVerifier:
         verdict = self._verifier.verify(draft, output)
         if draft.logits is None:
             return verdict
-        before = output.logits[: len(draft.tokens)]
+        logits = output.model_logits
+        before = logits[: len(draft.tokens)]
         if not draft.is_chain:
-            before = output.logits[torch.tensor([parent + 1 for parent in draft.parents], device=output.logits.device)]
+            before = logits[torch.tensor([parent + 1 for parent in draft.parents], device=logits.device)]
         overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
 

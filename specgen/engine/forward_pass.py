@@ -77,10 +77,22 @@ class ModelOutput(NamedTuple):
 
     `hidden_states` [n, width] are the LM head's inputs. They are None if the model was run by transformers' own `forward`, which
     does not return them.
+    Tokens are chosen from `logits`. If these have penalties applied (`PenaltyProcessor`), `unpenalised` [n, the model's
+    vocabulary] are the logits before them; otherwise it is None.
     """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
+    unpenalised: torch.Tensor | None = None
+
+    @property
+    def model_logits(self) -> torch.Tensor:
+        """The logits of the model itself, without penalties."""
+        return self.logits if self.unpenalised is None else self.unpenalised
+
+    def unpenalised_part(self, vocab_size: int) -> torch.Tensor | None:
+        """Returns `unpenalised` without the logits beyond `vocab_size`."""
+        return None if self.unpenalised is None else self.unpenalised[:, :vocab_size]
 
 
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]

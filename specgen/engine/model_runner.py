@@ -66,9 +66,9 @@ class HiddenStates(NamedTuple):
 class ModelRunner:
     """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
 
-    Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits
-    (None: no change). `forward` runs some of the layers instead of the whole model. `cache` is another runner's KV cache to
-    share; None makes a new one. `context_limit` is the longest context in tokens.
+    Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits from
+    which tokens are chosen (None: no change). `forward` runs some of the layers instead of the whole model. `cache` is another
+    runner's KV cache to share; None makes a new one. `context_limit` is the longest context in tokens.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ModelRunner:
             self._last = context, HiddenStates(len(context), nodes, start, output.hidden_states)
         if self._penalties is not None:
             processed = self._penalties(output.logits, context, tokens, nodes.parents, start)
-            output = output._replace(logits=processed)
+            output = output._replace(logits=processed, unpenalised=output.logits)
         return output
 
     def share_prefix(self, context: Context) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""Statistics of recorded generations: acceptance rate by draft entropy, lower bounds of the acceptance probability, and how a
-bandit policy's belief about the acceptance probability develops.
+"""Statistics of recorded generations: acceptance rate and accepted length by draft entropy, lower bounds of the acceptance
+probability, and how a bandit policy's belief about the acceptance probability develops.
 
 A drafted token is called verified if it was accepted or rejected; the tokens after a rejected one are not verified. p is the
 target's distribution and q the draft's. Entropies and divergences are in nats. Imports no torch.
@@ -10,36 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import StatisticsError, correlation, fmean, median
 from typing import Any, NamedTuple
 
+from specgen.traces.acceptance_bounds import Bounds, DraftedToken, bounds_of, by_entropy
 from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
-EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the entropy bins, in nats
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _Z95 = 1.959964
 _Z90 = 1.644854
-
-
-class DraftedToken(NamedTuple):
-    """A drafted token: its status, the entropy of the draft's distribution q, the acceptance probability sum(min(p, q)) as
-    `overlap`, and `kl` = KL(q||p), where p is the target's distribution. Numbers that the trace does not contain are NaN."""
-
-    status: TokenStatus
-    entropy: float
-    overlap: float
-    kl: float
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the trace contains all three numbers."""
-        return not math.isnan(self.entropy + self.overlap + self.kl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +49,29 @@ class Bin:
         return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
+class DraftOutcome(NamedTuple):
+    """A draft after its verification: the mean entropy of its verified tokens, and its drafted and accepted tokens."""
+
+    entropy: float
+    drafted: int
+    accepted: int
+
+
 @dataclass(frozen=True, slots=True)
-class BoundsBin:
-    """Medians over the drafted tokens whose draft entropy, in nats, is at least `low` and below `high`: of the entropy, of the
-    acceptance probability sum(min(p, q)), of its lower bounds by Pinsker and by Bretagnolle-Huber, and of SVIP's estimate of it.
+class LengthBin:
+    """How many tokens of a draft were accepted, over the drafts whose mean entropy, in nats, is at least `low` and below `high`.
+
+    `drafts` is the number of drafts, `mean_entropy` the mean of their mean entropies; `mean`, `median` and `longest` are of the
+    accepted tokens.
     """
 
     low: float
     high: float
-    tokens: int
-    entropy: float
-    acceptance: float
-    pinsker: float
-    bretagnolle_huber: float
-    estimate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How well SVIP's estimate 1 - sqrt(c H(q)) predicts the acceptance probability (the numbers of SVIP's Figures 3 and 4); p is
-    the target's distribution and q the draft's.
-
-    `below_estimate` is the share of tokens whose acceptance probability is below the estimate. `entropy_ratio` is the median of
-    H(q,p) / H(q), and `measured_c` is the constant c that follows from this median; both are None if every entropy is close to 0.
-    `by_entropy` has medians for ranges of the entropy.
-    """
-
-    tokens: int
-    c: float
-    below_estimate: float
-    entropy_ratio: float | None
-    measured_c: float | None
-    by_entropy: tuple[BoundsBin, ...]
+    drafts: int
+    mean_entropy: float
+    mean: float
+    median: float
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +85,13 @@ class Posterior:
     high: float
 
 
-def pinsker(divergence: float) -> float:
-    """Pinsker's lower bound of the acceptance probability: 1 - sqrt(KL(q||p) / 2), at least 0 (SVIP Eq. 5). `divergence` is
-    KL(q||p) in nats, with the target's p and the draft's q."""
-    return max(0.0, 1 - math.sqrt(max(divergence, 0.0) / 2))
-
-
-def bretagnolle_huber(divergence: float) -> float:
-    """The Bretagnolle-Huber lower bound of the acceptance probability: 1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Appendix B).
-    `divergence` is KL(q||p) in nats, with the target's p and the draft's q."""
-    return max(0.0, 1 - math.sqrt(-math.expm1(-max(divergence, 0.0))))
-
-
-def estimate(entropy: float, c: float) -> float:
-    """SVIP's estimate of the acceptance probability: 1 - sqrt(c H(q)), at least 0 (Eq. 6). `entropy` is H(q), the entropy of the
-    draft's distribution in nats.
-
-    It is not a lower bound, because it assumes that the ratio of cross-entropy to entropy is constant.
-    """
-    return max(0.0, 1 - math.sqrt(max(c * entropy, 0.0)))
-
-
 class TraceStatistics:
     """Statistics over one or more recorded runs (generations) of one method."""
 
     def __init__(self, method: str) -> None:
         self.summary = Summary(method)
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
+        self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
         self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
         self.runs = 0
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
@@ -180,6 +135,18 @@ class TraceStatistics:
             unknown = [math.nan] * len(draft.entropies)
             figures = zip(traced.round.statuses, draft.entropies, traced.overlap or unknown, traced.kl or unknown, strict=True)
             self.tokens += itertools.starmap(DraftedToken, figures)
+            self._add_outcome(traced.round)
+
+    def _add_outcome(self, round_: Round) -> None:
+        """Adds a round's draft to `drafts`, unless one of the entropies of its verified tokens is unknown.
+
+        Children of a node of a draft tree share a distribution, so of several rejected ones the first counts.
+        """
+        path, statuses = round_.verdict.path, round_.statuses
+        rejected = [statuses.index(TokenStatus.REJECTED)] if TokenStatus.REJECTED in statuses else []
+        entropies = [round_.draft.entropies[node] for node in (*path, *rejected)]
+        if entropies and not math.isnan(mean := fmean(entropies)):
+            self.drafts.append(DraftOutcome(mean, len(statuses), len(path)))
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -191,9 +158,9 @@ class TraceStatistics:
         return accepted_runs(self.summary, self.accepted_runs)
 
     def acceptance_by_entropy(self) -> list[Bin]:
-        """Returns the acceptance rate for each range of the draft's entropy (SVIP, Figure 2). Ranges without verified tokens are
-        left out."""
-        bins = _by_entropy(token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
+        """Returns the acceptance rate for each range of the draft's entropy (SVIP, Figure 2, top). Ranges without verified tokens
+        are left out."""
+        bins = by_entropy(token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
         return [
             Bin(
                 low,
@@ -205,36 +172,34 @@ class TraceStatistics:
             for low, high, tokens in bins
         ]
 
+    def accepted_length_by_entropy(self) -> list[LengthBin]:
+        """Returns the accepted tokens per draft for each range of the draft's mean entropy (SVIP, Figures 2, bottom, and 8).
+
+        The paper does not say which entropy of a draft it plots; this is the mean over its verified tokens. Ranges without drafts
+        are left out.
+        """
+        found = []
+        for low, high, drafts in by_entropy(self.drafts):
+            lengths = [draft.accepted for draft in drafts]
+            entropy = fmean(draft.entropy for draft in drafts)
+            found.append(LengthBin(low, high, len(drafts), entropy, fmean(lengths), median(lengths), max(lengths)))
+        return found
+
+    def length_correlation(self) -> float | None:
+        """Returns Pearson's correlation of a draft's mean entropy and its number of accepted tokens.
+
+        None for less than two drafts, or if either number is the same for all.
+        """
+        try:
+            return correlation([draft.entropy for draft in self.drafts], [draft.accepted for draft in self.drafts])
+        except StatisticsError:
+            return None
+
     def bounds(self) -> Bounds | None:
-        """Compares SVIP's estimate of the acceptance probability, and the lower bounds on it, with the recorded probabilities.
+        """Compares the recorded acceptance probabilities with their lower bounds and with SVIP's estimate of them.
 
         None unless the trace has the acceptance probability and KL(q||p) of at least one token."""
-        tokens = [token for token in self.tokens if token.is_recorded]
-        if not tokens:
-            return None
-        below = sum(token.overlap < estimate(token.entropy, self.c) for token in tokens)
-        ratios = [1 + token.kl / token.entropy for token in tokens if token.entropy > 0.01]  # the ratio is noise below
-        ratio = median(ratios) if ratios else None
-        return Bounds(
-            len(tokens),
-            self.c,
-            below / len(tokens),
-            ratio,
-            None if ratio is None else (ratio - 1) / 2,
-            tuple(self._bounds_bin(*found) for found in _by_entropy(tokens)),
-        )
-
-    def _bounds_bin(self, low: float, high: float, tokens: Sequence[DraftedToken]) -> BoundsBin:
-        return BoundsBin(
-            low,
-            high,
-            len(tokens),
-            median(token.entropy for token in tokens),
-            median(token.overlap for token in tokens),
-            median(pinsker(token.kl) for token in tokens),
-            median(bretagnolle_huber(token.kl) for token in tokens),
-            median(estimate(token.entropy, self.c) for token in tokens),
-        )
+        return bounds_of(self.tokens, self.c)
 
     def as_dict(self) -> dict[str, Any]:
         """The statistics as an object for `specgen inspect --json`."""
@@ -248,7 +213,13 @@ class TraceStatistics:
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_runs": None if runs is None else asdict(runs),
             "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
-            "bounds": None if bounds is None else asdict(bounds, dict_factory=_without_infinity),
+            "accepted_length_by_entropy": [
+                asdict(found, dict_factory=_without_infinity) for found in self.accepted_length_by_entropy()
+            ],
+            "length_correlation": self.length_correlation(),
+            "bounds": None
+            if bounds is None
+            else {**asdict(bounds, dict_factory=_without_infinity), "pinsker_tighter": bounds.pinsker_tighter},
         }
 
 
@@ -263,17 +234,6 @@ def known_number(line: Mapping[str, Any], name: str) -> Any:
     trace reader does not check these keys."""
     value = line.get(name)
     return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
-
-
-def _by_entropy(tokens: Iterable[DraftedToken]) -> Iterator[tuple[float, float, list[DraftedToken]]]:
-    """Groups tokens by the entropy of the draft's distribution. Yields the lower edge and the upper edge in nats, and the tokens
-    between them, for each group that has tokens."""
-    bins: dict[int, list[DraftedToken]] = {}
-    for token in tokens:
-        if not math.isnan(token.entropy):
-            bins.setdefault(bisect_right(EDGES, token.entropy, 1, len(EDGES) - 1), []).append(token)
-    for number in sorted(bins):
-        yield EDGES[number - 1], EDGES[number], bins[number]
 
 
 def _bin_dict(found: Bin) -> dict[str, Any]:

@@ -133,24 +133,31 @@ class Recorder:
         target_logits = target.logits.clone()  # a runner's outputs are valid until its next call
         draft = self._draft.logits(context, generated)
         draft_logits = draft.logits[:, : self._target.vocab_size].clone()
+        unpenalised = draft.unpenalised_part(self._target.vocab_size)
+        unpenalised = None if unpenalised is None else unpenalised.clone()
         scores = None if self._predictor is None else _Scores(self._predictor, target.hidden_states, draft.hidden_states)
-        first, probabilities = self._first_tokens(reference.token_ids, draft_logits, target_logits)
+        first, probabilities = self._first_tokens(reference.token_ids, draft_logits, target_logits, unpenalised)
         rejected = [position for position in range(1, len(first)) if first[position].token != reference.token_ids[position]]
         continued = self._continuations(reference, rejected, first, scores)
         rollouts = [_rollout(position, first, continued, scores, reference.eos_ids) for position in range(1, len(first))]
         return RecordedDrafts(reference, [(), *rollouts], probabilities[1:], prefill_seconds)
 
     def _first_tokens(
-        self, token_ids: Sequence[int], draft_logits: torch.Tensor, target_logits: torch.Tensor
+        self,
+        token_ids: Sequence[int],
+        draft_logits: torch.Tensor,
+        target_logits: torch.Tensor,
+        unpenalised: torch.Tensor | None,
     ) -> tuple[list[Drafted], list[float]]:
         """Returns the drafted token at each position of the output `token_ids`, and the probability that it is accepted there.
 
         In greedy decoding it is the draft's most probable token. When sampling, acceptance is drawn first: an accepted token is
         the output's token, a rejected token is drawn from the normalised positive part of q - p, where p and q are the target's
-        and the draft's probabilities. Logits are [tokens, vocabulary].
+        and the draft's probabilities. Logits are [tokens, vocabulary]; `unpenalised` are the draft's without penalties, None
+        if it has none.
         """
         if self._sampling.greedy:
-            found = self._chosen(draft_logits)
+            found = self._chosen(draft_logits, unpenalised)
             return found, [float(drafted.token == token) for drafted, token in zip(found, token_ids, strict=True)]
         target_probs = logits_ops.warp(target_logits, self._sampling)
         draft_probs = logits_ops.warp(draft_logits, self._sampling)
@@ -160,7 +167,7 @@ class Recorder:
         pairs = zip(overlap.tolist(), rejected, strict=True)
         accepted = [self._rng.random() < probability or other < 0 for probability, other in pairs]
         ids = [token if kept else other for kept, token, other in zip(accepted, token_ids, rejected, strict=True)]
-        found = _with_signals(draft_logits, torch.tensor(ids, device=draft_logits.device), draft_probs)
+        found = _with_signals(draft_logits, torch.tensor(ids, device=draft_logits.device), draft_probs, unpenalised)
         for position, (kept, token) in enumerate(zip(accepted, token_ids, strict=True)):
             if not kept and ids[position] == token:  # the token is rejected, so it must differ from the output's token
                 found[position] = found[position]._replace(token=-1)
@@ -188,28 +195,33 @@ class Recorder:
             output = self._draft.logits(context, tokens, parents, start=begin + 1)
             if scores is not None:
                 scores.add([position for position, _, _ in growing], output.hidden_states)
-            chosen = self._chosen(output.logits[:, : self._target.vocab_size])
+            width = self._target.vocab_size
+            chosen = self._chosen(output.logits[:, :width], output.unpenalised_part(width))
             positions = [position for position, _, _ in growing]
             for position, drafted in zip(positions, chosen, strict=True):
                 continued[position].append(drafted)
             growing = [(position, begin + node, continued[position][-1].token) for node, position in enumerate(positions)]
         return continued
 
-    def _chosen(self, logits: torch.Tensor) -> list[Drafted]:
+    def _chosen(self, logits: torch.Tensor, unpenalised: torch.Tensor | None) -> list[Drafted]:
         """Returns the token that the draft model chooses from each row of its logits [rows, vocabulary], with its
         signals (the numbers, such as entropy, that length policies read)."""
         if self._sampling.greedy:
-            return _with_signals(logits, logits.argmax(dim=-1))
+            return _with_signals(logits, logits.argmax(dim=-1), None, unpenalised)
         draft_probs = logits_ops.warp(logits, self._sampling)
-        return _with_signals(logits, logits_ops.draw(draft_probs, self._generator), draft_probs)
+        return _with_signals(logits, logits_ops.draw(draft_probs, self._generator), draft_probs, unpenalised)
 
 
-def _with_signals(logits: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> list[Drafted]:
+def _with_signals(
+    logits: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None, unpenalised: torch.Tensor | None
+) -> list[Drafted]:
     """Returns the `tokens` [n] with their signals, computed from the logits [n, vocabulary] that they were chosen from.
 
-    `probs` [n, vocabulary] are the probabilities that the tokens were drawn from, None in greedy decoding.
+    `probs` [n, vocabulary] are the probabilities that the tokens were drawn from, None in greedy decoding. `unpenalised` are the
+    logits without penalties, None if `logits` have none.
     """
-    computed = {name: value.tolist() for name, value in signals.compute(SIGNALS, logits, tokens, probs).items()}
+    found = signals.compute(SIGNALS, logits, tokens, probs, unpenalised=unpenalised)
+    computed = {name: value.tolist() for name, value in found.items()}
     return [
         Drafted(token, dict(zip(computed, values, strict=True)))
         for token, *values in zip(tokens.tolist(), *computed.values(), strict=True)

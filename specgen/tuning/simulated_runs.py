@@ -78,15 +78,15 @@ class MemoisedRunner:
         keys = [(generated, path) for path in paths[start:]]
         if all(key in self._outputs for key in keys):
             kept = [self._outputs[key] for key in keys]
-            hidden = [output.hidden_states for output in kept if output.hidden_states is not None]
-            return ModelOutput(torch.stack([output.logits for output in kept]), torch.stack(hidden) if hidden else None)
+            parts = ([part for part in parts if part is not None] for parts in zip(*kept, strict=True))
+            return ModelOutput(*(torch.stack(part) if part else None for part in parts))  # type: ignore[arg-type]
         self.passes += 1
         computed = self._runner.logits(context, tokens, parents, start=start)
         for position, key in enumerate(keys):
             if self._bytes < MOST_BYTES and key not in self._outputs:
                 row = ModelOutput(*(None if part is None else part[position].clone() for part in computed))  # type: ignore[arg-type]
                 self._outputs[key] = row
-                self._bytes += row.logits.nbytes
+                self._bytes += row.logits.nbytes * (1 if row.unpenalised is None else 2)
         return computed
 
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from specgen.compare.columns import Column, draft_length
+from specgen.traces.acceptance_bounds import Bounds
 from specgen.traces.statistics import TraceStatistics
 from specgen.traces.trace_reader import TracedRun
 
@@ -24,6 +25,22 @@ def conditions(start: Mapping[str, Any], runs: int) -> str:
     temperature = start["sampling"].get("temperature")
     how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
     return f"{models}, {start['device']} {start['dtype']}, {how}" + (f", {runs} runs" if runs > 1 else "")
+
+
+def correlation_text(statistics: TraceStatistics) -> str:
+    """Returns in words how a draft's entropy and its accepted length correlate; an empty string where they do not vary."""
+    correlation = statistics.length_correlation()
+    return "" if correlation is None else f" Correlation {correlation:.2f}.".replace("-", "−")
+
+
+def tightness(bounds: Bounds) -> str:
+    """Returns a sentence that compares how tight the two lower bounds of the acceptance probability are (SVIP, Appendix B)."""
+    gaps = f"Mean distance to the true probability: Pinsker {bounds.pinsker_gap:.2f}, B–H {bounds.bretagnolle_huber_gap:.2f}."
+    if bounds.pinsker_tighter is None:
+        return gaps
+    how = "tighter" if bounds.pinsker_tighter >= 0 else "looser"
+    higher = f"the higher one for {bounds.pinsker_higher:.0%} of the tokens"
+    return f"{gaps} Pinsker's bound is {abs(bounds.pinsker_tighter):.0%} {how}, and {higher}."
 
 
 @dataclass(frozen=True, slots=True)

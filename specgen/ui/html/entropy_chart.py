@@ -1,4 +1,4 @@
-"""The chart of acceptance by the entropy of the draft's distribution (SVIP, Figures 2 to 4)."""
+"""The chart of acceptance by the entropy of the draft's distribution (SVIP, Figure 2, top), with the bounds of Figure 4."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specgen.traces.statistics import Bin, Bounds, DraftedToken, TraceStatistics, estimate
+from specgen.traces.acceptance_bounds import Bounds, DraftedToken, estimate
+from specgen.traces.statistics import Bin, TraceStatistics
 from specgen.ui.html.charts import Axes, polyline, tick_step
 
 MOST_POINTS = 1500  # of more tokens every n-th is drawn, and the caption says so
@@ -37,10 +38,6 @@ def _tokens_chart(tokens: Sequence[DraftedToken], texts: Sequence[str], bounds: 
     caption = (
         f"The bounds are medians by entropy. {bounds.below_estimate:.0%} of the tokens lie below the estimate (not a bound)."
     )
-    if bounds.entropy_ratio is not None and bounds.measured_c is not None:
-        caption += (
-            f" The cross-entropy is {bounds.entropy_ratio:.2f} times the entropy (median), giving c = {bounds.measured_c:.2f}."
-        )
     if step > 1:
         caption += f" One in {step:,} of {len(positions):,} tokens is drawn."
     lines = {
@@ -53,7 +50,10 @@ def _tokens_chart(tokens: Sequence[DraftedToken], texts: Sequence[str], bounds: 
 
 def _bins_chart(bins: Sequence[Bin], c: float, stop: float | None, *, was_recorded: bool) -> dict[str, Any]:
     right = _right_end(found.mean_entropy for found in bins)
-    caption = "With --record distributions a trace has each token's acceptance probability, and this chart shows the bounds."
+    caption = (
+        "With --record distributions a trace has each token's acceptance probability. This chart then shows it with its lower "
+        "bounds, and two more show the bounds token by token and the cross-entropy."
+    )
     if was_recorded:
         caption = "The trace has no acceptance probabilities of these tokens."
     return {**_frame(right, c, stop), "lines": {}, "bins": [_bin(found, right) for found in bins], "caption": caption}

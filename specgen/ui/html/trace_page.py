@@ -7,6 +7,7 @@ from typing import Any
 
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
+from specgen.ui.html.bounds_charts import lengths_chart, ratios_chart, sorted_chart
 from specgen.ui.html.entropy_chart import entropy_chart
 from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
@@ -56,7 +57,7 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
 
     `name` is an HTML id, unique on the page. `is_only` says that the page shows no other method.
     """
-    run, statistics = entry.run, entry.statistics
+    run, statistics, bounds = entry.run, entry.statistics, entry.statistics.bounds()
     if statistics.runs > 1:  # the statistics of the run shown alone
         statistics = TraceStatistics(run.method)
         statistics.add(run)
@@ -79,6 +80,9 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
         "notes": run.notes,
         "rounds_chart": rounds_chart(rounds) if rounds and statistics.summary.drafted else None,
         "entropy_chart": entropy_chart(statistics, texts, stop_entropy(run)),
+        "lengths_chart": lengths_chart(entry.statistics),
+        "ratios_chart": ratios_chart(entry.statistics, bounds),
+        "sorted_chart": sorted_chart(entry.statistics, bounds),
         "posterior_chart": posterior_chart(posteriors(rounds)),
     }
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 
 from rich.console import Console
 from rich.text import Text
 
 from specgen.compare.columns import Column
+from specgen.traces.acceptance_bounds import Bounds, BoundsBin
 from specgen.traces.accepted_runs import AcceptedRuns
-from specgen.traces.statistics import Bin, Bounds, TraceStatistics, posteriors
+from specgen.traces.statistics import Bin, TraceStatistics, posteriors
 from specgen.types import Round
-from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions, correlation_text, tightness
 from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import labelled, wrapped
@@ -31,6 +32,7 @@ _PHASES = {
     "sampling": "sample",
     "other": "other",
 }
+_RATIO_EDGES = (1, 1.1, 1.2, 1.3, 1.5, 2, 3, math.inf)  # of the cross-entropy over the entropy
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
@@ -113,8 +115,14 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
         yield from _accepted_runs(runs, width)
     if bins := statistics.acceptance_by_entropy():
         yield from _by_entropy(bins, width)
+        yield from _accepted_lengths(statistics, width)
     if bounds := statistics.bounds():
         yield from _bounds(bounds, width)
+        yield from _ratios(bounds, width)
+    elif bins and not statistics.has_distributions:
+        hint = "--record distributions adds to a trace how likely acceptance was, its lower bounds, and the cross-entropy."
+        yield from wrapped(Text(hint, "quiet"), width)
+        yield Text()
     yield from _posterior(rounds, width)
 
 
@@ -190,17 +198,51 @@ def _span(low: float, high: float) -> str:
     return f"{low:g}–{high:g}" if math.isfinite(high) else f"{low:g} and up"
 
 
+def _accepted_lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
+    """Yields the mean number of accepted tokens per draft, for each range of the mean entropy of the draft's verified tokens."""
+    bins = statistics.accepted_length_by_entropy()
+    figure = f"nats; number of drafts.{correlation_text(statistics)}"
+    yield from _titled("accepted tokens of a draft, by its mean entropy", figure, width)
+    top = max((found.mean for found in bins), default=0.0) or 1.0
+    for found in bins:
+        label = f"{_span(found.low, found.high):<10}"
+        yield _bar(label, found.mean / top, f"{found.mean:>4.1f} {found.drafts:>6,}", width, "token.accepted")
+    yield Text()
+
+
 def _bounds(bounds: Bounds, width: int) -> Iterator[Text]:
+    """Yields the acceptance probability with its lower bounds, by entropy and for tenths of the tokens sorted by it."""
     title = "how likely acceptance was, and its lower bounds"
     yield from _titled(title, f"medians by entropy, {bounds.tokens:,} tokens", width)
-    yield Text(f"  {'entropy':<10}{'true':>6}{'Pinsker':>8}{'B–H':>6}{'1−√cH':>7}", "quiet")
-    for found in bounds.by_entropy:
-        line = Text(f"  {_span(found.low, found.high):<10}").append(f"{found.acceptance:>6.2f}", "token.accepted")
-        yield line.append(f"{found.pinsker:>8.2f}{found.bretagnolle_huber:>6.2f}{found.estimate:>7.2f}")
+    yield from _bounds_table("entropy", [(_span(found.low, found.high), found) for found in bounds.by_entropy])
     yield from wrapped(Text(f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}", "quiet"), width)
-    if bounds.entropy_ratio is not None and bounds.measured_c is not None:
-        text = f"cross-entropy {bounds.entropy_ratio:.2f} times the entropy: c would be {bounds.measured_c:.2f}"
-        yield from wrapped(Text(text, "quiet"), width)
+    yield Text()
+    yield from _titled("the same, by how likely acceptance was", "medians of equal shares of the tokens", width)
+    shares = [round(100 * number / len(bounds.by_acceptance)) for number in range(len(bounds.by_acceptance) + 1)]
+    labels = [f"{low}–{high}%" for low, high in pairwise(shares)]
+    yield from _bounds_table("tokens", zip(labels, bounds.by_acceptance, strict=True))
+    yield from wrapped(Text(tightness(bounds), "quiet"), width)
+    yield Text()
+
+
+def _bounds_table(heading: str, rows: Iterable[tuple[str, BoundsBin]]) -> Iterator[Text]:
+    yield Text(f"  {heading:<10}{'true':>6}{'Pinsker':>8}{'B–H':>6}{'1−√cH':>7}", "quiet")
+    for label, found in rows:
+        line = Text(f"  {label:<10}").append(f"{found.acceptance:>6.2f}", "token.accepted")
+        yield line.append(f"{found.pinsker:>8.2f}{found.bretagnolle_huber:>6.2f}{found.estimate:>7.2f}")
+
+
+def _ratios(bounds: Bounds, width: int) -> Iterator[Text]:
+    """Yields the distribution of the cross-entropy divided by the entropy, which SVIP takes to be constant."""
+    if bounds.entropy_ratio is None or bounds.measured_c is None:
+        return
+    count = sum(found.tokens for found in bounds.entropy_ratios)
+    yield from _titled("cross-entropy over the draft's entropy", f"share of {count:,} tokens", width)
+    for low, high in pairwise(_RATIO_EDGES):
+        share = sum(found.tokens for found in bounds.entropy_ratios if low <= found.low < high) / count
+        yield _bar(f"{_span(low, high):<10}", share, f"{share:>4.0%}", width, "bar")
+    text = f"median {bounds.entropy_ratio:.2f}: c would be {bounds.measured_c:.2f}; c = {bounds.c:g} assumes {1 + 2 * bounds.c:g}"
+    yield from wrapped(Text(text, "quiet"), width)
     yield Text()
 
 

@@ -1,0 +1,120 @@
+"""With penalties, tokens are chosen from penalised logits, and signals describe the draft model's own distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_model, near_copy, save
+from tuning_helpers import GREEDY, PROMPTS
+
+import specgen
+from specgen.decoding.drafters import DraftChain, Drafter, DraftSetup, ModelDrafter
+from specgen.decoding.policies import DraftedToken, Fixed
+from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.engine.forward_pass import ModelOutput
+from specgen.pair import Pair
+from specgen.tuning.recorded_drafts import Recorder, record_reference
+from specgen.tuning.simulated_runs import MemoisedRunner
+from specgen.types import Context, SamplingParams
+
+OWN, PENALISED = 2.0, 3.0  # the largest logit of either distribution; the other nine are 0
+
+
+def largest(logit: float) -> float:
+    return math.exp(logit) / (math.exp(logit) + 9)
+
+
+class PenalisedRunner:
+    """After token n the model's own likeliest token is n + 1; with penalties it is n + 2."""
+
+    device, vocab_size, num_embeddings, context_limit = torch.device("cpu"), 10, 10, 100
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        last = [context.ids[-1], *draft][start:]
+        penalised, own = (torch.zeros(len(last), 10) for _ in range(2))
+        for row, token in enumerate(last):
+            own[row, (token + 1) % 10], penalised[row, (token + 2) % 10] = OWN, PENALISED
+        return ModelOutput(penalised, None, own)
+
+
+class Seeing(Fixed):
+    """Keeps each token that it sees."""
+
+    signals = frozenset({"entropy", "prob", "top_prob", "margin"})
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.seen: list[DraftedToken] = []
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        self.seen.append(token)
+        return super().keep_drafting(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["on a CPU", "on a device", "tree"])
+def test_signals_describe_the_models_own_distribution(monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float) -> None:
+    if kind == "on a device":
+        monkeypatch.setattr(DraftChain, "_choose_on_cpu", DraftChain._choose)
+    setup = DraftSetup(PenalisedRunner(), SamplingParams(temperature=temperature), frozenset(), 10, seed=4, keep_logits=True)
+    drafter: Drafter = TopKTreeDrafter(setup, width=1) if kind == "tree" else ModelDrafter(setup)
+    policy = Seeing(6)
+    draft = drafter.propose(Context([1]), policy, 9)
+    likeliest = [(before + 2) % 10 for before in (1, *draft.tokens)]
+    assert (list(draft.tokens) == likeliest[:6]) == (temperature == 0 or kind == "tree")
+    top, other = largest(OWN), (1 - largest(OWN)) / 9
+    entropy = -top * math.log(top) - 9 * other * math.log(other)
+    assert draft.entropies == pytest.approx([entropy] * 6, rel=1e-5)
+    assert draft.top_probs == pytest.approx([top] * 6, rel=1e-5)
+    assert draft.logits.max(dim=-1).indices.tolist() == [(before + 1) % 10 for before in (1, *draft.tokens)][:6]
+    for token, drafted_id, best in zip(policy.seen, draft.tokens, likeliest, strict=False):
+        assert (token["entropy"], token["top_prob"], token["margin"]) == pytest.approx((entropy, top, top - other), rel=1e-5)
+        chosen = largest(PENALISED) if drafted_id == best else (1 - largest(PENALISED)) / 9
+        assert token["prob"] == pytest.approx(chosen, rel=1e-5), "of the distribution that the token was chosen from"
+
+
+def test_kept_outputs_have_both_logits() -> None:
+    runner = MemoisedRunner(PenalisedRunner())
+    context = Context([1])
+    first, second = (runner.logits(context, [4, 7]) for _ in range(2))
+    assert (runner.calls, runner.passes) == (2, 1)
+    assert torch.equal(first.logits, second.logits)
+    assert second.unpenalised is not None
+    assert torch.equal(first.model_logits, second.unpenalised)
+    assert second.hidden_states is None
+
+
+@pytest.fixture(scope="module")
+def penalised(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder: Path = tmp_path_factory.mktemp("penalised")
+    target = make_model("llama")
+    draft = near_copy(target)
+    target.generation_config.repetition_penalty = 1.7
+    return specgen.load(save(target, folder / "target"), save(draft, folder / "draft"), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_drafts_have_the_models_own_entropies(penalised: Pair, temperature: float) -> None:
+    """Of the first token at each position of the output, and of the tokens after a rejected one."""
+    sampling = replace(GREEDY, temperature=temperature)
+    target, draft = penalised.runners
+    assert draft is not None
+    assert penalised.draft is not None
+    own, checked = penalised.draft.runner(), 0
+    reference = record_reference(penalised, PROMPTS[0], sampling)
+    for position, rollout in list(enumerate(Recorder(target, draft, sampling).record(reference).rollouts))[1::4]:
+        tokens = [*reference.token_ids[:position], *(drafted.token for drafted in rollout)]
+        if min(tokens) < 0:  # a recorded rejection of the output's own token
+            continue
+        logits = own.logits(Context(reference.prompt_ids), tokens[:-1], start=position).logits
+        expected = torch.distributions.Categorical(logits=logits).entropy().tolist()
+        assert [drafted.signals["entropy"] for drafted in rollout] == pytest.approx(expected, abs=1e-4)
+        checked += len(rollout) > 1
+    assert checked
