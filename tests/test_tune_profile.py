@@ -382,7 +382,8 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     ("more", "said"),
     [
         (["--budget", "1"], "--budget is 1"),
-        (["--budget", "nan"], "--budget is nan"),
+        (["--budget", "inf"], "--budget is inf"),
+        (["--out", __file__], "test_tune_profile.py, which is a file"),
         (["--methods", "svipp"], "did you mean svip"),
         (["--export", "vlm"], "did you mean vllm"),
         (["--prompts", "missing.yaml"], "missing.yaml"),
