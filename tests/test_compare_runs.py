@@ -91,7 +91,7 @@ def test_energy_is_reported_with_and_without_idle_power(
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd", "-n", "10", "--ignore-eos", "--repeats", "1", "--limit", "2", "--energy")
     _, out, err = compare(*options, "--json", "--trace", str(trace))
-    assert "Joules are those above 20 W idle; with idle: all (fake)." in err
+    assert "Joules are those beyond the 20 W of the idle devices; 'with idle' adds these (fake)." in err
     for given in (out, compare(*options, "--json", "--resume", str(trace))[1]):
         for line in parsed(given):
             assert (line["joules_per_token"], line["gross_joules_per_token"]) == (3.0, 4.0)

@@ -172,13 +172,15 @@ def test_the_command_distils_a_draft(
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)  # no model is loaded twice
+    own = {path: path.read_bytes() for folder in folders for path in folder.iterdir()}
     line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json", "--backend", "native")).stdout)
     assert line["type"] == "train"
     out = Path(line["draft"])
     assert (out.name, out.parent.parent) == ("distilled", tmp_path / "pairs")
     assert line["figures"]["steps"] == 3
     assert 0 <= line["figures"]["agreement_before"]["greedy"] <= 1
-    assert (out / "model.safetensors").is_file()
+    assert (out / "model.safetensors").read_bytes() != own[folders[1] / "model.safetensors"]
+    assert {path: path.read_bytes() for folder in folders for path in folder.iterdir()} == own
 
 
 @pytest.mark.parametrize(("after", "recommended"), [(0.95, True), (0.9, False), (0.7, False)])

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import run_main
 from families import VOCAB, make_model, save
 from transformers import BertConfig, BertLMHeadModel
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
+from specgen import loading
 from specgen.engine import deferred_model
 from specgen.errors import SpecgenError
 from specgen.types import SamplingParams
@@ -132,3 +134,19 @@ def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tm
         for method, settings in (("sd", NOTHING), ("pearl", {"window": 4}), ("sd", NOTHING)):
             with pytest.raises(SpecgenError, match=f"cannot read the weights of {draft}"):
                 pair.generate(PROMPT, method, **settings)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "apart"),
+    [
+        ("cpu", "cpu", True),
+        ("cuda:0", "cuda:1", True),
+        ("cuda:0", "cpu", True),
+        ("cuda:0", "cuda:0", False),
+        ("mps", "mps", False),
+    ],
+)
+def test_models_on_one_accelerator_share_a_process(monkeypatch: pytest.MonkeyPatch, target: str, draft: str, apart: bool) -> None:
+    for possible in (True, False):
+        monkeypatch.setattr(loading, "is_possible", lambda possible=possible: possible)
+        assert loading._needs_process(torch.device(target), torch.device(draft)) == (possible and apart)

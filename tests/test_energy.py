@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import parsed, run_main
+from comparisons import Compare
 
 from specgen import energy
 from specgen.compare.method_specs import parse_spec
@@ -272,3 +275,81 @@ def test_a_run_that_fails_leaves_no_thread_that_reads_counters(tmp_path: Path, e
             raise error
     assert runner._meter._stopped.is_set()
     assert (summary.energy is None) == (error is not None), "a failed run has no figure"
+
+
+class Counted:
+    """In place of an `EnergyMeter`: 50 W idle, and given joules for each run; without any left the energy is unavailable."""
+
+    def __init__(self, *joules: float) -> None:
+        self.left, self.devices, self.calls = list(joules), [CPU], ""
+
+    def made_for(self, devices: Sequence[torch.device]) -> Counted:
+        self.devices = list(devices)
+        return self
+
+    def start(self) -> None:
+        self.calls += "("
+
+    def stop(self) -> Energy:
+        self.calls += ")"
+        return Energy("a counter", self.left.pop(0), 50.0, 2.0) if self.left else Energy("unavailable", reason="no counter")
+
+    def close(self) -> None:
+        pass
+
+
+class TestCommands:
+    COMPARED = ("-m", "sd,transformers", "-n", "10", "--ignore-eos", "--limit", "2", "--repeats", "1", "--energy")
+
+    def test_a_comparison_shows_joules_above_idle_power(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does not count."""
+        for options in ((), ("--json",)):
+            meter = Counted(*[99.0] * 3, 4.0, 1.0, 8.0, 6.0, 2.0, 12.0)
+            monkeypatch.setattr("specgen.compare.runner.energy_meter_for", meter.made_for)
+            code, out, err = compare(*self.COMPARED, *options)
+            assert code == 0
+            assert meter.calls == "()" * 9, "each run is measured, and nothing between runs"
+            assert {device.type for device in meter.devices} == {"cpu"}
+            if options:
+                lines = parsed(out)
+                assert [line["joules_per_token"] for line in lines] == pytest.approx([0.5, 0.15, 1.0])
+                assert err == "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter).\n"
+            else:
+                assert "joules" in out
+                shown = [line.split() for line in out.splitlines()]
+                for name, joules in (("ar", "0.5"), ("sd", "0.15"), ("transformers", "1")):
+                    assert joules in next(cells for cells in shown if cells[:1] == [name])
+                assert "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)." in " ".join(
+                    out.split()
+                )
+
+    def test_without_a_counter_a_comparison_says_why(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("specgen.compare.runner.energy_meter_for", Counted().made_for)
+        code, out, err = compare(*self.COMPARED)
+        assert (code, err) == (0, "")
+        assert "Energy is unavailable: no counter." in " ".join(out.split())
+        assert "joules" not in out
+        assert [line["joules_per_token"] for line in parsed(compare(*self.COMPARED, "--json")[1])] == [None] * 3
+        without = compare(*self.COMPARED[:-1])[1]
+        assert "nergy" not in without
+
+    @pytest.mark.parametrize(
+        ("joules", "shown"), [((6.0,), "0.5 J/token above 50 W idle"), ((), "energy unavailable: no counter")]
+    )
+    def test_generate_shows_joules_or_says_why_not(
+        self,
+        pair: tuple[str, ...],
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+        joules: tuple[float, ...],
+        shown: str,
+    ) -> None:
+        monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted(*joules).made_for)
+        options = ("-m", "sd", "-n", "12", "--ignore-eos", "--device", "cpu", "--json", "--energy", "the cat")
+        code, out, err = run_main(monkeypatch, capfd, "generate", *pair, *options)
+        assert code == 0
+        assert shown in err
+        summary = parsed(out)[-1]
+        assert summary["joules_per_token"] == (0.5 if joules else None)
+        assert summary["energy"]["source"] == ("a counter" if joules else "unavailable")
+        assert summary["energy"]["reason"] == (None if joules else "no counter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -23,16 +24,20 @@ NAMES = ("org/target", "org/draft")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_engine_gets_its_own_options(engine: str) -> None:
     made = export(engine, TUNED, "svip", *NAMES)
-    assert any("svip" in lost for lost in made.lost), "a note says that the engine lacks the fastest method"
+    steps = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    vllm = '{"method": "draft_model", "model": "org/draft", "num_speculative_tokens": 3}'
     expected = {
-        "transformers": ('"num_assistant_tokens": 3', '"assistant_confidence_threshold": 0.0', '"constant"'),
-        "vllm": ('"method": "draft_model"', '"model": "org/draft"', '"num_speculative_tokens": 3'),
-        "sglang": ("--speculative-algorithm STANDALONE", "--speculative-num-steps 3", "topk 1", "num-draft-tokens 4"),
-        "llama.cpp": ("--spec-type draft-simple", "--spec-draft-n-max 3", "--spec-draft-n-min 0", "--spec-draft-p-min 0"),
-        "mlx": ("--num-draft-tokens 3",),
+        "transformers": json.dumps(steps, indent=2),
+        "vllm": f"vllm serve org/target --speculative-config '{vllm}'",
+        "sglang": "python -m sglang.launch_server --model-path org/target --speculative-algorithm STANDALONE "
+        "--speculative-draft-model-path org/draft --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4",
+        "llama.cpp": "llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max 3 "
+        "--spec-draft-n-min 0 --spec-draft-p-min 0",
+        "mlx": "mlx_lm.generate --model org/target --draft-model org/draft --num-draft-tokens 3",
     }
-    for words in expected[engine]:
-        assert words in made.text
+    assert made.lost[0] == f"svip, the fastest here, is not in {engine}: this is sd, the best of what it has"
+    assert made.text == expected[engine]
 
 
 def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
@@ -44,9 +49,17 @@ def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
     }
     assert "--spec-draft-p-min 0.35" in export("llama.cpp", confident, "confidence", *NAMES).text
     looked_up: Any = {"lookup": Candidate("lookup", {"k": 6, "ngram": 2}, 1.0)}
-    assert '"prompt_lookup_max": 2' in export("vllm", looked_up, "lookup", "t", None).text
+    vllm = export("vllm", looked_up, "lookup", "a target", None)
+    lookup = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    assert shlex.split(vllm.text) == ["vllm", "serve", "a target", "--speculative-config", json.dumps(lookup)]
+    assert not any("fastest" in note for note in vllm.lost)
     with pytest.raises(SpecgenError, match="none of the tuned methods"):
         export("mlx", looked_up, "lookup", *NAMES)
+    slower: Any = {
+        "sd": Candidate("sd", {"k": 3}, 100.0, measured=60.0),
+        "lookup": Candidate("lookup", {"k": 4, "ngram": 1}, 80.0),
+    }
+    assert "ngram" in export("vllm", slower, "lookup", *NAMES).text, "a measured speed counts before an expected one"
     plain = export("mlx", TUNED, "ar", *NAMES)
     assert "plain decoding is the fastest" in plain.lost[0]
 

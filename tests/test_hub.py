@@ -18,6 +18,7 @@ from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
 
 from specgen.engine.hub import model_folder
+from specgen.loading import model_sources
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
 TINY = "lab/tiny"
@@ -222,3 +223,8 @@ def test_what_is_not_certain_is_left_to_huggingface_hub(tmp_path: Path, monkeypa
     for wrong in ({"remote_code": True}, {"revision": "v2"}, {"revision": "../refs/main"}, {"name": "lab/cached?"}):
         with pytest.raises(ImportError):
             found(**wrong)  # type: ignore[arg-type]
+
+
+def test_each_model_has_its_own_revision() -> None:
+    sources = model_sources("lab/one", "lab/other", "v1", "v2", trust_remote_code=False, offline=True)
+    assert [(source.location, source.revision) for source in sources] == [("lab/one", "v1"), ("lab/other", "v2")]

@@ -110,12 +110,9 @@ def test_generate_reports_perplexity(pair: tuple[str, ...]) -> None:
     assert "perplexity" in call("-m", "sd", "--perplexity")[1]
     assert "mtad (lossy)" in (shown := call("-m", "mtad")[1])
     assert "perplexity" in shown
-    out, err = call("-m", "bild", "--json", "--energy")
-    start, *_, summary = map(json.loads, out.splitlines())
+    start, *_, summary = map(json.loads, call("-m", "bild", "--json")[0].splitlines())
     assert start["lossless"] is False
     assert summary["perplexity"] > 1
-    assert summary["energy"]["source"] == "unavailable" or summary["joules_per_token"] is not None
-    assert ("energy unavailable" in err) == (summary["joules_per_token"] is None)
     out, _ = call("-m", "sd", "--json")
     assert json.loads(out.splitlines()[-1])["perplexity"] is None
     assert json.loads(out.splitlines()[-1])["energy"] is None

@@ -58,7 +58,11 @@ def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
     assert found.chosen.method == "svip"
     assert found.settings_of("svip") == {"threshold": 0.45, "c": 0.15, "max_draft": 12}
     assert found.settings_of("sd") == {"k": 3}
-    assert found.settings_of("pearl") is None
+    assert found.settings_of("pearl") is found.settings_of("eesd") is None
+    early = found.model_copy(update={"methods": {"eesd-beta": found.methods["sd"]}})
+    assert early.settings_of("eesd") == {"k": 3}
+    chosen = profiles.Choice(method="sd", settings={"k": 7})
+    assert found.model_copy(update={"chosen": chosen}).settings_of("sd") == {"k": 7}
     assert found.measured.costs["echo"].judging == CURVES["judging"]
     assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
     again = folder / "again"
@@ -201,7 +205,8 @@ def test_generate_finds_the_profile_by_itself(
     assert "tuned" not in generated(pair)
     profiles.save(found, own)
     assert "tuned: svip" in generated(pair)
-    assert profiles.default_folder(found.fits, SamplingParams(temperature=0.8)) != own
+    sampled = [SamplingParams(temperature=0.8, top_p=top_p, top_k=top_k) for top_p in (1.0, 0.9) for top_k in (0, 5)]
+    assert len({own, *(profiles.default_folder(found.fits, sampling) for sampling in sampled)}) == 5
     (own / "profile.yaml").write_text("version: 1")
     said = generated(pair)
     assert "is not valid" in said
@@ -421,7 +426,8 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     ("more", "said"),
     [
         (["--budget", "1"], "--budget is 1"),
-        (["--budget", "nan"], "--budget is nan"),
+        (["--budget", "inf"], "--budget is inf"),
+        (["--out", __file__], "test_tune_profile.py, which is a file"),
         (["--methods", "svipp"], "did you mean svip"),
         (["--export", "vlm"], "did you mean vllm"),
         (["--prompts", "missing.yaml"], "missing.yaml"),

@@ -111,10 +111,23 @@ def test_a_line_a_round_as_in_the_mock_up() -> None:
         a_round(4, (4, 5, 0), 3, None, None, "eos"),
     )
     assert lines[0] == f"{'  0         Hello':82} prompt, 43 tokens"
+    (first,) = Screen(100, 1).lines(a_round(0, (), 0, 1))
+    assert first == f"{'  0         starts':85}prompt, 1 token", "without the space before it"
     assert lines[1] == f"{'  1    3/3  starts with 24 ⊕ pencils':85}√cH 0.43 > 0.40"
     assert lines[2] == f"{'  2    3/5  pencils. 3 ✗packs of → baskets':93}limit 5"
     assert lines[3].startswith("  3    0/1  ✗packs → baskets ")
     assert lines[4] == f"{'  4    3/3  pencils.<eos>':97}eos"
+
+
+def test_a_line_feed_is_visible_and_tokens_keep_clear_of_the_reason() -> None:
+    (line,) = Screen(100).lines(a_round(1, (1, 11, 2), 1, 11, "correction"))
+    assert line.removesuffix("limit 5").rstrip() == "  1    1/3  starts✗↵ with →↵"
+    for width in range(80, 100):  # wherever the tokens are wrapped
+        first, *more = Screen(width).lines(a_round(1, (4, 5, 6, 7, 8, 1, 2) * 3, 21, 9, "bonus"))
+        assert len(first) == width
+        assert first.endswith("  limit 5")
+        assert more
+        assert all(len(line) <= width - len("  limit 5") for line in more)
 
 
 def test_narrow_terminals_put_the_reason_after_the_text_and_wrap() -> None:

@@ -129,7 +129,8 @@ class Comparison:
             return []
         if energy["joules"] is None:
             return [f"Energy is unavailable: {energy['reason']}."]
-        return [f"Joules are those above {energy['idle_watts']:.3g} W idle; with idle: all ({energy['source']})."]
+        power = f"{energy['idle_watts']:.3g} W"
+        return [f"Joules are those beyond the {power} of the idle devices; 'with idle' adds these ({energy['source']})."]
 
     def _print(self, shown: views.Report, costs: PassCosts | None) -> None:
         if not self._display.json:

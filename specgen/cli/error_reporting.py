@@ -43,7 +43,8 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            code = _failed(f"out of memory: {str(error).splitlines()[0]}", "Try a smaller model or --dtype bfloat16")
+            what = str(error) or "not enough memory"  # Python's own error has no text
+            code = _failed(f"out of memory: {what.splitlines()[0]}", "Try a smaller model or --dtype bfloat16")
         raise typer.Exit(code)
 
     return run

@@ -1,0 +1,123 @@
+"""What the README says: names of methods, options and keys, its example in Python, and its output of `generate --json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from cli_helpers import parsed, run_main
+from comparisons import Compare
+from tuning_helpers import outcome
+
+import specgen
+from specgen.cli.app import app
+from specgen.cli.tune_run import json_line
+from specgen.engine.native.families import FAMILIES
+from specgen.methods import METHODS
+from specgen.pair import Pair
+from specgen.tuning import profile as profiles
+from specgen.tuning.export import ENGINES
+from specgen.types import SamplingParams
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+NOT_OURS = {"--speculative-config", "--threads"}  # vLLM's, and an option of tests/benchmark.py
+
+
+def section(title: str) -> str:
+    return re.split(r"^##+ ", README.partition(f"# {title}\n")[2], flags=re.MULTILINE)[0]
+
+
+def keys_after(beginning: str) -> set[str]:
+    """The names in code style in the line that begins so."""
+    line = next(line for line in README.splitlines() if line.startswith(beginning))
+    return set(re.findall(r"`(\w+)`", line.removeprefix(beginning)))
+
+
+def test_the_table_has_every_method_and_says_which_are_lossy() -> None:
+    rows = [line.split(" | ")[0] for line in section("Methods").splitlines() if line.startswith("`") and " | " in line]
+    lossy = {name: "(lossy)" in row for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert lossy == {name: not method.lossless for name, method in METHODS.items()}
+    assert f"{len(METHODS) - 1} methods" in README, "plain decoding is not counted"
+
+
+def test_every_option_exists() -> None:
+    known = {
+        name for command in typer.main.get_command(app).commands.values() for option in command.params for name in option.opts
+    }  # type: ignore[attr-defined]
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    assert len(named) > 30
+    assert named - NOT_OURS - known <= {"--help"}
+    text = section("Your own models")
+    assert set(re.search(r"--export (\S+)`", text)[1].split("|")) == set(ENGINES)  # type: ignore[index]
+
+
+def test_the_native_families_are_named() -> None:
+    words = re.search(r"specgen runs (.*) with its own decoder", README)
+    assert words is not None
+    named = set(re.split(r", | and ", words[1].replace("Gemma 1 to 3 (text)", "Gemma, Gemma 2, Gemma 3 text")))
+    assert {re.sub(r"\W", "", name).lower() for name in named} == {family.replace("_", "") for family in FAMILIES}
+
+
+def test_the_keys_of_json_lines_are_there(compare: Compare, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "sd", "-n", "8", "--limit", "2", "--repeats", "1", "--json", "--record", "distributions")
+    code, out, _ = compare(*options, "--trace", str(trace))
+    assert code == 0
+    lines = {line["type"]: line for line in parsed(trace.read_text())}
+    for kind, line in lines.items():
+        named = keys_after(f"- `{kind}`:") - {"correction", "bonus"}
+        assert len(named) > 10
+        assert named <= set(line), kind
+    (own,) = parsed(out)[1:]
+    of_compare, _, of_tune = section("JSON lines").partition("`compare --json`")[2].partition("`tune --json`")
+    for text, line in ((of_compare, own), (of_tune.partition("```")[0], json_line(outcome(), trace))):
+        named = set(re.findall(r"`(\w+)`", text)) - {"method"}
+        assert len(named) >= 5
+        assert named <= set(line)
+
+
+def test_its_json_example_is_what_the_bundled_pair_gives(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    example = re.search(r'specgen generate --json -n 12 "(.*?)" \| jq[^\n]*\n(.*?)```', README, flags=re.DOTALL)
+    assert example is not None
+    code, out, _ = run_main(monkeypatch, capfd, "generate", "--json", "-n", "12", example[1], "--device", "cpu")
+    assert code == 0
+    rounds = [[line["draft_texts"], line["token_text"], line["source"]] for line in parsed(out) if line["type"] == "round"]
+    assert rounds == [json.loads(line) for line in example[2].splitlines()]
+
+
+def test_its_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(code, {})
+    out = capsys.readouterr().out
+    answer, rate, rounds = re.fullmatch(r"(.*) (0\.\d+)\n((?:\(.*\) \[.*\] (?:\d+|None)\n)+)", out, flags=re.DOTALL).groups()  # type: ignore[union-attr]
+    assert '"""' in answer
+    assert 0.3 < float(rate) < 1
+    assert len(rounds.splitlines()) > 2
+
+
+def test_profiles_are_for_the_commands_only(
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
+    key = profiles.profile_key_of(demo_pair)
+    profiles.save(profiles.from_outcome(outcome(), key), profiles.default_folder(key, SamplingParams()))
+    options = ("--device", "cpu", "--dtype", "float32", "--json", "-n", "4", "abc")
+    start: dict[str, Any] = parsed(run_main(monkeypatch, capfd, "generate", *options)[1])[0]
+    assert start["settings"]["threshold"] == 0.45
+    assert demo_pair.plan("abc", "svip").settings.values["threshold"] == 0.4
+    assert demo_pair.generate("abc", sampling=SamplingParams(max_new_tokens=2)).summary["method"] == "svip"
+
+
+def test_the_modules_that_it_names_are_there() -> None:
+    layout = section("Development")
+    for name in re.findall(r"^    ([\w/]+\.py|\w+/)|; (\w+\.py)|(\w+\.py) makes", layout, flags=re.MULTILINE):
+        path = Path(specgen.__file__).parent / next(filter(None, name))
+        assert path.exists(), path
+    for name in set(re.findall(r"python (tests/\w+\.py)", README)):
+        assert (Path(__file__).parents[1] / name).is_file(), name
