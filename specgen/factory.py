@@ -63,7 +63,8 @@ def make_policy(settings: Settings, seed: int) -> LengthPolicy:
 
 
 def derive_seed(seed: int, role: str) -> int:
-    """Derives from the run's seed an independent seed for each source of randomness: `draft`, `target` or `policy`."""
+    """Derives an independent seed: from a run's for each source of randomness (`draft`, `target`, `policy`), from a
+    comparison's for each prompt and repeat."""
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 

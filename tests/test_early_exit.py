@@ -13,6 +13,7 @@ from runner_checks import LAYERED, CountedLayers, InterruptAt, check, four_layer
 
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_parts import Predictor
+from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
@@ -232,3 +233,31 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
         assert torch.allclose(both.acceptance_predictor.score(drafted[1], position), expected, atol=1e-5)
         logit = predictor.logits(predictor.offsets(target_hidden), drafted[1:], torch.tensor([position]))
         assert torch.allclose(logit.sigmoid()[0], expected, atol=1e-5), "training's form"
+
+
+def test_hidden_states_are_kept_while_other_contexts_are_run() -> None:
+    """Passes may reuse the memory of their outputs, as static passes on a GPU do."""
+    model = model_of(make_model("llama"), "native")
+    inner, buffer = model.forward(), torch.zeros(8, model.shape.hidden_size)
+
+    def forward(forward_pass: ForwardPass, rows: int) -> ModelOutput:
+        output = inner(forward_pass, rows)
+        assert output.hidden_states is not None
+        return output._replace(hidden_states=buffer[:rows].copy_(output.hidden_states))
+
+    runner, contexts = ModelRunner(model, forward=forward), [Context([1, 5, 6, 7]), Context([1, 8, 3])]
+    states = []
+    for context in contexts:
+        hidden = runner.logits(context, [4]).hidden_states
+        assert hidden is not None
+        states.append(hidden.clone())
+    contexts[0].extend([9])
+    contexts[1].extend([4, 11])
+    runner.clear_cache()
+    runner.logits(Context([2, 2, 2, 2]))
+    for context, hidden, row in zip(contexts, states, (0, 1), strict=True):
+        found = runner.last_hidden_state(context)
+        assert found is not None
+        assert torch.equal(found, hidden[row])
+    contexts[1].extend([12, 13])
+    assert runner.last_hidden_state(contexts[1]) is None, "no call predicted this token"

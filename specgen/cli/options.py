@@ -100,7 +100,11 @@ TopP = Annotated[
 ]
 TopK = Annotated[int, _sampling("--top-k", metavar="K", help="Sample from the K most probable tokens. 0: from all.")]
 Seed = Annotated[
-    int | None, _sampling(metavar="N", help="The seed for sampling. The same seed gives the same tokens. Default: a random one.")
+    int | None,
+    _sampling(
+        metavar="N",
+        help="The seed for sampling and for bandit policies. The same seed gives the same tokens. Default: a random one.",
+    ),
 ]
 FixedSeed = Annotated[int | None, _sampling("--seed", metavar="N", help="The seed for sampling and for training.")]
 Stop = Annotated[list[str] | None, _sampling(metavar="TEXT", help="End the output before this text (repeatable).")]

@@ -51,8 +51,11 @@ class RecordedComparison:
         return any(recorded.run.line.get(figure) is not None for recorded in self.runs)
 
     def add_to(self, runner: Runner) -> None:
-        """Adds the recorded runs to the runner's results. Runs of methods, prompts or repeats that the runner's comparison does
-        not include are skipped. Raises SpecgenError if a run was made with other settings or another prompt text."""
+        """Adds the recorded runs to the runner's results, and their seeds, which the other methods on the same prompt take.
+
+        Runs of methods, prompts or repeats that the runner's comparison does not include are skipped. Raises SpecgenError if a
+        run was made with other settings or another prompt text.
+        """
         config, now = runner.config, _settings(runner)
         specs = {spec.written: spec for spec in config.specs}
         prompts = {prompt.index: prompt for prompt in config.prompts}
@@ -69,6 +72,7 @@ class RecordedComparison:
                     "Give the same --prompts (and --chat, --turns) as for that trace",
                 )
             runner.add(spec, prompt, start["repeat"], recorded.run)
+            runner.seeds[prompt.index, start["repeat"]] = start["sampling"]["seed"]
             if recorded.traced is not None and prompt is config.prompts[0]:
                 runner.results.examples[spec.written] = recorded.traced
 

@@ -3,6 +3,12 @@ that changes of the machine's speed affect all methods alike.
 
 Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and key-value caches are cleared
 before each run. Nothing is written, displayed or compared while a run is timed.
+
+Each prompt and repeat has a seed of its own, derived from --seed, so that a length policy that draws random numbers (Thompson
+sampling) and sampled tokens draw afresh: the repeats are independent measurements. All methods share this seed on a prompt and
+repeat. It does not depend on which prompts and methods are measured, so a comparison with the same --seed makes the same runs,
+and so does `specgen generate --seed` with the seed in a run's trace (`sampling.seed`). Without --seed, the seeds derive from a
+random one; --resume takes those that are recorded.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.energy import energy_meter_for
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.factory import derive_seed
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
@@ -74,6 +81,7 @@ class Runner:
         self.results = Results(config)
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
+        self.seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
         self._ids: dict[int, list[int]] = {}
         self._meter = energy_meter_for(pair.all_devices) if config.energy else None
@@ -157,7 +165,10 @@ class Runner:
         the prompt is skipped."""
         if self._is_ruled_out(spec, prompt):
             return None
-        sampling = replace(self.config.sampling, seed=(self._seed + repeat) % 2**63)
+        key = prompt.index, repeat
+        if key not in self.seeds:
+            self.seeds[key] = derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}")
+        sampling = replace(self.config.sampling, seed=self.seeds[key])
         start = time.perf_counter()
         try:
             ids = self.prompt_ids(prompt)

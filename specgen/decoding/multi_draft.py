@@ -74,7 +74,8 @@ class MultiDraftDrafter(ModelDrafterBase):
         if self._sampling.greedy:
             chosen = logits.topk(min(len(chains), logits.shape[-1])).indices[0] if origins == [-1] else logits.argmax(dim=-1)
             chains = [-1] * chosen.shape[0] if origins == [-1] else chains
-        rows = torch.tensor([origins.index(node) for node in chains], device=logits.device)
+        if read or not self._sampling.greedy:
+            rows = torch.tensor([origins.index(node) for node in chains], device=logits.device)
         if not self._sampling.greedy:
             warped = logits_ops.warp(logits, self._sampling)
             chosen = logits_ops.draw(warped.index_select(0, rows), self._generator)
