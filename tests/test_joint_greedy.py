@@ -16,6 +16,7 @@ from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
 from specgen.cli.app import app
+from specgen.decoding import joint
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.errors import RunError, SpecgenError
@@ -77,8 +78,12 @@ def greedy(runner: TableRunner, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("length", "scale"), [(1, 1.5), (2, 1.5), (3, 0.3), (4, 1.5), (4, 0.0001), (5, 3.0)])
-@pytest.mark.parametrize("eos", [(), (1, 4)])
-def test_each_block_is_the_likeliest_of_all(length: int, scale: float, eos: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("eos", "batch"), [((), 1), ((1, 4), 16)])
+def test_each_block_is_the_likeliest_of_all(
+    length: int, scale: float, eos: tuple[int, ...], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `batch` 1 the first complete block is the greedy one, so that branch and bound finds the others."""
+    monkeypatch.setattr(joint, "BATCH", batch)
     differs = 0
     for seed in range(4):
         runner = TableRunner(seed, scale)
