@@ -74,7 +74,7 @@ def test_hidden_states_after_some_layers_are_the_same_on_both_backends(family: s
     batch = text_pass(random_ids(30))
     for layers, with_head in ((1, False), (2, False), (3, True)):
         found, expected = (model.batch_layers(batch, layers, with_head=with_head) for model in (native, other))
-        for mine, theirs in zip(found, expected, strict=True):
+        for mine, theirs in zip(found[:2], expected[:2], strict=True):  # logits and hidden states
             assert mine is not None
             torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
     whole = native.batch_logits(batch)

@@ -91,5 +91,6 @@ class TopKTreeDrafter(ModelDrafterBase):
         score = None
         if scores is not None and tree.hidden is not None:
             score = scores.score(tree.hidden.index_select(0, origins[:1])[0], position)[None]
-        row, unpenalised = (None if part is None else part.index_select(0, origins[:1]) for part in (logits, tree.unpenalised))
+        unpenalised = None if tree.unpenalised is None else tree.unpenalised.index_select(0, origins[:1])
+        row = logits.index_select(0, origins[:1])
         return signals.compute(read, row, chosen[:1], predicted_acceptance=score, unpenalised=unpenalised)

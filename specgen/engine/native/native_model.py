@@ -162,9 +162,9 @@ class NativeModel:
         if not with_head:
             hidden = residual.values.view(*shape, -1)
             return ModelOutput(hidden, hidden)
-        logits, normed = self.norm_and_head(residual, self.parts)
-        assert normed is not None
-        return ModelOutput(logits.view(*shape, -1), normed.view(*shape, -1))
+        output = self.norm_and_head(residual, self.parts)
+        assert output.hidden_states is not None
+        return ModelOutput(output.logits.view(*shape, -1), output.hidden_states.view(*shape, -1))
 
     def _run_batch(self, batch: BatchPass, layers: int) -> Residual:
         """Runs the first layers on all tokens of all sequences, which are rows one after the other."""
