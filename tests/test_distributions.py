@@ -63,7 +63,7 @@ PATHS: dict[str, dict[str, object]] = {
     "pearl:post_verify": {"window": 3, "post_verify": False},
     "pearl:policy": {"window": 4, "policy": "svip", "threshold": 0.42},
 }
-OFTEN = ("sd", "confidence", "eesd-cali", "lookup", "sd:tree", "spectr", "specinfer", "pearl")  # a verifier or signal each
+OFTEN = ("sd", "lookup", "sd:tree", "spectr", "specinfer", "pearl")  # every drafter, verifier and schedule
 
 
 def decode(

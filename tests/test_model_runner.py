@@ -108,6 +108,23 @@ def test_the_same_call_twice_runs_only_what_its_logits_need(backend: str) -> Non
 
 
 @both_backends
+def test_another_draft_after_the_same_context(backend: str) -> None:
+    """The cached tokens of the draft before are dropped from the first difference on, in tokens or in parents."""
+    module = make_model("llama")
+    runner = ModelRunner(model_of(module, backend))
+    context, chain = Context([1, 5, 6, 7]), [-1, 0, 1]
+    runner.logits(context, [8, 9, 10])
+    for tokens, parents, start in [
+        ([8, 3, 10], chain, 3),
+        ([4, 3, 10], chain, 2),
+        ([4], chain[:1], 1),
+        ([4, 3, 10], [-1, -1, 1], 3),
+        ([4, 3, 10], [-1, -1, 0], 3),
+    ]:
+        check(module, runner.logits(context, tokens, parents, start=start).logits, context, tokens, parents, start)
+
+
+@both_backends
 def test_an_interrupted_gather_leaves_the_runner_usable(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_model("llama")
     runner = ModelRunner(model_of(module, backend))

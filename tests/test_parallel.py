@@ -191,8 +191,21 @@ def test_a_narrow_pass_gets_a_short_draft() -> None:
     assert Window(1, 1).beside(1) == 1
 
 
-def test_the_policy_is_told_what_was_judged() -> None:
-    """It does not observe tokens pending verification: three successes, whatever follows them."""
+def test_the_policy_observes_the_verified_tokens() -> None:
+    """And none that are pending: three successes without a failure, whatever tokens follow them."""
     runner = RandomRunner(12, 4)
     rounds = decode("pearl", runner, runner, 8, set(), window=3, policy="beta-ts", alpha=1e6, beta=1)
-    assert [round_.policy_state["alpha"] - 1e6 for round_ in rounds] == [0, 1, 4, 7]  # type: ignore[index]
+    observed = [(round_.policy_state["alpha"] - 1e6, round_.policy_state["beta"]) for round_ in rounds]  # type: ignore[index]
+    assert observed == [(0, 1), (1, 1), (4, 1), (7, 1)]
+
+
+@pytest.mark.parametrize("window", [2, 3, 8])
+def test_no_token_is_drafted_beyond_the_limit_or_an_end_of_sequence(window: int) -> None:
+    """Tokens pending verification count as drafted. The models agree, so the first end-of-sequence is the output's."""
+    runner = RandomRunner(12, 0)  # its first seven tokens differ
+    rounds = decode("pearl", runner, runner, 6, set(), window=window)
+    assert sum(len(round_.draft.tokens) for round_ in rounds) == 5
+    tokens = ids_of(decode("ar", runner, runner, 12, set()))
+    for position in range(1, 7):
+        ended = decode("pearl", runner, runner, 12, {tokens[position]}, window=window)
+        assert [token for round_ in ended for token in round_.draft.tokens] == tokens[1 : position + 1]

@@ -28,6 +28,7 @@ def rows(*choices: int, size: int = 8) -> ModelOutput:
         (Draft((1, 2, 3, 4), (-1, -1, 1, 1)), (2, 0, 4, 0, 6), Verdict((1, 3), 6, "bonus")),
         (Draft((1, 2, 3, 4), (-1, -1, 1, 1)), (2, 0, 7, 0, 6), Verdict((1,), 7, "correction")),
         (Draft((1, 2, 3), (-1, -1, 0)), (5, 3, 0, 0), Verdict((), 5, "correction")),
+        (Draft((1, 2, 3), (-1, -1, 0)), (2, 0, 3, 6), Verdict((1,), 3, "bonus")),  # the 3 follows the other branch
     ],
 )
 def test_greedy_walks_along_the_argmax(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
