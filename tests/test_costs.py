@@ -20,7 +20,9 @@ from specgen.tuning.pair_inspection import measure_parallel
 from specgen.types import Context, SamplingParams
 
 
-@pytest.mark.parametrize(("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (2, 0, 6, 1, 1)])
+@pytest.mark.parametrize(
+    ("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (12.2, 1, 2, 12, 7), (2, 0, 6, 1, 1)]
+)
 def test_with_the_window_both_models_finish_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, base: float, token: float, draft: float, size: int, first: int
 ) -> None:
