@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from timed_models import SlowDrafter, SlowTarget
 
 import specgen
 from specgen import measurement_cache, preparation
@@ -17,47 +16,14 @@ from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.cost_model.speedup import eesd_speedup
 from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.decoding.policies import Always
-from specgen.engine.model_runner import ModelOutput
 from specgen.paths import cache_folder
 from specgen.tuning.pair_inspection import measure_parallel
-from specgen.types import Context, Draft, SamplingParams
+from specgen.types import Context, SamplingParams
 
 
-class SlowTarget:
-    """A pass takes a base time plus a time per token, on a simulated clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, base: float, token: float) -> None:
-        self.base, self.token, self.now = base, token, 0.0
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
-
-    def logits(self, context: Context, draft: Sequence[int] = ()) -> ModelOutput:
-        self.now += self.base + self.token * (len(draft) + 1)
-        return ModelOutput(torch.zeros(len(draft) + 1, 4))
-
-
-class SlowDrafter:
-    """Reports a fixed time per token without waiting."""
-
-    policy = Always()
-
-    def __init__(self, token: float) -> None:
-        self.token, self.seconds, self.closed = token, 0.0, False
-
-    def prefill(self, context: Context) -> None: ...
-
-    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
-        self._limit = limit
-
-    def finish(self) -> Draft:
-        self.seconds = self._limit * self.token
-        return Draft([0] * self._limit, range(-1, self._limit - 1))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize(("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (2, 0, 6, 1, 1)])
+@pytest.mark.parametrize(
+    ("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (12.2, 1, 2, 12, 7), (2, 0, 6, 1, 1)]
+)
 def test_with_the_window_both_models_finish_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, base: float, token: float, draft: float, size: int, first: int
 ) -> None:

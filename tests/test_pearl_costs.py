@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import make_model, save
 from scripted_models import TableRunner, scripted_run
-from test_costs import SlowDrafter, SlowTarget
+from timed_models import SlowDrafter, SlowTarget
 from tuning_helpers import GREEDY, PROMPTS
 
 import specgen

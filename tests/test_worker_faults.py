@@ -184,7 +184,7 @@ def test_an_open_run_may_be_closed_after_its_thread_has_ended() -> None:
 _LEFT_OPEN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_worker_faults import thread_run
+thread_run = __import__("test_worker_faults").thread_run
 worker, rounds = thread_run()
 """
 
