@@ -18,6 +18,7 @@ from specgen.errors import RunError, SpecgenError
 
 _DEEPEST = 20  # levels of nesting allowed in YAML; specgen's own files need six
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # of a folder: no file can be added, but one that exists may be writable
+_STREAMS = {"/dev/stdout": 1, "/dev/fd/1": 1, "/proc/self/fd/1": 1, "/dev/stderr": 2, "/dev/fd/2": 2, "/proc/self/fd/2": 2}
 _LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 _LOCK_OFFSET = 1 << 62  # beyond the end of any file: on Windows, a locked byte cannot be read by others
 
@@ -30,10 +31,11 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     A symbolic link stays, and the file that it names is replaced; permissions stay too. What is not a regular file (a device, a
     FIFO), and a file whose folder takes no others, is written to instead of replaced. Raises OSError.
     """
-    target = _replaceable(path)
+    stream = own_stream(path)
+    target = None if stream is not None else _replaceable(path)
     part = None if target is None else _new_part(target)
     if target is None or part is None:
-        with path.open("wb") as file:
+        with path.open("wb") if stream is None else stream as file:
             yield file
         return
     try:
@@ -46,6 +48,18 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def own_stream(path: Path) -> FileIO | None:
+    """Opens standard output or standard error if `path` is a name of one of them, such as /dev/stdout.
+
+    Opened by its name, a file that it is redirected to would be written from the beginning. Returns None for any other path.
+    """
+    if str(path) not in _STREAMS:
+        return None
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    return FileIO(os.dup(_STREAMS[str(path)]), "w")
 
 
 def _replaceable(path: Path) -> Path | None:
@@ -110,6 +124,11 @@ def check_writable(path: Path, what: str) -> None:
     changed. `what` names the file in messages."""
     named, hint = f"cannot write the {what} {path}", "Name another file"
     try:
+        if (stream := own_stream(path)) is not None:
+            stream.close()
+            return
+        if path.is_socket():
+            raise SpecgenError(f"{named}: it is a socket", hint)
         target = _replaceable(path)
         if path.is_dir():
             raise SpecgenError(f"{named}: it is a folder", "Name a file in it")
@@ -142,7 +161,9 @@ def _reason(error: OSError) -> str:
 
 def file_identity(path: Path) -> Hashable:
     """Returns a value that is equal for all names of the same file, even of one that does not exist yet. None for a device, which
-    several may write to."""
+    several may write to, and for standard output and error."""
+    if str(path) in _STREAMS:
+        return None
     try:
         found = path.stat()
     except (OSError, ValueError):

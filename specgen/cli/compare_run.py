@@ -101,8 +101,8 @@ class Comparison:
                 finally:  # also if the reader has closed the pipe
                     unwritten = self._write_files(shown)
         code = INTERRUPTED if interrupted else self._exit_code(made)
-        for error in unwritten:
-            report(error, no_color=self._display.no_color)
+        for each in unwritten:
+            report(each, no_color=self._display.no_color)
         if failure is not None:
             raise failure
         return code or (RunError.exit_code if unwritten else 0)

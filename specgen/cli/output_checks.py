@@ -47,7 +47,7 @@ def check_outputs(
         for name, other in read:
             if other is not None and _is_read(path, other):
                 raise SpecgenError(f"{given} is a file that is read: {name} {other}", "Name another file")
-        if path.is_fifo():
+        if Path(os.path.realpath(path)).is_fifo():  # not for a pipe that the shell has opened, such as /dev/fd/63
             print(f"{option}: waiting for a program that reads the FIFO {path}", file=sys.stderr)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
-from specgen.files import take_lock
+from specgen.files import own_stream, take_lock
 from specgen.json_lines import json_line
 from specgen.types import Round, SamplingParams
 
@@ -95,23 +95,28 @@ class TraceWriter:
         self._path, self._resumes = path, resumes
         self.keep = 0
         self._is_new = not path.exists()
+        self._is_file = False
         self._is_changed = False
         try:
             self._file = self._opened()
         except OSError as error:
-            raise SpecgenError(f"cannot write the trace {path}: {error.strerror}", "Name another file") from error
+            verb = "continue" if resumes else "write"
+            raise SpecgenError(f"cannot {verb} the trace {path}: {error.strerror}", "Name another file") from error
 
     def _opened(self) -> FileIO:
-        is_file = self._is_new or self._path.is_file()  # a device can be written by several processes
-        if self._resumes and not is_file:
+        stream = None if self._resumes else own_stream(self._path)
+        if stream is not None:
+            return stream
+        self._is_file = self._is_new or self._path.is_file()  # a device can be written by several processes
+        if self._resumes and not self._is_file:
             raise SpecgenError(f"cannot continue the trace {self._path}: it is not a file", "Name one that --trace wrote")
         flags = os.O_RDWR if self._resumes else os.O_WRONLY | os.O_CREAT
         while True:
             file = FileIO(os.open(self._path, flags | _BINARY, 0o666), "r+" if self._resumes else "w")
-            if is_file and not take_lock(file):
+            if self._is_file and not take_lock(file):
                 file.close()
                 raise SpecgenError(f"another process writes the trace {self._path}", "Wait for its end, or name another file")
-            if not is_file or self._is_at_path(file):
+            if not self._is_file or self._is_at_path(file):
                 return file
             file.close()  # deleted by the process that had the lock
 
@@ -135,8 +140,8 @@ class TraceWriter:
             raise RunError(f"cannot write the trace {self._path}: the disk is full")
 
     def _begin(self) -> None:
-        if not self._resumes and not self._path.is_file():
-            return  # a device or FIFO
+        if not self._is_file:
+            return
         self._file.truncate(self.keep)
         if self.keep:
             self._file.seek(self.keep - 1)
