@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,13 +29,13 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
     So `path` is always complete, the old file or the new one, even after a kill, with a full disk or with two writers at once.
     A symbolic link stays, and the file that it names is replaced; permissions stay too. What is not a regular file (a device, a
-    FIFO), and a file whose folder takes no others, is written to instead of replaced. Raises OSError.
+    FIFO), and a file in a folder where none can be created, is written to and not replaced. Raises OSError.
     """
     stream = own_stream(path)
     target = None if stream is not None else _replaceable(path)
     part = None if target is None else _new_part(target)
     if target is None or part is None:
-        with path.open("wb") if stream is None else stream as file:
+        with path.open("wb") if stream is None else BufferedWriter(stream) as file:
             yield file
         return
     try:

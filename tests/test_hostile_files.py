@@ -82,14 +82,14 @@ def test_a_device_is_written_to_and_stays(main: Main, trace: Path, full: Path) -
 
 @POSIX
 def test_a_fifo_is_written_to_and_says_that_it_waits(main: Main, trace: Path, tmp_path: Path) -> None:
-    fifo, read = tmp_path / "fifo", []
+    fifo, read = tmp_path / "fi\x1b[2Jfo", []
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: read.append(fifo.read_text(encoding="utf-8")))
     reader.start()
     code, _, err = main("inspect", trace, "--html", fifo, "-q")
     reader.join(10)
     assert code == 0
-    assert err == f"--html: waiting for a program that reads the FIFO {fifo}\n"
+    assert err == f"--html: waiting for a program that reads the FIFO {fifo}\n".replace("\x1b", "␛")
     assert read[0].rstrip().endswith("</html>")
     assert fifo.is_fifo()
 

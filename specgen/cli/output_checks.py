@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,10 @@ def check_outputs(
 
     `outputs` and `inputs` have the path of each option; None: not given. An input is a file or a folder. `models` are inputs too.
     """
+    if not any(outputs.values()):
+        return
+    from specgen.ui import theme  # imports Rich
+
     written: dict[Hashable, str] = {}
     streams = _redirected()
     read = [*inputs, *(_of_models(models) if models is not None else ())]
@@ -48,7 +51,7 @@ def check_outputs(
             if other is not None and _is_read(path, other):
                 raise SpecgenError(f"{given} is a file that is read: {name} {other}", "Name another file")
         if Path(os.path.realpath(path)).is_fifo():  # not for a pipe that the shell has opened, such as /dev/fd/63
-            print(f"{option}: waiting for a program that reads the FIFO {path}", file=sys.stderr)
+            theme.console(stderr=True).print(f"{option}: waiting for a program that reads the FIFO {path}")
 
 
 def _is_read(path: Path, given: Path) -> bool:
