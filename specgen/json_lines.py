@@ -8,22 +8,27 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# Characters that reorder text, so that it can look like other text.
-BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-# JSON allows these characters unescaped, but they affect a terminal: control characters, line separators and those above.
-_ESCAPED = re.compile(f"[{''.join(map(chr, (*range(0x7F, 0xA0), 0x2028, 0x2029, *BIDIRECTIONAL)))}]")
+from specgen.sanitize import C1, INVISIBLE, SEPARATORS, SURROGATES
+
+# JSON allows these characters unescaped, but they affect a terminal or hide in text. Half of a character is no character at all.
+_ESCAPED = re.compile(f"[{''.join(map(chr, (*C1, *SEPARATORS, *INVISIBLE, *SURROGATES)))}]")
 
 
 def json_line(content: Mapping[str, Any]) -> bytes:
     """Returns `content` as one line of JSON in UTF-8, with the line feed at its end.
 
-    Text stays readable. Only characters that could disturb a terminal are escaped: control characters, line separators,
-    characters that reorder text, and lone surrogates (halves of a character). Raises ValueError for NaN and infinity, which JSON
-    does not have.
+    Text stays readable. Only characters that could disturb a terminal are escaped: control characters, line separators, and
+    characters that reorder text or have no width. A lone surrogate (half of a character), which many parsers refuse, becomes the
+    replacement character. Raises ValueError for NaN and infinity, which JSON does not have.
     """
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)
-    text = _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # ten times faster than str.translate beyond ASCII
-    return (text + "\n").encode("utf-8", "backslashreplace")
+    text = _ESCAPED.sub(_escape, text)  # ten times faster than str.translate beyond ASCII
+    return (text + "\n").encode("utf-8")
+
+
+def _escape(found: re.Match[str]) -> str:
+    character = found[0]
+    return "\N{REPLACEMENT CHARACTER}" if ord(character) in SURROGATES else json.dumps(character)[1:-1]
 
 
 def print_json(content: Mapping[str, Any]) -> None:

@@ -72,6 +72,8 @@ class SamplingParams:
             raise SpecgenError(f"seed is {self.seed}", "It has to be a whole number from 0 to 2^63 - 1")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise SpecgenError(f"stop holds {self.stop!r}", "Each stop text needs at least one character")
+        if any("\ud800" <= character <= "\udfff" for text in self.stop for character in text):
+            raise SpecgenError(f"stop holds {self.stop!r}, which is not UTF-8", "Convert it first, for instance with iconv")
 
     @property
     def greedy(self) -> bool:

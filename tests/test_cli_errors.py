@@ -276,8 +276,13 @@ def test_a_damaged_model_is_named(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_trace_on_a_full_disk_is_a_failure_of_the_run(folders: Folders, fails: Fails) -> None:
-    fails("abc", "-t", folders["good"], "--trace", "/dev/full", code=RUN_FAILED, named=("/dev/full", "No space left"))
+def test_a_trace_on_a_full_disk_is_a_failure_of_the_run_and_the_text_is_shown(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_main(monkeypatch, capfd, "generate", "abc", "-q", "-t", folders["good"], "--trace", "/dev/full")
+    assert code == RUN_FAILED
+    assert len(out) > 10
+    check_line("", err, ("/dev/full", "No space left"))
 
 
 @pytest.mark.parametrize(

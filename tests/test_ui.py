@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from rich.console import Console
 
 from specgen.energy import Energy
 from specgen.json_lines import json_line
+from specgen.sanitize import inline, one_line, streamed
 from specgen.traces.summary import Summary
 from specgen.types import Draft, Round, Verdict
 from specgen.ui import theme
-from specgen.ui.sanitize import inline, streamed
 from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
 from specgen.ui.terminal.footer import footer
 from specgen.ui.terminal.rounds import RoundsView
@@ -285,7 +286,10 @@ def test_control_characters_become_pictures() -> None:
     assert streamed("a\x1b[31mb\x07\r\n\tc\x9b\x7f\u202e") == "a␛[31mb␇␍\n\tc\N{REPLACEMENT CHARACTER}␡"
     assert inline("a\n    b\tc \x1b") == "a↵····b⇥c ␛"
     assert inline(" ") == "␣"
-    assert json_line({"a": "é\x9b\x7f\u2028\ud800"}) == r'{"a": "é\u009b\u007f\u2028\ud800"}'.encode() + b"\n"
+    assert one_line("a\u202eb\u200b\udc9b\U000e0041") == "a�b���"
+    assert streamed("\N{MAN}\u200d\N{WOMAN}\u200b\ufeff") == "\N{MAN}\u200d\N{WOMAN}", "emoji need the joiner"
+    assert json_line({"a": "é\x9b\x7f\u2028\u200b\ud800"}) == r'{"a": "é\u009b\u007f\u2028\u200b�"}'.encode() + b"\n"
+    assert json.loads(json_line({"a": "\U000e0041"})) == {"a": "\U000e0041"}
 
 
 def test_a_pipe_gets_the_text_unchanged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -60,33 +60,41 @@ def compare(
     from specgen.cli import profile_lookup
     from specgen.cli.compare_run import Comparison
     from specgen.cli.model_options import open_pair
+    from specgen.cli.output_checks import check_outputs
     from specgen.compare.method_specs import EVERY, parse_specs
     from specgen.compare.prompts import load_prompts
     from specgen.compare.results import BenchmarkConfig
     from specgen.compare.resume import read_comparison
+    from specgen.paths import examples_file
+    from specgen.traces.trace_writer import TraceWriter
     from specgen.ui import theme
 
     models = profile_lookup.with_exit(models, profile)
-    recorded = None if output.resume is None else read_comparison(output.resume)
-    specs = recorded.specs() if recorded is not None and not methods else parse_specs(methods or [EVERY])
-    config = BenchmarkConfig(
-        specs,
-        load_prompts(prompts, category=category, limit=limit, all_turns=turns),
-        repeats,
-        sampling.params(),
-        chat,
-        output.records_distributions,
-        output.perplexity or (recorded is not None and recorded.has("perplexity")),
-        output.energy or (recorded is not None and recorded.has("energy")),
-    )
+    prompts = prompts or examples_file()
+    check_outputs(output.files, [("--prompts", prompts), ("--profile", profile)], models)
     err = theme.console(stderr=True, no_color=display.no_color)
-    parallel = any(spec.is_parallel for spec in specs)
-    sequential = any(spec.needs_draft_model and not spec.is_parallel for spec in specs)
-    with open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential) as pair:
+    with ExitStack() as opened:
+        path = output.trace_path  # locked before it is read
+        trace = None if path is None else opened.enter_context(TraceWriter(path, resumes=output.resume is not None))
+        recorded = None if output.resume is None else read_comparison(output.resume)
+        specs = recorded.specs() if recorded is not None and not methods else parse_specs(methods or [EVERY])
+        config = BenchmarkConfig(
+            specs,
+            load_prompts(prompts, category=category, limit=limit, all_turns=turns),
+            repeats,
+            sampling.params(),
+            chat,
+            output.records_distributions,
+            output.perplexity or (recorded is not None and recorded.has("perplexity")),
+            output.energy or (recorded is not None and recorded.has("energy")),
+        )
+        parallel = any(spec.is_parallel for spec in specs)
+        sequential = any(spec.needs_draft_model and not spec.is_parallel for spec in specs)
+        loading = open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential)
+        pair = opened.enter_context(loading)
         quiet = display.quiet or recorded is not None
         found = profile_lookup.find(pair, config.sampling, profile, err, quiet=quiet)
         if recorded is None:  # a resumed comparison keeps the settings of its trace
             specs = profile_lookup.tuned_specs(found, specs, err, quiet=quiet)
         config = replace(config, specs=profile_lookup.with_origin(found, specs))
-        with closing(Comparison(pair, config, recorded, output, display)) as comparison:
-            return comparison.run()
+        return Comparison(pair, config, recorded, trace, output, display).run()

@@ -11,7 +11,7 @@ import typer
 
 from specgen.cli import options
 from specgen.errors import SpecgenError
-from specgen.files import check_writable
+from specgen.files import file_identity
 
 _output = partial(typer.Option, rich_help_panel="Output")
 
@@ -35,7 +35,7 @@ class CompareOutput:
     """The values of these options. `resume` is the trace of an interrupted comparison, which is read first and then appended to.
     Paths that are None are not written.
 
-    Raises SpecgenError for a path that cannot be written, before any model is loaded.
+    Raises SpecgenError for options that contradict each other.
     """
 
     by_category: ByCategory = False
@@ -51,13 +51,16 @@ class CompareOutput:
     html: Html = None
 
     def __post_init__(self) -> None:
-        if self.trace is not None and self.resume is not None and self.trace != self.resume:
+        if self.trace is not None and self.resume is not None and file_identity(self.trace) != file_identity(self.resume):
             raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
         if self.records_distributions and self.trace_path is None:
             raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
-        for what, path in (("trace", self.trace_path), ("CSV file", self.csv), ("picture", self.svg), ("page", self.html)):
-            if path is not None:
-                check_writable(path, what, replaces=what == "page")
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """The paths of the files to write, by their options."""
+        trace = {"--trace": self.trace} if self.resume is None else {"--resume": self.resume}
+        return {**trace, "--csv": self.csv, "--svg": self.svg, "--html": self.html}
 
     @property
     def trace_path(self) -> Path | None:

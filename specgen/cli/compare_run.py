@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -21,10 +20,10 @@ from specgen.compare.resume import RecordedComparison
 from specgen.compare.runner import Runner
 from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
+from specgen.files import write_pieces
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.ui import theme
-from specgen.ui.html.page import write_page
 from specgen.ui.terminal import comparison as views
 from specgen.ui.terminal.live_table import live_lines, live_table
 
@@ -38,7 +37,7 @@ OUTPUT_DIFFERS = 3  # exit code if a lossless method's output differs from plain
 
 class Comparison:
     """One comparison on a loaded pair of models. `recorded` contains the finished runs of the trace that is resumed, None for a
-    new comparison.
+    new comparison. Each finished run is written to `trace`.
 
     Raises SpecgenError if a prompt does not fit into the context or if the resumed trace was made with other settings.
     """
@@ -48,6 +47,7 @@ class Comparison:
         pair: Pair,
         config: BenchmarkConfig,
         recorded: RecordedComparison | None,
+        trace: traces.TraceWriter | None,
         output: CompareOutput,
         display: OutputOptions,
     ) -> None:
@@ -56,11 +56,11 @@ class Comparison:
         self._runner = Runner(pair, config, self._write_trace, self._interrupts.held)
         self.results = self._runner.results
         self._runner.check()
+        self._trace = trace
         if recorded is not None:
             recorded.add_to(self._runner)
-        self._trace: traces.TraceWriter | None = None
-        if output.trace_path is not None:
-            self._trace = traces.TraceWriter(output.trace_path, keep=None if recorded is None else recorded.end)
+            if trace is not None:
+                trace.keep = recorded.end
         self._out = theme.console(no_color=display.no_color)
         self._err = theme.console(stderr=True, no_color=display.no_color)
         target = pair.target
@@ -96,15 +96,16 @@ class Comparison:
                 made = with_predictions(made, self.results, costs)
             shown = self._report(made, " ".join([*self._interruption(interrupted), *self._energy_notes()]))
             with interrupts.held():
-                self._write_files(shown)  # before printing, which fails if the reader closes the pipe
-                self._print(shown, costs)
+                try:
+                    self._print(shown, costs)
+                finally:  # also if the reader has closed the pipe
+                    unwritten = self._write_files(shown)
+        code = INTERRUPTED if interrupted else self._exit_code(made)
+        for each in unwritten:
+            report(each, no_color=self._display.no_color)
         if failure is not None:
             raise failure
-        return INTERRUPTED if interrupted else self._exit_code(made)
-
-    def close(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
+        return code or (RunError.exit_code if unwritten else 0)
 
     def _write_trace(self, lines: Iterator[Mapping[str, Any]]) -> None:
         if self._trace is not None:
@@ -119,7 +120,9 @@ class Comparison:
 
     def _interruption(self, interrupted: bool) -> list[str]:
         path = self._output.trace_path
-        hint = "with --trace FILE.jsonl the next one can be resumed" if path is None else f"continue with --resume {path}"
+        hint = "with --trace FILE.jsonl the next one can be resumed"
+        if path is not None:
+            hint = f"continue with --resume {shlex.quote(str(path))}"
         return [f"Interrupted after {len(self.results.runs)} runs; {hint}."] * interrupted
 
     def _energy_notes(self) -> list[str]:
@@ -148,20 +151,33 @@ class Comparison:
             for note in self._energy_notes():
                 self._err.print(Text(note, "quiet"))
 
-    def _write_files(self, shown: views.Report) -> None:
+    def _write_files(self, shown: views.Report) -> list[RunError]:
+        """Writes the CSV file, the picture and the page, if requested. Returns the errors of those that could not be written."""
         output = self._output
-        if output.csv is not None:
-            _write(output.csv, csv_text(shown.made, by_category=output.by_category))
-        if output.svg is not None:
-            from specgen.ui.svg_export import svg
+        files = ((output.csv, self._csv), (output.svg, self._svg), (output.html, self._page))
+        errors = []
+        for path, content in files:
+            if path is not None:
+                try:
+                    write_pieces(path, content(shown))
+                except RunError as error:
+                    errors.append(error)
+        return errors
 
-            _write(output.svg, svg(views.page(shown, theme.PIPED_WIDTH), theme.PIPED_WIDTH))
-        if output.html is not None:
-            from specgen.ui.html import compare_page
+    def _csv(self, shown: views.Report) -> Iterable[str]:
+        return [csv_text(shown.made, by_category=self._output.by_category)]
 
-            installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-            command = f"specgen {shlex.join(sys.argv[1:])}"
-            write_page(output.html, compare_page.page(shown, describe(self._pair), installed, command))
+    def _svg(self, shown: views.Report) -> Iterable[str]:
+        from specgen.ui.svg_export import svg
+
+        return [svg(views.page(shown, theme.PIPED_WIDTH), theme.PIPED_WIDTH)]
+
+    def _page(self, shown: views.Report) -> Iterable[str]:
+        from specgen.ui.html import compare_page
+
+        installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+        command = f"specgen {shlex.join(sys.argv[1:])}"
+        return compare_page.page(shown, describe(self._pair), installed, command)
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:
         """Returns the exit code. Prints an error for each method whose output differs from plain decoding's, or if there are none
@@ -178,10 +194,3 @@ class Comparison:
         for written, failure in failed:
             report(RunError(f"{written}: {failure.message}", failure.hint), no_color=no_color)
         return RunError.exit_code if failed else 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error

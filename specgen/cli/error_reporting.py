@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -12,8 +13,11 @@ import typer
 
 from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.sanitize import one_line
 
 INTERRUPTED = 130
+_LONGEST = 1000  # characters of a message
+_WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 P = ParamSpec("P")
 
 
@@ -38,8 +42,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
             _silence_stdout()
             code = 0
         except OSError as error:
-            _silence_stdout()
-            code = _failed(f"cannot write the output: {error.strerror}" if error.filename is None else str(error))
+            code = _system_error(error)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -51,22 +54,29 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def report(error: SpecgenError, *, no_color: bool = False) -> None:
-    """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal, else on one line."""
+    """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal, else on one line.
+
+    Of a message with thousands of characters, such as a long path, it shows the beginning and the end.
+    """
     from rich.text import Text
 
-    from specgen.ui.sanitize import inline
     from specgen.ui.theme import console
 
     out = console(stderr=True, no_color=no_color)
     if not out.is_terminal:
-        print(f"error: {inline(str(error))}", file=sys.stderr)
+        print(f"error: {_brief(str(error))}", file=sys.stderr)
         return
     lead = "error: "
     for part in filter(None, (error.message, error.hint)):
-        for line in Text(inline(part)).wrap(out, max(20, min(out.width, 100) - len(lead))):
+        for line in Text(_brief(part)).wrap(out, max(20, min(out.width, 100) - len(lead))):
             line.rstrip()
             out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
             lead = " " * len(lead)
+
+
+def _brief(message: str) -> str:
+    line = one_line(message)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
 
 
 def usage_error(error: Exception) -> int:
@@ -86,6 +96,17 @@ def _wrong_value(error: Exception) -> SpecgenError | None:
     if option is None or checks is None:
         return None
     return SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).partition(",")[0])
+
+
+def _system_error(error: OSError) -> int:
+    """Reports an error of the operating system. Returns its exit code, which is 2 if it is about a path that cannot be right."""
+    if error.filename is None:
+        _silence_stdout()
+        return _failed(f"cannot write the output: {error.strerror}")
+    kind = SpecgenError if error.errno in _WRONG_PATH else RunError
+    found = kind(f"{error.filename}: {error.strerror}", "Check the path")
+    report(found)
+    return found.exit_code
 
 
 def _failed(message: str, hint: str = "") -> int:

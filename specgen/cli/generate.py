@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from specgen import methods
@@ -38,8 +38,9 @@ def generate(
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
     from specgen.cli import profile_lookup  # imported here, as --help needs none of these
+    from specgen.cli.output_checks import check_outputs
     from specgen.cli.output_writers import OutputWriter
-    from specgen.files import check_writable
+    from specgen.traces.trace_writer import TraceWriter
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
     from specgen.ui.terminal.loading_line import LoadingLine
@@ -57,12 +58,13 @@ def generate(
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
     text = _standard_input(requested=prompt == "-") if prompt in (None, "-") else str(prompt)
     _check_texts(text, system, chat=chat)
-    if output.trace is not None:
-        check_writable(output.trace, "trace")
+    check_outputs({"--trace": output.trace}, [("--profile", profile)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
     sequential = chosen.needs_draft_model and not parallel
-    with open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential) as pair:
+    with ExitStack() as opened:
+        trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
+        pair = opened.enter_context(open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential))
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, pair, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
@@ -70,7 +72,7 @@ def generate(
             loading.still("preparing")
             pair.prepare(formatted, choice.method, params, record=record, **choice.settings)
             plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)
-        with closing(OutputWriter(pair, plan, output, choice.tuned)) as writer:
+        with closing(OutputWriter(pair, plan, output, choice.tuned, trace)) as writer:
             return _run(plan, writer)
 
 

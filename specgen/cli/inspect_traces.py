@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.cli.options import OutputOptions
+from specgen.cli.output_checks import check_outputs
 from specgen.errors import SpecgenError
-from specgen.files import check_writable
+from specgen.files import write_pieces
 from specgen.json_lines import print_json
+from specgen.sanitize import one_line
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.ui import theme
-from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
     from specgen.ui.recorded_methods import RecordedMethod
@@ -70,15 +71,13 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
     single method and none for several. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
     """
     from specgen.ui.html import trace_page
-    from specgen.ui.html.page import write_page
     from specgen.ui.terminal import trace_report
 
     if rounds is not None and rounds < 0:
         raise SpecgenError(f"--rounds is {rounds}", "It has to be a whole number, 0 for none")
     if number < 1:
         raise SpecgenError(f"--run is {number}", "Runs count from 1")
-    if html is not None:
-        check_writable(html, "page", replaces=True)
+    check_outputs({"--html": html}, [("the trace", path) for path in paths])
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):
@@ -87,9 +86,11 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
                 print_json(_line(path, run))
     shown = list(_labelled(list(groups.values()), number))
     if html is not None:
-        write_page(html, trace_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}"))
+        write_pieces(
+            html, trace_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}")
+        )
         if not display.quiet:
-            theme.console(stderr=True, no_color=display.no_color).print(f"page written to {inline(str(html))}")
+            theme.console(stderr=True, no_color=display.no_color).print(f"page written to {html}")
     elif not display.json:
         trace_report.show(theme.console(no_color=display.no_color), shown, rounds)
 
@@ -128,7 +129,7 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
         if run.start.get("lossless") is False:
             label += " (lossy)"
         varying = {name: own[name] for name, values in group.settings.items() if len(values) > 1}
-        yield RecordedMethod(label, group.path.name, statistics, run, varying)
+        yield RecordedMethod(one_line(label), group.path.name, statistics, run, varying)
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:

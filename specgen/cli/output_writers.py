@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen.cli.options import GenerateOutput
 from specgen.energy import energy_meter_for
+from specgen.errors import RunError
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class OutputWriter:
-    """Writes the output of one generation. Call `start`, then `add` for each round, then `end_text`, `finish` and `close`.
+    """Writes the output of one generation. Call `start`, then `add` for each round, then `end_text` and `finish`.
 
-    `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were.
+    `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
+    gets every line; if it fails, all else is shown before `finish` raises its error.
     """
 
-    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput, tuned: str) -> None:
+    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput, tuned: str, trace: traces.TraceWriter | None) -> None:
         self._pair, self._plan, self._output, self._tuned = pair, plan, output, tuned
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
@@ -36,7 +38,8 @@ class OutputWriter:
         self._answer = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), plan.info.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
-        self._trace = traces.TraceWriter(output.trace) if output.trace is not None else None
+        self._trace = trace
+        self._trace_error: RunError | None = None
         self._meter = energy_meter_for(pair.devices(plan.method)) if output.energy else None
         self._rounds: RoundsView | None = None
         if output.rounds:
@@ -85,7 +88,10 @@ class OutputWriter:
         self._view.end()
 
     def finish(self, finish_reason: str) -> None:
-        """Writes the summary to the trace and shows the footer. `finish_reason` says why the generation ended, such as "eos"."""
+        """Writes the summary to the trace and shows the footer. `finish_reason` says why the generation ended, such as "eos".
+
+        Raises RunError if a line could not be written to the trace.
+        """
         if self._meter is not None:
             self._summary.add_energy(self._meter.stop())
         if self._output.perplexity or not self._plan.method.lossless:
@@ -93,19 +99,19 @@ class OutputWriter:
             self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
         if self._records:
             self._record(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
-        if self._output.quiet:
-            return
-        if not self._output.json:
-            self._err.print()
-        mono = theme.is_mono(no_color=self._output.no_color)
-        notes = self._notes(finish_reason)
-        self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
+        if not self._output.quiet:
+            if not self._output.json:
+                self._err.print()
+            mono = theme.is_mono(no_color=self._output.no_color)
+            notes = self._notes(finish_reason)
+            self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
+        if self._trace_error is not None:
+            raise self._trace_error
 
     def close(self) -> None:
+        """Ends the energy measurement of a run that failed. The trace belongs to the caller."""
         if self._meter is not None:
             self._meter.close()
-        if self._trace is not None:
-            self._trace.close()
 
     @property
     def _records(self) -> bool:
@@ -118,8 +124,11 @@ class OutputWriter:
             self._view.show(pieces)
 
     def _record(self, line: Mapping[str, Any]) -> None:
-        if self._trace is not None:
-            self._trace.write(line)
+        if self._trace is not None and self._trace_error is None:
+            try:
+                self._trace.write(line)
+            except RunError as error:
+                self._trace_error = error
         if self._output.json:
             print_json(line)
 

@@ -18,7 +18,6 @@ from specgen import methods
 from specgen.errors import SpecgenError
 from specgen.paths import EXIT_WEIGHTS, pair_folder
 from specgen.setting_parsing import written
-from specgen.ui.sanitize import inline
 
 if TYPE_CHECKING:
     from specgen.cli.model_options import ModelOptions
@@ -100,7 +99,7 @@ def _other_sampling(profile: Profile, sampling: SamplingParams) -> str | None:
 
 def _note(err: Console, text: str, quiet: bool) -> None:
     if not quiet:
-        err.print(Text(inline(text)), soft_wrap=True)
+        err.print(Text(text), soft_wrap=True)
 
 
 def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Mapping[str, object]) -> Choice:

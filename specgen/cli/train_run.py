@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from specgen import methods
 from specgen.cli.error_reporting import INTERRUPTED
 from specgen.cli.model_options import ModelOptions, disable_hub_progress
+from specgen.compare.prompts import Prompt, load_prompts
 from specgen.errors import RunError, SpecgenError
 from specgen.files import make_writable_folder
 from specgen.json_lines import print_json
+from specgen.sanitize import print_result
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +102,9 @@ class TrainRequest:
 
 def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
     """Loads the models, trains, and prints the result. Returns None, or an exit code if the user interrupted the training."""
+    prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
+    if request.out is not None:
+        make_writable_folder(request.out)
     disable_hub_progress(err, quiet=quiet)
     from rich.text import Text
 
@@ -113,7 +118,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
         if draft is None:
             exit_depth(target, request.layer)
         loading.announce("reading texts")
-        task = _task(models, request, target, draft)
+        task = _task(models, request, target, draft, prompts)
     make_writable_folder(task.folder)
     with _stop_on_interrupt() as stop_requested, TrainingBars(err, stop_requested, quiet=quiet) as bars:
         bars.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
@@ -133,7 +138,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     if as_json:
         print_json({"type": "train", **fields})
     else:
-        print(path)
+        print_result(str(path))
     if not quiet:
         err.print(Text(sentence), soft_wrap=True)
     return None
@@ -213,18 +218,18 @@ def _load(
     return target, draft, DTYPES.get(str(stored), torch.float32)
 
 
-def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:
-    """Returns the training task: reads the corpus and the prompts, and sets defaults for options that are not given.
+def _task(
+    models: ModelOptions, request: TrainRequest, target: LoadedModel, draft: LoadedModel | None, prompts: Sequence[Prompt]
+) -> TrainingTask:
+    """Returns the training task: reads the corpus, and sets defaults for options that are not given.
 
     `draft` is the draft model to distil, or None to train an exit layer.
     """
-    from specgen.compare.prompts import load_prompts
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.paths import pair_folder
     from specgen.training.training_task import Recipe, TrainingTask
 
     corpus = _corpus(models, request, target)
-    prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
     share = (0.5 if draft is None else 1.0) if request.self_text is None else request.self_text
     limit = min(model.context_limit for model in (target, draft or target))
     on_cuda = target.device.type == "cuda"  # elsewhere a step with the paper's batch size would take minutes

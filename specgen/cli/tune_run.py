@@ -16,9 +16,13 @@ from rich.text import Text
 from specgen import methods
 from specgen.cli import profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
+from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
-from specgen.errors import SpecgenError
+from specgen.errors import RunError, SpecgenError
+from specgen.files import make_writable_folder
 from specgen.json_lines import print_json
+from specgen.paths import data_folder
+from specgen.sanitize import print_result
 from specgen.tuning import export as exports
 from specgen.tuning.request import BY_SPEED, Objective
 from specgen.types import SamplingParams
@@ -91,14 +95,24 @@ class TuneRequest:
         default = (self.methods, self.prompts, self.category, self.goal) == (None, None, None, BY_SPEED)
         return default and (self.out is None or (self.out / "profile.yaml").is_file())
 
+    def check_folder(self, folder: Path) -> None:
+        """Creates the profile's folder. Raises SpecgenError if the profile cannot be written there."""
+        make_writable_folder(folder)
+        check_outputs({"--out": folder / "profile.yaml"}, [("--prompts", self.prompts)])
+
 
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> None:
     """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine."""
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit, for_tuning=True)
     names, sampling = request.names, request.sampling
+    may_reuse = request.export is not None and request.may_reuse_profile
+    if request.out is None:
+        make_writable_folder(data_folder())
+    elif not may_reuse:
+        request.check_folder(request.out)
     parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
-        if request.export is not None and request.may_reuse_profile:
+        if request.export is not None and may_reuse:
             existing = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet)
             if existing is not None:
                 _export(request.export, pair, existing, err, quiet)
@@ -108,13 +122,19 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         from specgen.tuning.tuner import tune
 
         key = profiles.profile_key_of(pair)
+        folder = request.out or profiles.default_folder(key, sampling)
+        request.check_folder(folder)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
         with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
             progress.done(_headline(pair, sampling))
             task = TuningRequest(prompts, sampling, deadline, names, request.chat, request.goal)
             outcome = tune(pair, task, progress)
         profile = profiles.from_outcome(outcome, key, prompts)
-        path = profiles.save(profile, request.out or profiles.default_folder(key, sampling))
+        path, failure = None, None
+        try:
+            path = profiles.save(profile, folder)
+        except RunError as error:  # raised once the result is shown
+            failure = error
         if not quiet:
             view.report(err, outcome, path)
         if request.export is not None:
@@ -122,7 +142,9 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         elif as_json:
             print_json(json_line(outcome, path) | {"objective": request.objective})
         else:
-            print(outcome.chosen.written)
+            print_result(outcome.chosen.written)
+        if failure is not None:
+            raise failure
 
 
 def _headline(pair: Pair, sampling: SamplingParams) -> str:
@@ -132,8 +154,8 @@ def _headline(pair: Pair, sampling: SamplingParams) -> str:
     return f"{models}, {pair.target.device} {pair.target.dtype_name}, {how}: loaded"
 
 
-def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
-    """Returns what `tune --json` prints: the result of the tuning and the path of the profile."""
+def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
+    """Returns what `tune --json` prints: the result of the tuning and the path of the profile, None if it was not written."""
     tuned = outcome.methods
     return {
         "type": "tune",
@@ -151,13 +173,13 @@ def json_line(outcome: TuningOutcome, path: Path) -> dict[str, Any]:
         "pays_from": outcome.break_even_acceptance,
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
-        "profile": str(path),
+        "profile": None if path is None else str(path),
     }
 
 
 def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
     draft = None if pair.draft is None else pair.draft.name
     made = exports.export(engine, profile.methods, profile.chosen.method, pair.target.name, draft)
-    print(made.text)
+    print_result(made.text)
     for note in made.lost if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -13,8 +14,11 @@ from typing import Any
 from specgen.compare.ranking import ranked
 from specgen.compare.results import Figures, MethodResult, Prediction
 from specgen.compare.verdict import OUTCOMES, outcome_text
+from specgen.sanitize import one_line
 from specgen.traces.summary import Summary
 from specgen.types import PHASES
+
+_FORMULA = re.compile(r"(^|;)(?=[\s␀-␡⇥↵�]*[=+\-@＝＋－＠])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,5 +213,13 @@ def csv_text(results: Sequence[MethodResult], *, by_category: bool = False) -> s
         error = None if result.failure is None else str(result.failure)
         for entry in entries(result, by_category=by_category):
             values = [column.value(entry) for column in columns]
-            writer.writerow([result.spec.written, entry.category, result.spec.lossless, *values, error])
+            row = [result.spec.written, entry.category, result.spec.lossless, *values, error]
+            writer.writerow([_text_cell(value) if isinstance(value, str) else value for value in row])
     return out.getvalue()
+
+
+def _text_cell(text: str) -> str:
+    """Returns text as a CSV file may hold it: on one line, without control characters, and with an apostrophe before each
+    character that would make a spreadsheet compute a formula, as OWASP advises ("CSV Injection"). A semicolon begins a cell in
+    some countries."""
+    return _FORMULA.sub(r"\1'", one_line(text))

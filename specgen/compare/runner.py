@@ -244,11 +244,11 @@ class Runner:
         return self.pair.plan(ids, REFERENCE, sampling or self.config.sampling)
 
     def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: _Finished) -> None:
-        if self._write is not None:
-            self._write(self._lines(finished))
         if repeat == 0 and prompt is self.config.prompts[0]:
             self.results.examples[spec.written] = self._traced(finished)
         self.add(spec, prompt, repeat, Run.of(finished.line, finished.rounds))
+        if self._write is not None:  # last: if it fails, the results have the run nevertheless
+            self._write(self._lines(finished))
 
     def _lines(self, finished: _Finished) -> Iterator[Mapping[str, Any]]:
         yield finished.start

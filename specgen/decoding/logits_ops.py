@@ -39,7 +39,9 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
         before = values.cumsum(dim=-1) - values
         if width == vocabulary or bool((before[..., -1] >= top_p).all()):
             break
-    kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(before >= top_p, 0.0))
+    cut = before >= top_p
+    cut[..., 0] = False  # the likeliest token stays, even if `top_p` is 0 in float32
+    kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(cut, 0.0))
     return kept.div_(kept.sum(dim=-1, keepdim=True))
 
 

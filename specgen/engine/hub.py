@@ -53,7 +53,7 @@ def _is_commit(revision: str) -> bool:
 def _cached(name: str, revision: str | None) -> Path | None:
     """Returns the folder of a complete snapshot in Hugging Face's cache. None if there is none, or if it is not certain."""
     revision = revision or "main"
-    if not re.fullmatch(r"([\w.-]+/)?[\w.-]+", name, re.ASCII) or ".." in revision or revision.startswith("/"):
+    if not _is_id(name) or ".." in revision or revision.startswith("/"):
         return None  # huggingface_hub says what is wrong with it
     try:
         repository = _cache_folder() / f"models--{name.replace('/', '--')}"
@@ -63,6 +63,15 @@ def _cached(name: str, revision: str | None) -> Path | None:
         return folder if commit and not interrupted and _is_complete(folder) else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def cached_snapshots(name: str) -> list[Path]:
+    """Returns the folders of all versions of a model that are in Hugging Face's cache, complete or not."""
+    return list(_cache_folder().glob(f"models--{name.replace('/', '--')}/snapshots/*")) if _is_id(name) else []
+
+
+def _is_id(name: str) -> bool:
+    return re.fullmatch(r"([\w.-]+/)?[\w.-]+", name, re.ASCII) is not None
 
 
 def _cache_folder() -> Path:

@@ -3,16 +3,21 @@ README and do not change."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.environment import versions
 from specgen.errors import RunError, SpecgenError
+from specgen.files import own_stream, take_lock
 from specgen.json_lines import json_line
 from specgen.types import Round, SamplingParams
+
+_BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +86,77 @@ def summary_line(summary: Mapping[str, Any]) -> dict[str, Any]:
 class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 
-    `keep` is None to start a new file. Otherwise it is the number of bytes to keep of an existing file; lines are written after
-    them.
+    The file is opened and locked at once, and changed with the first line. With `resumes`, lines are added to an existing file
+    after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
+    SpecgenError if the file cannot be opened, or if another process writes to it. On some network file systems there are no
+    locks, and the second process is not noticed.
     """
 
-    def __init__(self, path: Path, keep: int | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, resumes: bool = False) -> None:
+        self._path, self._resumes = path, resumes
+        self.keep = 0
+        self._is_new = not path.exists()
+        self._is_file = False
+        self._is_changed = False
         try:
-            self._file = path.open("wb" if keep is None else "r+b", buffering=0)
-            if keep is not None:
-                self._file.truncate(keep)
-                self._file.seek(keep)
+            self._file = self._opened()
         except OSError as error:
-            raise SpecgenError(f"cannot write the trace {path}: {error.strerror}", "Name another file") from error
+            verb = "continue" if resumes else "write"
+            raise SpecgenError(f"cannot {verb} the trace {path}: {error.strerror}", "Name another file") from error
+
+    def _opened(self) -> FileIO:
+        stream = None if self._resumes else own_stream(self._path)
+        if stream is not None:
+            return stream
+        self._is_file = self._is_new or self._path.is_file()  # a device can be written by several processes
+        if self._resumes and not self._is_file:
+            raise SpecgenError(f"cannot continue the trace {self._path}: it is not a file", "Name one that --trace wrote")
+        flags = os.O_RDWR if self._resumes else os.O_WRONLY | os.O_CREAT
+        while True:
+            file = FileIO(os.open(self._path, flags | _BINARY, 0o666), "r+" if self._resumes else "w")
+            if self._is_file and not take_lock(file):
+                file.close()
+                raise SpecgenError(f"another process writes the trace {self._path}", "Wait for its end, or name another file")
+            if not self._is_file or self._is_at_path(file):
+                return file
+            file.close()  # deleted by the process that had the lock
+
+    def _is_at_path(self, file: FileIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes one line. Raises RunError if the line cannot be written."""
         data = json_line(line)
         try:
+            if not self._is_changed:
+                self._is_changed = True
+                self._begin()
             written = self._file.write(data)
         except OSError as error:
             raise RunError(f"cannot write the trace {self._path}: {error.strerror}") from error
         if written != len(data):
             raise RunError(f"cannot write the trace {self._path}: the disk is full")
 
+    def _begin(self) -> None:
+        if not self._is_file:
+            return
+        self._file.truncate(self.keep)
+        if self.keep:
+            self._file.seek(self.keep - 1)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
     def close(self) -> None:
+        """Closes the file, and deletes it if it is new and nothing was written to it."""
+        if self._is_new and not self._is_changed and os.name == "posix":
+            self._path.unlink(missing_ok=True)
         self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -56,7 +56,7 @@ def recorder(width: int, flavour: str) -> Console:
 
     `width` is in cells. `flavour` is the name of a colour scheme of `specgen.ui.theme`.
     """
-    return Console(
+    return theme.ThemedConsole(
         record=True,
         width=width,
         file=io.StringIO(),

@@ -11,12 +11,16 @@ mono   NO_COLOR or --no-color: attributes only
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
 from rich.theme import Theme
+
+from specgen.sanitize import one_line, streamed
 
 PIPED_WIDTH = 100  # columns of output that does not go to a terminal
 _STYLES = {
@@ -65,10 +69,38 @@ def is_mono(*, no_color: bool) -> bool:
 
 
 class ThemedConsole(Console):
-    """Rich's console with one change: writing to a pipe whose reader has closed it raises BrokenPipeError."""
+    """Rich's console, through which all text for a person passes. No control character in a text reaches the terminal: only the
+    styles and the cursor movements that the program makes do.
+
+    Writing to a pipe whose reader has closed it raises BrokenPipeError.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints objects as Rich does. Strings and Texts are one line each: a line feed in one becomes a symbol."""
+        lines = (one_line_text(each) if isinstance(each, str | Text) else each for each in objects)
+        super().print(*lines, **options)
+
+    def stream(self, text: Text) -> None:
+        """Prints text that continues a line and may hold line feeds."""
+        super().print(text, end="")
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yields what Rich would write for an object, with visible symbols for the control characters in its texts."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control or segment.text == "\n" else Segment(streamed(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def one_line_text(text: str | Text) -> Text:
+    """Returns the text without control characters (see `sanitize.one_line`), so that it has the width that it is shown with."""
+    if isinstance(text, str):
+        return Text(one_line(text))
+    if not text.plain.isprintable():
+        text = text.copy()
+        text.plain = one_line(text.plain)  # as long as before, so that its styles keep their positions
+    return text
 
 
 def width(console: Console) -> int:

@@ -1,4 +1,4 @@
-"""Renders and writes HTML pages that contain no script and load no other file.
+"""Renders HTML pages that contain no script and load no other file.
 
 Their colours follow the system's light or dark mode.
 
@@ -8,14 +8,11 @@ The pages are jinja2 templates in `templates/`. Every value that a template prin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.errors import RunError
-from specgen.files import whole_file
-from specgen.ui.sanitize import inline, streamed
+from specgen.sanitize import inline, streamed
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -66,15 +63,3 @@ def _marked(token: str, kind: str = "") -> Markup:
     before, _, after = text.partition(core) if core else (text, "", "")
     html = Markup('{}<i class="{}">{}</i>{}') if kind else Markup("{}<i{}>{}</i>{}")
     return html.format(before, kind, core, after)
-
-
-def write_page(path: Path, pieces: Iterable[str]) -> None:
-    """Writes a page to a temporary file, then moves it to `path`, so that `path` never holds an incomplete page.
-
-    Raises RunError where the file cannot be written.
-    """
-    try:
-        with whole_file(path) as file:
-            file.writelines(piece.encode("utf-8", "replace") for piece in pieces)
-    except OSError as error:
-        raise RunError(f"cannot write the page {path}: {error.strerror}") from error

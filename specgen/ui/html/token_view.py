@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from specgen.sanitize import inline
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import TokenStatus
 from specgen.ui.html.charts import time_shares
-from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, parts, reason
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a token shows that holds only some bytes of a character

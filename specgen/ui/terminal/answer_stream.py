@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from rich.console import Console
 from rich.text import Text
 
+from specgen.sanitize import streamed
 from specgen.types import Round
-from specgen.ui.sanitize import streamed
+from specgen.ui.theme import ThemedConsole
 
 
 class Detokenizer(Protocol):
@@ -98,7 +98,7 @@ class AnswerView:
     On a terminal they are coloured and their control characters replaced by symbols. Into a pipe or file they are unchanged.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: ThemedConsole) -> None:
         self._console = console
         self._at_line_start = True
         self._begun = False
@@ -119,7 +119,7 @@ class AnswerView:
                 shown = shown.removeprefix(" ")  # it separates the first word from the prompt, which is not shown
             styled.append(shown, "token.accepted" if drafted else "token.target")
         self._begun = True
-        self._console.print(styled, end="")
+        self._console.stream(styled)
 
     def end(self) -> None:
         """Ends the last line of the answer with a line feed, if it has none."""

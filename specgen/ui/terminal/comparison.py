@@ -11,7 +11,6 @@ from specgen.compare.ranking import as_fast_as, best, ranked
 from specgen.compare.results import MethodResult, Prediction, Results
 from specgen.compare.verdict import Difference
 from specgen.ui.recorded_methods import LOSSY
-from specgen.ui.sanitize import inline
 from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.text_layout import wrapped
 
@@ -71,7 +70,7 @@ def headline(report: Report) -> str:
     if not sampling.greedy:
         cuts = [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top-k {sampling.top_k}"] * (sampling.top_k > 0)
         how = ", ".join([f"temperature {sampling.temperature:g}", *cuts])
-    return f"{inline(report.where)} · {prompts}{repeats} × {limit}, {how}"
+    return f"{report.where} · {prompts}{repeats} × {limit}, {how}"
 
 
 def sentences(report: Report) -> list[Text]:
@@ -101,7 +100,7 @@ def _conclusion(report: Report) -> Text | None:
     top = best(made)
     if top is None or top.overall is None or top.speedup is None:
         return None
-    name, speedup, low = Text().append(inline(top.spec.written), "strong"), top.speedup, top.overall.low
+    name, speedup, low = Text().append(top.spec.written, "strong"), top.speedup, top.overall.low
     if speedup <= 1:
         return Text("Nothing here is faster than plain decoding (ar); the best is ") + name + f" at {speedup:.2f}×."
     if low is not None and low <= 1:
@@ -110,7 +109,7 @@ def _conclusion(report: Report) -> Text | None:
     is_only = sum(result.overall is not None and result.spec.lossless for result in made) == 2
     keeps = "keeps the target's output" if greedy else "keeps the target's distribution"
     name.append(f" {keeps} at" if is_only else f" is the fastest that {keeps}:").append(f" {speedup:.2f}× plain decoding (ar).")
-    close = [inline(result.spec.written) for result in as_fast_as(made, top)]
+    close = [result.spec.written for result in as_fast_as(made, top)]
     return name.append(f" Too close to call: {', '.join(close)}." if close else "")
 
 
@@ -122,7 +121,7 @@ def _differences(report: Report) -> list[Text]:
     """
 
     def sentence(difference: Difference, names: Sequence[str], style: str) -> Text:
-        return Text(inline(difference.explanation(", ".join(names), report.results.label(difference.prompt_index))), style)
+        return Text(difference.explanation(", ".join(names), report.results.label(difference.prompt_index)), style)
 
     broken = [sentence(result.broken, [result.spec.written], "bad") for result in report.made if result.broken]
     found: dict[tuple[int, int], dict[str, Difference]] = {}
@@ -141,7 +140,7 @@ def _tuned(report: Report) -> list[Text]:
     """Returns a sentence that says how many of the prompts chose the settings that come from a profile."""
     config = report.results.config
     tuned = {result.spec.written: config.tuned_on(result.spec) for result in ranked(report.made) if result.overall is not None}
-    names = [inline(name) for name, count in tuned.items() if count is not None]
+    names = [name for name, count in tuned.items() if count is not None]
     if not names:
         return []
     count, total = max(count for count in tuned.values() if count is not None), len(config.prompts)
@@ -159,6 +158,6 @@ def _predictions(report: Report) -> list[Text]:
     said = ["Eq. 14: EESD's formula from acceptance and pass costs; by pass costs: all passes added up."]
     without = [result for result in predicted if result.prediction == Prediction() and not result.is_reference]
     if without:
-        names = ", ".join(inline(result.spec.written) for result in without)
+        names = ", ".join(result.spec.written for result in without)
         said.append(f"No prediction for {names}: both take chains, drafted in turn with the target's passes.")
     return [Text(sentence, "quiet") for sentence in said]

@@ -14,14 +14,14 @@ from rich.text import Text
 from specgen.compare.columns import Column, Entry, output_text, ranked_entries, shown_columns
 from specgen.compare.ranking import NOT_RUN, best, not_run
 from specgen.compare.results import MethodResult
+from specgen.sanitize import one_line
 from specgen.types import PHASES
-from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import labelled
 
 GAP = 2
 LONGEST_BAR, SHORTEST_BAR = 24, 6
 WIDEST_NAME = 0.45  # of the terminal's width; longer names get a line of their own
-_NAME = Column("name", lambda entry: "  " * bool(entry.category) + inline(entry.name), "\nmethod")
+_NAME = Column("name", lambda entry: "  " * bool(entry.category) + one_line(entry.name), "\nmethod")
 _OUTPUT = Column("output", output_text, "\noutput")
 _BAR = Column("bar", lambda entry: None, "\n", priority=5)
 _SECONDS, _SHARE = 11, 7  # widths of a phase's cell with seconds and share, and with the share alone
@@ -37,7 +37,7 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
     columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
     sizes = {column.key: _longest(column.title.split("\n") + [column.text(entry) for entry in shown]) for column in columns}
     sizes[_BAR.key] = SHORTEST_BAR
-    sizes[_NAME.key] = max(sizes[_NAME.key], _longest(inline(names[0]) for names, _ in absent if len(names) == 1))
+    sizes[_NAME.key] = max(sizes[_NAME.key], _longest(one_line(names[0]) for names, _ in absent if len(names) == 1))
     if sizes[_NAME.key] > width * WIDEST_NAME:
         sizes[_NAME.key] = 0
     kept, room = _fitting(columns, sizes, width)
@@ -56,7 +56,7 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
         lines += [] if sizes[_NAME.key] else [cells[0].copy()]
         lines.append(_line(cells, kept, sizes))
     for names, reason in absent:
-        lines += labelled(Text(inline(", ".join(names))), _reason(inline(reason)), width, sizes[_NAME.key] + GAP)
+        lines += labelled(Text(", ".join(names)), _reason(reason), width, sizes[_NAME.key] + GAP)
     return lines, len(kept) < len(columns) - (_BAR not in kept)
 
 
@@ -124,7 +124,7 @@ def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
     Cells have seconds and the share of the whole time, or the share alone where `width` is small.
     """
     shown = ranked_entries(results)
-    names = [inline(entry.name) for entry in shown]
+    names = [one_line(entry.name) for entry in shown]
     name_width, phases = _longest(["method", *names]), list(PHASES)
     if name_width + (len(phases) + 1) * (_SHARE + GAP) > width:
         name_width = 0  # names get lines of their own

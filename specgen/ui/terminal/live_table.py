@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from specgen.compare.runner import BenchmarkStep
-from specgen.ui.sanitize import inline
+from specgen.ui.theme import one_line_text
 
 _BAR = 20  # cells
 
@@ -34,7 +34,7 @@ def live_lines(console: Console, *, quiet: bool) -> Iterator[Callable[[Sequence[
         vertical_overflow="crop",
     ) as live:
         try:
-            yield lambda lines: live.update(Group(*lines), refresh=True)
+            yield lambda lines: live.update(Group(*map(one_line_text, lines)), refresh=True)
         finally:
             live.update(Text(), refresh=True)
 
@@ -48,9 +48,9 @@ def live_table(table: Sequence[Text], step: BenchmarkStep, console: Console) -> 
 def progress_line(step: BenchmarkStep, width: int) -> Text:
     """Returns how far a comparison is, such as `▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`."""
     left = f"  ~{duration(step.seconds_left)} left" if step.seconds_left is not None and step.done < step.total else ""
-    name = "" if step.spec is None else inline(step.spec.written)
+    name = "" if step.spec is None else step.spec.written
     if step.prompt is not None:
-        name = f"warming up {name}" if step.warming_up else f"{name}, {inline(step.prompt.label)}"
+        name = f"warming up {name}" if step.warming_up else f"{name}, {step.prompt.label}"
     share = step.done / step.total if step.total else 1.0
     return running_line(name, share, f"{step.done} of {step.total} runs{left}", width)
 

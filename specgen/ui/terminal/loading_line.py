@@ -8,7 +8,7 @@ from rich.segment import ControlType
 from rich.status import Status
 from rich.text import Text
 
-from specgen.ui.sanitize import inline
+from specgen.ui.theme import one_line_text
 
 
 class LoadingLine:
@@ -27,14 +27,15 @@ class LoadingLine:
         if what.startswith("downloading"):
             self._status.stop()
         else:
-            self._status.update(inline(what))
+            self._status.update(one_line_text(what))
             self._status.start()
 
     def still(self, what: str) -> None:
         """Shows `what` without the spinner, because the spinner's thread would disturb the timing of model passes."""
         if self._status is not None:
             self._status.stop()
-            self._status.console.print(Text(inline(what), "quiet"), end="\r")
+            self._status.console.print(Text(what, "quiet"), end="")
+            self._status.console.control(Control(ControlType.CARRIAGE_RETURN))
 
     def __enter__(self) -> LoadingLine:
         if self._status is not None:

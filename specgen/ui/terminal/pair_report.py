@@ -10,7 +10,7 @@ from rich.text import Text
 
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, SpeedupModel
-from specgen.ui.sanitize import inline
+from specgen.sanitize import inline, one_line
 from specgen.ui.terminal.text_layout import labelled
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
 
 def _line(label: str, text: str, width: int, *, style: str = "none") -> list[Text]:
     """Returns a label with the text to its right, wrapped to `width` cells. The label's first character (✓) is coloured."""
-    return labelled(_label(label), Text(inline(text), style), width, _LEAD)
+    return labelled(_label(label), Text(text, style), width, _LEAD)
 
 
 def _label(label: str) -> Text:
@@ -71,7 +71,7 @@ def _models(report: PairReport, width: int) -> Iterator[Text]:
 
 def _columns(model: ModelFacts) -> list[str]:
     shape = f"{model.layers} layers × {model.hidden:,}"
-    return [inline(model.name), f"{_count(model.parameters)} parameters", shape, model.dtype, _size(model.weight_bytes)]
+    return [one_line(model.name), f"{_count(model.parameters)} parameters", shape, model.dtype, _size(model.weight_bytes)]
 
 
 def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, width: int) -> Iterator[Text]:

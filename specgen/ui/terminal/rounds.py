@@ -13,9 +13,10 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from specgen.sanitize import inline
 from specgen.types import Round, TokenStatus
-from specgen.ui.sanitize import inline
 from specgen.ui.terminal.text_layout import wrapped
+from specgen.ui.theme import one_line_text
 
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
 MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's modes, shown after a round's number
@@ -155,7 +156,7 @@ class RoundsView:
         drafted = len(round_.draft.tokens)
         accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
         text = self._tokens(round_)
-        why = Text(reason(round_, self._prompt_length), "quiet")
+        why = one_line_text(Text(reason(round_, self._prompt_length), "quiet"))
         width = self._console.width
         column = width - self._lead
         if width >= NARROW:
@@ -167,9 +168,9 @@ class RoundsView:
         row = Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet").append_text(lines[0])
         if width >= NARROW and why:
             row.append(" " * (width - row.cell_len - why.cell_len)).append_text(why)
-        for line in lines[1:]:
-            row.append("\n" + " " * self._lead).append_text(line)
         self._console.print(row)
+        for line in lines[1:]:
+            self._console.print(Text(" " * self._lead).append_text(line))
 
     def _tokens(self, round_: Round) -> Text:
         """Returns the drafted tokens, each in the style of its status (such as accepted), and then the target's own token."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from specgen.ui.theme import one_line_text
+
 _CONSOLE = Console(width=200)  # only for wrapping, which asks it for tab sizes
 SHORTEST_WRAP = 12
 
 
 def wrapped(text: Text, width: int) -> list[Text]:
-    """Returns the text broken into lines of at most `width` cells, without spaces at their ends."""
-    lines = text.wrap(_CONSOLE, width)
+    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and control characters."""
+    lines = one_line_text(text).wrap(_CONSOLE, width)
     for line in lines:
         line.rstrip()
     return list(lines)
@@ -22,7 +24,7 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
 
     A label that does not fit into the column gets a line of its own.
     """
-    lines = []
+    lines, label = [], one_line_text(label)
     if label.cell_len >= lead:
         lines, label = [label], Text()
     for part in wrapped(text, max(width - lead, SHORTEST_WRAP)):

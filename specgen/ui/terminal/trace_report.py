@@ -16,7 +16,6 @@ from specgen.traces.accepted_runs import AcceptedRuns
 from specgen.traces.statistics import Bin, TraceStatistics, posteriors
 from specgen.types import Round
 from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions, correlation_text, tightness
-from specgen.ui.sanitize import inline
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import labelled, wrapped
 
@@ -95,7 +94,7 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     statistics, run = entry.statistics, entry.run
     summary = statistics.summary
     where = conditions(run.start, statistics.runs) + "".join(f", {name} {values}" for name, values in entry.varying.items())
-    yield from wrapped(Text().append(inline(entry.label), "strong").append(f"  {inline(where)}", "quiet"), width)
+    yield from wrapped(Text().append(entry.label, "strong").append(f"  {where}", "quiet"), width)
     for note in run.notes:
         yield from wrapped(Text().append("note: ", "bad").append(note), width)
     yield from wrapped(Text("  ").join(_figures(statistics)), width)
@@ -268,11 +267,11 @@ _EDGES: tuple[tuple[str, Callable[..., float]], ...] = (
 
 def _table(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
     """Yields a table with a line per method. If `width` is too small for all columns, the rightmost ones are left out."""
-    names = min(max(6, *(len(inline(entry.label)) for entry in shown)), max(6, width - 11))
+    names = min(max(6, *(len(entry.label) for entry in shown)), max(6, width - 11))
     columns = (_SPEED, *COLUMNS)[: max(1, (width - names) // 10)]
     yield Text(" " * names + "".join(f"{column.label:>10}" for column in columns), "quiet")
     for entry in shown:
-        label = Text(inline(entry.label))
+        label = Text(entry.label)
         label.truncate(names, overflow="ellipsis", pad=True)
         yield label.append("".join(f"{column.text(entry):>10}" for column in columns))
     if not all(entry.lossless for entry in shown):

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from specgen.ui.sanitize import inline
-
 if TYPE_CHECKING:
     from specgen.training.training_task import TrainingProgress
 
@@ -53,7 +51,7 @@ class TrainingBars:
 
     def announce(self, message: str) -> None:
         if not self._quiet:
-            self._console.print(Text(inline(message), "quiet"), soft_wrap=True)
+            self._console.print(Text(message, "quiet"), soft_wrap=True)
 
     def generating(self, batches: int, share: float, tokens: int) -> None:
         self._show("Generating text", share, f"{tokens:,} tokens")

@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from specgen.sanitize import one_line
 from specgen.tuning.outcome import PLAIN, TuningOutcome
 from specgen.ui import theme
-from specgen.ui.sanitize import inline
 from specgen.ui.terminal.live_table import duration, live_lines, running_line
 from specgen.ui.terminal.text_layout import labelled
 
@@ -42,7 +42,7 @@ class TuneProgress:
         if self._quiet:
             return
         seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
-        line = Text("✓ ", "good").append(inline(what), "none")
+        line = Text("✓ ", "good").append(one_line(what), "none")
         room = self._console.width - line.cell_len - 1 if self._console.is_terminal else 0
         line.append(f"{duration(seconds):>{room}}" if room > 7 else f"  {duration(seconds)}", "quiet")
         self._console.print(line, soft_wrap=True)
@@ -54,7 +54,7 @@ class TuneProgress:
         self._drawn = now
         spent = now - self._begin
         left = f"~{duration(max(0.0, self._budget - spent))} left"
-        self._show([running_line(inline(what), spent / self._budget, left, self._console.width - 1)])
+        self._show([running_line(what, spent / self._budget, left, self._console.width - 1)])
 
 
 @contextmanager
@@ -67,17 +67,17 @@ def tune_progress(console: Console, begin: float, budget: float, *, quiet: bool)
         yield TuneProgress(console, show, begin, budget, quiet=quiet)
 
 
-def report(console: Console, outcome: TuningOutcome, path: Path) -> None:
+def report(console: Console, outcome: TuningOutcome, path: Path | None) -> None:
+    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed."""
     width = theme.width(console)
     headline, details = _verdict(outcome)
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", f"{names}: {reason}"))
-    details.append(("saved", f"{_home(path.parent)}, used from now on"))
+    if path is not None:
+        details.append(("saved", f"{_home(path.parent)}, used from now on"))
     paragraphs = [
-        line
-        for lead, text in details
-        for line in labelled(Text(lead, "quiet"), Text(inline(text)), min(width, theme.PIPED_WIDTH), _LEAD)
+        line for lead, text in details for line in labelled(Text(lead, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
     ]
     for line in (Text(), *_table(outcome, width), Text(), Text(headline, "strong"), *paragraphs):
         console.print(line, soft_wrap=True)

@@ -1,0 +1,93 @@
+"""Checks the files that a command will write, before anything is loaded: that they can be written, and that none of them is
+another output or an input."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.errors import SpecgenError
+from specgen.files import check_writable, file_identity
+
+if TYPE_CHECKING:
+    from specgen.cli.model_options import ModelOptions
+
+OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
+_NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg": "picture", "--html": "page", "--out": "profile"}
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]], models: ModelOptions | None = None
+) -> None:
+    """Raises SpecgenError if a file to write cannot be written, or is the same file as another output, an input or a redirected
+    standard stream. All links are followed.
+
+    `outputs` and `inputs` have the path of each option; None: not given. An input is a file or a folder. `models` are inputs too.
+    """
+    if not any(outputs.values()):
+        return
+    from specgen.ui import theme  # imports Rich
+
+    written: dict[Hashable, str] = {}
+    streams = _redirected()
+    read = [*inputs, *(_of_models(models) if models is not None else ())]
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        check_writable(path, _NAMES[option])
+        identity, given = file_identity(path), f"{option} {path}"
+        if identity is None:  # a device
+            continue
+        if identity in written:
+            raise SpecgenError(f"{written[identity]} and {given} are the same file", "Name another file")
+        written[identity] = given
+        if identity in streams:
+            raise SpecgenError(f"{given} is also {streams[identity]} of this command", "Name another file")
+        for name, other in read:
+            if other is not None and _is_read(path, other):
+                raise SpecgenError(f"{given} is a file that is read: {name} {other}", "Name another file")
+        if Path(os.path.realpath(path)).is_fifo():  # not for a pipe that the shell has opened, such as /dev/fd/63
+            theme.console(stderr=True).print(f"{option}: waiting for a program that reads the FIFO {path}")
+
+
+def _is_read(path: Path, given: Path) -> bool:
+    """Whether `path` is the file `given`, or belongs to the folder `given`: it lies in it and is not of a kind that specgen
+    writes, or it is linked from it."""
+    if not given.is_dir():
+        return file_identity(path) == file_identity(given)
+    target = Path(os.path.realpath(path))
+    if target.parent == Path(os.path.realpath(given)) and target.suffix not in OWN_SUFFIXES:
+        return True
+    return file_identity(path) in {file_identity(other) for other in given.iterdir() if other.suffix not in OWN_SUFFIXES}
+
+
+def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
+    """Yields the folders of the models that are known before these are loaded: local ones, and those in the hub's cache."""
+    from specgen import demo
+    from specgen.engine.hub import cached_snapshots
+
+    if models.exit_layer is not None:
+        yield "--exit-layer", models.exit_layer
+    if models.target is None:
+        yield from (("the bundled model", folder) for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()))
+    for option, name in (("--target", models.target), ("--draft", models.draft)):
+        with suppress(OSError, RuntimeError, ValueError):  # loading says what is wrong with the name
+            if name and (folder := Path(name).expanduser()).is_dir():
+                yield option, folder
+            elif name:
+                yield from ((option, folder) for folder in cached_snapshots(name))
+
+
+def _redirected() -> dict[Hashable, str]:
+    """The standard streams that are regular files, by the files' identities."""
+    found: dict[Hashable, str] = {}
+    for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
+        with suppress(OSError):  # a stream that the shell closed
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode):
+                found[status.st_dev, status.st_ino] = name
+    return found

@@ -1,0 +1,369 @@
+"""Files that must not be replaced or written twice, and results that must not be lost."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import traces
+from cli_helpers import POSIX, run_main
+from comparisons import Compare, parsed, runs_of
+from processes import one_by_one
+from test_tune_profile import outcome
+from typer.testing import CliRunner
+
+from specgen import demo, files
+from specgen.cli.app import app
+from specgen.errors import RunError, SpecgenError
+from specgen.traces.trace_reader import read_trace
+from specgen.traces.trace_writer import TraceWriter
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Main:
+    return lambda *arguments: run_main(monkeypatch, capfd, *map(str, arguments))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return traces.write(tmp_path / "t.jsonl", *traces.a_run())
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A link to a device that is always full: broken code would replace the link, not the device."""
+    (tmp_path / "full").symlink_to("/dev/full")
+    return tmp_path / "full"
+
+
+# ------------------------------------------------------------------ replaced, or written to
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["page.html", "a" * 250 + ".html"])
+def test_a_link_stays_and_its_file_is_replaced_with_its_permissions(main: Main, trace: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    real, link = tmp_path / "elsewhere" / name, tmp_path / "link.html"
+    link.symlink_to(real)
+    assert main("inspect", trace, "--html", link, "-q")[0] == 0  # the link named nothing yet
+    real.chmod(0o640)
+    real.write_text("old")
+    inode = real.stat().st_ino
+    assert main("inspect", trace, "--html", link, "-q")[0] == 0
+    assert link.is_symlink()
+    assert real.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert real.stat().st_ino != inode, "replaced at once, and never incomplete"
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert [path.name for path in real.parent.iterdir()] == [name]
+
+
+@FULL
+def test_a_device_is_written_to_and_stays(main: Main, trace: Path, full: Path) -> None:
+    code, _, err = main("inspect", trace, "--html", full)
+    assert code == 1
+    assert err == f"error: cannot write {full}: No space left on device\n"
+    assert full.is_symlink()
+    assert stat.S_ISCHR(full.stat().st_mode)
+    assert main("inspect", trace, "--html", "/dev/null", "-q")[0] == 0
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@POSIX
+def test_a_fifo_is_written_to_and_says_that_it_waits(main: Main, trace: Path, tmp_path: Path) -> None:
+    fifo, read = tmp_path / "fi\x1b[2Jfo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_text(encoding="utf-8")))
+    reader.start()
+    code, _, err = main("inspect", trace, "--html", fifo, "-q")
+    reader.join(10)
+    assert code == 0
+    assert err == f"--html: waiting for a program that reads the FIFO {fifo}\n".replace("\x1b", "␛")
+    assert read[0].rstrip().endswith("</html>")
+    assert fifo.is_fifo()
+
+
+@POSIX
+def test_a_file_in_a_folder_that_takes_no_others_is_written_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, main: Main, trace: Path
+) -> None:
+    def refuses(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    target = tmp_path / "page.html"
+    target.write_text("old")
+    inode = target.stat().st_ino
+    monkeypatch.setattr("specgen.files.tempfile.mkstemp", refuses)
+    assert main("inspect", trace, "--html", target, "-q")[0] == 0
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert target.stat().st_ino == inode
+    code, _, err = main("inspect", trace, "--html", tmp_path / "new.html")
+    assert (code, "Permission denied" in err) == (2, True)
+
+
+def test_the_same_file_is_known_by_all_its_names(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.symlink_to(folder)
+    (folder / "file").write_text("")
+    os.link(folder / "file", tmp_path / "hard")
+    for same in (
+        {folder / "file", other / "file", tmp_path / "hard", folder / ".." / "folder" / "file"},
+        {folder / "new", other / "new", tmp_path / "other" / ".." / "folder" / "new"},
+        {tmp_path / "no" / "new", tmp_path / "other" / ".." / "no" / "new"},
+    ):
+        assert len({files.file_identity(path) for path in same}) == 1
+    assert files.file_identity(folder / "new") != files.file_identity(folder / "newer")
+    if Path(os.devnull).exists():
+        assert files.file_identity(Path(os.devnull)) is None, "a device can be written to twice"
+
+
+# ------------------------------------------------------------------ refused before anything is loaded
+
+
+def test_outputs_that_are_inputs_or_each_other_are_refused_before_torch_is_imported(tmp_path: Path, trace: Path) -> None:
+    link, hard, model = tmp_path / "link.jsonl", tmp_path / "hard.jsonl", tmp_path / "model"
+    link.symlink_to(trace)
+    os.link(trace, hard)
+    (tmp_path / "dangling").symlink_to(tmp_path / "new.csv")
+    model.mkdir()
+    weights, blob = model / "model.safetensors", tmp_path / "blob"
+    for path in (model / "config.json", weights, blob):
+        path.write_text("{}")
+    (model / "tokenizer.json").symlink_to(blob)
+    os.link(weights, model / "weights.jsonl")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    before = {path: path.read_bytes() for path in (trace, weights, blob, prompts)}
+    generate = ["generate", "hi", "--trace"]
+    of_model = ["generate", "hi", "-t", str(model), "--trace"]
+    compare = ["compare", "-m", "ar", "--prompts", str(prompts)]
+    new, csv_file = str(tmp_path / "new.csv"), str(tmp_path / "x.csv")
+    cases: list[tuple[list[str], str]] = [
+        (["inspect", str(trace), "--html", str(trace)], f"--html {trace} is a file that is read: the trace {trace}"),
+        (["inspect", str(trace), "--html", str(link)], "the trace"),
+        (["inspect", str(hard), str(trace), "--html", str(link)], "the trace"),
+        ([*compare, "--resume", str(trace), "--csv", str(link)], f"--resume {trace} and --csv {link} are the same file"),
+        ([*compare, "--trace", new, "--csv", str(tmp_path / "dangling")], "are the same file"),
+        ([*compare, "--csv", csv_file, "--svg", csv_file], "are the same file"),
+        ([*compare, "--html", csv_file, "--svg", f"{tmp_path}/model/../x.csv"], "are the same file"),
+        ([*compare, "--trace", str(prompts)], f"--prompts {prompts}"),
+        ([*compare, "--html", str(prompts)], f"--prompts {prompts}"),
+        (["compare", "-m", "ar", "--csv", str(demo.folder("target").parents[2] / "examples.yaml")], "--prompts"),
+        ([*of_model, str(weights)], f"--target {model}"),
+        ([*of_model, str(model / "config.json")], f"--target {model}"),
+        ([*of_model, str(model / "new.json")], f"--target {model}"),
+        ([*of_model, str(blob)], f"--target {model}"),
+        ([*of_model, str(model / "weights.jsonl")], f"--target {model}"),
+        ([*generate, str(demo.folder("target") / "model.safetensors")], "the bundled model"),
+        ([*generate, str(demo.folder("draft") / "config.json")], "the bundled model"),
+        (["generate", "hi", "--exit-layer", str(blob), "--trace", str(blob)], f"--exit-layer {blob}"),
+        (["generate", "hi", "--profile", str(model), "--trace", str(weights)], f"--profile {model}"),
+        (["tune", "--prompts", str(model / "profile.yaml"), "--out", str(model)], "--prompts"),
+    ]
+    (model / "profile.yaml").write_text("prompts: [a b c]\n")
+    found = one_by_one(*(command for command, _ in cases))
+    for (command, named), ended in zip(cases, found, strict=True):
+        assert (ended.code, ended.out, ended.has_torch) == (2, "", False), (command, ended)
+        assert ended.err.startswith("error: "), command
+        assert named in ended.err, command
+        assert len(ended.err.splitlines()) == 1
+    assert before == {path: path.read_bytes() for path in before}
+    assert not Path(new).exists()
+
+
+def test_a_trace_may_lie_in_the_models_folder(tmp_path: Path, pair: tuple[str, ...], main: Main) -> None:
+    trace = Path(pair[1]) / "t.jsonl"
+    for _ in range(2):  # the second run replaces the first one's trace
+        assert main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", "3", "--trace", trace)[0] == 0
+    assert len(list(read_trace(trace))) == 1
+    trace.unlink()
+
+
+@POSIX
+def test_redirected_streams_are_not_overwritten(tmp_path: Path, trace: Path) -> None:
+    command = [sys.executable, "-m", "specgen", "inspect", str(trace), "--html", str(tmp_path / "out")]
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 2
+    assert b"is also standard output" in done.stderr
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["generate", "hi", option, LONG] for option in ("--trace", "--profile", "--exit-layer", "-t")),
+        *(["compare", option, LONG] for option in ("--trace", "--csv", "--svg", "--html", "--prompts", "--resume", "--profile")),
+        *(["compare", "-m", "ar", option, LONG] for option in ("--exit-layer",)),
+        ["inspect", LONG],
+        ["inspect", "{trace}", "--html", LONG],
+        ["tune", "--out", LONG],
+        ["tune", "--prompts", LONG],
+        *(["tune", "--train", option, LONG] for option in ("--out", "--corpus", "--prompts")),
+        ["generate", "hi", "--trace", "/" + "a/" * 2500],
+    ],
+    ids=lambda command: " ".join(command).replace(LONG, "").strip(),
+)
+def test_a_path_that_is_too_long_is_a_wrong_option(main: Main, trace: Path, command: list[str]) -> None:
+    code, out, err = main(*(str(trace) if part == "{trace}" else part for part in command))
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1
+    assert len(err) < 1100
+
+
+# ------------------------------------------------------------------ one process for each trace
+
+
+def test_a_second_writer_of_a_trace_is_refused_until_the_first_ends(tmp_path: Path, main: Main) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path) as first:
+        first.write(traces.start_line())
+        for resumes in (False, True):
+            with pytest.raises(SpecgenError, match="another process writes the trace"):
+                TraceWriter(path, resumes=resumes)
+        code, _, err = main("generate", "hi", "--trace", path)
+        assert code == 2
+        assert err.startswith(f"error: another process writes the trace {path}")
+    assert path.read_bytes().count(b"\n") == 1
+    TraceWriter(path).close()
+    assert path.read_bytes().count(b"\n") == 1, "unchanged, as nothing was written"
+
+
+def test_a_new_trace_without_a_line_is_removed(tmp_path: Path, main: Main) -> None:
+    path = tmp_path / "t.jsonl"
+    assert main("generate", "hi", "-t", tmp_path / "nowhere", "--trace", path)[0] == 2
+    assert not path.exists()
+
+
+@POSIX
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    code = (
+        "import sys, time, pathlib\nfrom specgen.traces.trace_writer import TraceWriter\n"
+        "writer = TraceWriter(pathlib.Path(sys.argv[1]))\nprint('ready', flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        with pytest.raises(SpecgenError, match="another process"):
+            TraceWriter(path)
+        process.send_signal(signal.SIGKILL)
+    with TraceWriter(path) as writer:
+        writer.write(traces.start_line())
+
+
+@POSIX
+@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    import errno
+
+    def unsupported(*_: object) -> None:
+        raise OSError(getattr(errno, number), "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with TraceWriter(tmp_path / "t.jsonl") as first, TraceWriter(tmp_path / "t.jsonl"):
+        first.write(traces.start_line())
+
+
+# ------------------------------------------------------------------ --resume
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_trace_without_its_last_line_feed_is_resumed(compare: Compare, tmp_path: Path, cut: int) -> None:
+    """With a complete last line, nothing is run again; an incomplete one is replaced, and its run is repeated."""
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "lookup", "-n", "5", "--limit", "2", "--json")
+    assert compare(*options, "--repeats", "1", "--trace", str(trace))[0] == 0
+    complete = trace.read_bytes()
+    trace.write_bytes(complete[:-cut])
+    code, out, err = compare(*options, "--repeats", "2", "--resume", str(trace))
+    assert (code, err) == (0, "")
+    assert [line["identical"] for line in parsed(out)] == [2, 2]
+    assert {method: [len(runs) for runs in by.values()] for method, by in runs_of(trace).items()} == {
+        "ar": [2, 2],
+        "lookup": [2, 2],
+    }
+    if cut == 1:
+        assert trace.read_bytes().startswith(complete)
+
+
+# ------------------------------------------------------------------ shown before it is written
+
+
+@FULL
+def test_a_comparison_shows_its_table_before_it_fails_to_write(compare: Compare, full: Path, tmp_path: Path) -> None:
+    page_file = tmp_path / "page.html"
+    options = ("-m", "lookup", "-n", "3", "--repeats", "1", "--limit", "1")
+    code, out, err = compare(*options, "--csv", str(full), "--html", str(page_file))
+    assert code == 1
+    assert "lookup" in out
+    assert "tokens" in out
+    assert err == f"error: cannot write {full}: No space left on device\n"
+    assert page_file.read_text(encoding="utf-8").startswith("<!doctype html>"), "the other files are written"
+
+
+@FULL
+def test_a_comparison_shows_what_it_measured_before_its_trace_failed(compare: Compare, full: Path) -> None:
+    code, out, err = compare("-m", "lookup", "-n", "3", "--repeats", "1", "--limit", "1", "--trace", str(full))
+    assert code == 1
+    assert "method" in out
+    assert err == f"error: cannot write the trace {full}: No space left on device\n"
+
+
+def test_half_a_character_in_a_category_costs_no_result(compare: Compare, tmp_path: Path) -> None:
+    prompts, table, picture = tmp_path / "p.jsonl", tmp_path / "t.csv", tmp_path / "t.svg"
+    prompts.write_text(json.dumps({"prompt": "hello", "category": "a\ud800b", "id": "\ud800"}))
+    files_given = ("--csv", str(table), "--svg", str(picture), "--html", str(tmp_path / "p.html"))
+    options = ("-m", "lookup", "-n", "3", "--repeats", "1", "--by-category", "--prompts", str(prompts))
+    code, out, err = compare(*options, *files_given)
+    assert (code, err) == (0, "")
+    assert "lookup" in out
+    assert [row["category"] for row in csv.DictReader(table.open(encoding="utf-8"))] == ["", "a�b"] * 2
+    line = parsed(compare(*options, "--json")[1])[0]
+    assert set(line["by_category"]) == {"a�b"}
+
+
+@POSIX
+def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "out" / "profile.yaml").mkdir(parents=True)
+    wrong = [["--out", str(tmp_path / "file" / "out")], ["--out", str(tmp_path / "out")], ["--train", "--out", "/proc/out"]]
+    assert [(ended.code, ended.has_torch) for ended in one_by_one(*(["tune", *given] for given in wrong))] == [(2, False)] * 3
+    environment = {**os.environ, "SPECGEN_DATA": str(tmp_path / "file" / "data")}
+    (ended,) = one_by_one(["tune"], environment=environment)
+    assert (ended.code, ended.has_torch) == (2, False)
+    assert "cannot write to the folder" in ended.err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--export", "vllm")])
+def test_tune_prints_its_answer_before_it_fails_to_save(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...], tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RunError("cannot write the profile: No space left on device")
+
+    monkeypatch.setattr("specgen.tuning.tuner.tune", lambda *_: outcome())
+    monkeypatch.setattr("specgen.tuning.profile.save", fails)
+    result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), *form])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == "error: cannot write the profile: No space left on device"
+    assert "saved" not in result.stderr
+    if form == ("--json",):
+        line = json.loads(result.stdout)
+        assert (line["chosen"]["method"], line["profile"]) == ("svip", None)
+    else:
+        assert result.stdout.startswith("svip:threshold=0.45" if not form else "vllm serve")

@@ -1,0 +1,147 @@
+"""Text that would change the terminal, hide in other text or be computed by a spreadsheet, and values at their bounds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import traces
+from cli_helpers import run_main
+from rich.text import Text
+from test_compare_views import report_of, usual
+
+from specgen.compare.columns import csv_text
+from specgen.decoding.logits_ops import warp
+from specgen.types import SamplingParams
+from specgen.ui import svg_export, theme
+from specgen.ui.terminal.comparison import page
+from specgen.ui.terminal.loading_line import LoadingLine
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m\u202e\u200b\U000e0041[/x] =cmd|' /C calc'!A0"
+UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Main:
+    return lambda *arguments: run_main(monkeypatch, capfd, *map(str, arguments))
+
+
+# ------------------------------------------------------------------ text that would change the terminal
+
+
+def hostile(value: Any, key: str = "") -> Any:
+    """The value with every text in it made hostile, except those that have to be one of a few words."""
+    if isinstance(value, dict):
+        return {name + HOSTILE * (key in ("settings", "versions")): hostile(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [hostile(each, key) for each in value]
+    return value + HOSTILE if isinstance(value, str) and key not in ("type", "mode", "source", "finish_reason") else value
+
+
+@pytest.mark.parametrize("more", [(), ("--run", "1", "--rounds", "9")])
+def test_no_text_of_a_trace_reaches_the_terminal_unchanged(main: Main, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Every text of the trace is hostile, so a field that is shown in a new place is tested too."""
+    lines = [hostile(line) for method in ("svip", "pearl") for line in traces.a_run(method, spec=method, category="c")]
+    path = traces.write(tmp_path / f"t{HOSTILE.replace('/', '')}.jsonl", *lines)
+    page_file = tmp_path / "page.html"
+    code, out, err = main("inspect", path, *more)
+    assert (code, err) == (0, "")
+    assert "␛[2J" in out
+    assert not any(line.startswith(("\x9b31m", "�31m", " =cmd")) for line in out.splitlines())
+    out += main("inspect", path, "--json")[1]
+    out += main("inspect", path, "--html", page_file)[2] + page_file.read_text(encoding="utf-8")
+    assert not UNSAFE.search(out)
+
+
+def test_the_console_shows_its_own_styles_only() -> None:
+    """The last barrier: text that no other function has looked at."""
+    out = io.StringIO()
+    console = theme.console(file=out, force_terminal=True, width=300, color_system="standard")
+    console.print(Text(HOSTILE, "bad"))
+    console.print(HOSTILE, Text.assemble(("a\x1b[2J", "good"), "b"))
+    console.stream(Text(f"line\n{HOSTILE}\n"))
+    with console.status(Text(HOSTILE)):
+        pass
+    with LoadingLine(console, quiet=False) as loading:
+        loading.announce(f"loading {HOSTILE}")  # not Rich's markup either
+        loading.still(HOSTILE)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue().replace("\x1b[2J", "FORGED"))
+    assert "FORGED" not in shown
+    assert not UNSAFE.search(shown.replace("\r", ""))
+    first, second = out.getvalue().splitlines()[:2]
+    assert "␛]0;title" in first, "a text is one line"
+    assert "␛]0;title" in second
+
+
+def test_pictures_have_no_control_characters() -> None:
+    assert not UNSAFE.search(svg_export.svg([Text(HOSTILE)], 300))
+
+
+def named(category: str, name: str = "") -> Any:
+    results = usual()
+    prompts = [SimpleNamespace(**{**vars_of(prompt), "category": category}) for prompt in results.config.prompts]
+    object.__setattr__(results.config, "prompts", prompts)
+    return results
+
+
+def vars_of(prompt: Any) -> dict[str, Any]:
+    return {name: getattr(prompt, name) for name in ("index", "text", "category", "name", "previous_turns", "label")}
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=cmd|' /C calc'!A0", "'=cmd|' /C calc'!A0"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'⇥=1"),
+        ("\r=1", "'␍=1"),
+        (" =1", "' =1"),
+        ("\n=1", "'↵=1"),
+        ("＝1", "'＝1"),
+        ("a;=1", "a;'=1"),
+        ("a\x1b[2J\ud800b", "a␛[2J�b"),
+        ("sd:k=8", "sd:k=8"),
+    ],
+)
+def test_text_in_csv_files_is_no_formula_and_no_control_sequence(text: str, cell: str) -> None:
+    report = report_of(named(text), by_category=True)
+    rows = list(csv.DictReader(io.StringIO(csv_text(report.made, by_category=True))))
+    assert {row["category"] for row in rows} == {"", cell}
+    assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), "numbers stay numbers"
+    csv_text(report.made, by_category=True).encode()
+    assert not UNSAFE.search("\n".join(line.plain for line in page(report, 200)))
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-320, 1e-9])
+@pytest.mark.parametrize("vocabulary", [5, 1000])
+def test_a_tiny_top_p_keeps_the_likeliest_token(top_p: float, vocabulary: int) -> None:
+    logits = torch.randn(3, vocabulary)
+    probs = warp(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(dim=-1), vocabulary).float())
+
+
+def test_a_tiny_top_p_generates(main: Main, pair: tuple[str, ...]) -> None:
+    options = ("-q", *pair, "--device", "cpu", "--temperature", "1", "--top-p", "1e-46", "-n", "8")
+    greedy = main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", "8")
+    for method in ("ar", "sd", "spectr"):
+        assert main("generate", "abc", *options, "-m", method) == greedy
+
+
+def test_a_stop_text_that_is_not_utf8_is_refused(main: Main) -> None:
+    code, _, err = main("generate", "hi", "--stop", os.fsdecode(b"a\xff"))
+    assert code == 2
+    assert err.startswith("error: stop holds ('a\\udcff',), which is not UTF-8")
