@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.training.corpus import CYCLE, Part
 from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill, divergence
-from specgen.training.generated_text import TOP_K, generate_texts, load_batches, read_texts, save_batch, top_k_log_probs
+from specgen.training.generated_text import (
+    TOP_K,
+    GeneratedText,
+    generate_texts,
+    load_batches,
+    read_texts,
+    save_batch,
+    top_k_log_probs,
+)
 from specgen.training.packing import IGNORED
 from specgen.training.text_generation import TextGeneration
 from specgen.training.training_loop import greedy_agreement
@@ -144,6 +153,26 @@ def test_distillation_raises_greedy_agreement(
     with specgen.load(str(folders[0]), str(task.out), device="cpu", dtype="auto") as pair:
         assert pair.draft is not None
         assert json.loads((task.out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_figures_are_those_of_the_saved_weights(
+    folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are saved in bfloat16 are rounded before they are measured."""
+    measured: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def recording(logits_of: Any, texts: list[GeneratedText]) -> dict[str, float | None]:
+        measured[:] = [(text.ids, logits_of(text.ids)) for text in texts]
+        return greedy_agreement(logits_of, texts)
+
+    monkeypatch.setattr("specgen.training.distillation.greedy_agreement", recording)
+    target, draft = opened(folders[0]), opened(folders[1], "transformers")
+    task = TrainingTask(tmp_path, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(corpus, target))
+    distill(target, draft, task, Recorder(), torch.bfloat16)
+    saved = opened(tmp_path)
+    assert measured
+    for ids, logits in measured:
+        torch.testing.assert_close(saved.model.reference_logits(ids.tolist()), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
