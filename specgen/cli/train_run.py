@@ -261,8 +261,8 @@ def _task(models: ModelOptions, request: TrainRequest, target: LoadedModel, draf
     limit = min(model.context_limit for model in (target, draft or target))
     on_cuda = target.device.type == "cuda"  # elsewhere a step with the paper's batch size would take minutes
     training_length = min(request.training_length or (2048 if on_cuda else 256), limit)
-    prompts = _prompts(request, target, training_length)
     corpus = _corpus(models, request, target)
+    prompts = _prompts(request, target, training_length)
     recipe = Recipe(
         steps=request.steps,
         seconds=_seconds(request),
