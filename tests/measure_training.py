@@ -21,7 +21,7 @@ import torch
 from training_helpers import opened
 
 from specgen import demo
-from specgen.training.corpus import Corpus, demo_corpus
+from specgen.training.corpus import ALL_PARTS, Corpus, demo_corpus
 
 SEQUENCES, TRAINING_LENGTH = 16, 256
 
@@ -49,7 +49,7 @@ def text(_: int, backend: str) -> dict[str, float]:
     from specgen.training.text_generation import corpus_prompts
 
     target = opened(demo.folder("target"), backend)
-    prompts = corpus_prompts(corpus_of(target), 64, TRAINING_LENGTH, 0)
+    prompts = corpus_prompts(corpus_of(target), [ALL_PARTS] * 64, TRAINING_LENGTH, 0)
     start = time.perf_counter()
     texts = continuations(target, prompts, TRAINING_LENGTH, greedy=False)
     generated, new = time.perf_counter() - start, sum(map(len, texts)) - sum(map(len, prompts))

@@ -11,6 +11,7 @@ import pytest
 from families import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from specgen.compare.prompts import load_prompts
 from specgen.demo import ROLES
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.corpus.held_out import is_held_out
@@ -129,3 +130,10 @@ class TestEvaluate:
     def test_invalid_values(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["eval", *arguments]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+def test_the_prompts_are_written_for_training(tmp_path: Path) -> None:
+    assert main(["prompts", str(tmp_path / "fresh.jsonl"), "--prompts", "20", "--seed", "5"]) == 0
+    written = [(prompt.text, prompt.category) for prompt in load_prompts(tmp_path / "fresh.jsonl")]
+    assert sorted(written) == sorted((one.prompt, one.category) for one in fresh_prompts(20, 5))
+    assert len({category for _, category in written[:8]}) > 2, "they are mixed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,17 @@ from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_c
 import specgen
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.transformers_backend.reference import transformers_module
+from specgen.training.corpus import CYCLE, Part
 from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill, divergence
-from specgen.training.generated_text import TOP_K, generate_texts, load_batches, read_texts, save_batch, top_k_log_probs
+from specgen.training.generated_text import (
+    TOP_K,
+    GeneratedText,
+    generate_texts,
+    load_batches,
+    read_texts,
+    save_batch,
+    top_k_log_probs,
+)
 from specgen.training.packing import IGNORED
 from specgen.training.text_generation import TextGeneration
 from specgen.training.training_loop import greedy_agreement
@@ -59,7 +69,7 @@ def test_a_confident_draft_has_a_gradient() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], tmp_path: Path, backend: str) -> None:
     target = opened(folders[0], backend)
-    texts = generate_texts(target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, held_out=[False, False], keep_top_k=True)
+    texts = generate_texts(target, [[5, 9], [7, 8, 3]], 20, greedy=True, seed=0, parts=[Part.TRAIN] * 2, keep_top_k=True)
     save_batch(tmp_path, 0, texts)
     for text in load_batches(tmp_path)[0]:
         assert text.top_k_ids is not None
@@ -78,7 +88,7 @@ def test_corpus_text_is_read_in_turn_with_generation(folders: tuple[Path, Path],
     assert [text.greedy for text in texts[:128]] == [True] * 64 + [False] * 64
     read = texts[128:]
     assert len(read) == 256
-    assert all(text.prompt_length == len(text.ids) and not text.held_out for text in read)
+    assert all(text.prompt_length == len(text.ids) and text.part == Part.TRAIN for text in read)
     assert len({tuple(text.ids.tolist()) for text in read}) > 10
     for text in read[:5]:
         assert text.top_k_ids is not None
@@ -90,7 +100,7 @@ def test_corpus_text_is_read_in_turn_with_generation(folders: tuple[Path, Path],
 def test_teacher_references_point_to_the_probabilities_of_their_token(folders: tuple[Path, Path], corpus: Path) -> None:
     target = opened(folders[0])
     prompts = [[5, 9, token] for token in range(3, 11)]
-    texts = generate_texts(target, prompts, 20, greedy=False, seed=1, held_out=[True] + [False] * 7, keep_top_k=True)
+    texts = generate_texts(target, prompts, 20, greedy=False, seed=1, parts=CYCLE, keep_top_k=True)
     batches = DistillationBatches(corpus_of(corpus, target), texts, replace(TINY, batch_size=6))
     batch = batches.batch(3)
     assert 0.4 < (batch.teacher != IGNORED).float().mean() < 0.6
@@ -143,6 +153,26 @@ def test_distillation_raises_greedy_agreement(
     with specgen.load(str(folders[0]), str(task.out), device="cpu", dtype="auto") as pair:
         assert pair.draft is not None
         assert json.loads((task.out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_figures_are_those_of_the_saved_weights(
+    folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are saved in bfloat16 are rounded before they are measured."""
+    measured: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def recording(logits_of: Any, texts: list[GeneratedText]) -> dict[str, float | None]:
+        measured[:] = [(text.ids, logits_of(text.ids)) for text in texts]
+        return greedy_agreement(logits_of, texts)
+
+    monkeypatch.setattr("specgen.training.distillation.greedy_agreement", recording)
+    target, draft = opened(folders[0]), opened(folders[1], "transformers")
+    task = TrainingTask(tmp_path, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(corpus, target))
+    distill(target, draft, task, Recorder(), torch.bfloat16)
+    saved = opened(tmp_path)
+    assert measured
+    for ids, logits in measured:
+        torch.testing.assert_close(saved.model.reference_logits(ids.tolist()), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:

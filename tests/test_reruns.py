@@ -212,7 +212,7 @@ def test_settings_are_chosen_by_the_lowest_perplexity_or_under_another_bound() -
         ("--objective perplexity --max-perplexity 2", "--max-perplexity cannot be combined with --objective perplexity"),
         ("--objective perplexity --methods sd,joint", "--objective perplexity is for lossy methods, and none is tuned"),
         ("--max-perplexity 110% -m svip", "--max-perplexity is for lossy methods, and none is tuned"),
-        ("--train --objective perplexity", "--objective and --max-perplexity cannot be combined with --train"),
+        ("--train --objective perplexity", "--objective cannot be combined with --train"),
     ],
 )
 def test_a_wrong_objective_is_one_line(arguments: str, said: str) -> None:

@@ -434,7 +434,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
         (["--limit", "0"], "--limit is 0"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--steps", "3"], "needs --train"),
-        (["--train", "--export", "mlx"], "cannot be combined with --train"),
+        (["--train", "--export", "mlx"], "--export cannot be combined with --train"),
     ],
 )
 def test_mistakes_get_one_line(more: list[str], said: str) -> None:

@@ -12,9 +12,12 @@ import pytest
 import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
 from runner_checks import RUN_BY, quick
+from safetensors.torch import load_file, save_file
 from training_helpers import TINY, Recorder, corpus_of, opened
 
+from specgen.errors import SpecgenError
 from specgen.training.batched_generation import continuations
+from specgen.training.corpus import CYCLE, Corpus, Part
 from specgen.training.exit_training import train_exit
 from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, save_batch
 from specgen.training.text_generation import TextGeneration, largest_batch
@@ -51,11 +54,11 @@ def test_sampled_texts_follow_the_targets_distribution(folder: Path) -> None:
 
 
 def test_stored_texts_are_read_back(folder: Path, tmp_path: Path) -> None:
-    target, held_out = opened(folder), [False, True]
+    target, parts = opened(folder), [Part.PREDICTOR, Part.HELD_OUT]
     texts = [
         text
         for keep in (False, True)
-        for text in generate_texts(target, [[5, 9], [7, 8]], 9, greedy=keep, seed=0, held_out=held_out, keep_hidden_states=keep)
+        for text in generate_texts(target, [[5, 9], [7, 8]], 9, greedy=keep, seed=0, parts=parts, keep_hidden_states=keep)
     ]
     for number, batch in enumerate((texts, texts[:1])):
         save_batch(tmp_path, number, batch)
@@ -65,7 +68,7 @@ def test_stored_texts_are_read_back(folder: Path, tmp_path: Path) -> None:
         assert torch.equal(text.top1, read.top1)
         assert (text.hidden_states is None) == (read.hidden_states is None)
         assert text.hidden_states is None or torch.equal(text.hidden_states, read.hidden_states)
-        assert (text.prompt_length, text.greedy, text.held_out) == (read.prompt_length, read.greedy, read.held_out)
+        assert (text.prompt_length, text.greedy, text.part) == (read.prompt_length, read.greedy, read.part)
 
 
 def test_half_of_the_texts_are_greedy_and_half_sampled(folder: Path, corpus: Path, tmp_path: Path) -> None:
@@ -82,7 +85,56 @@ def test_half_of_the_texts_are_greedy_and_half_sampled(folder: Path, corpus: Pat
     assert all(map(is_argmax, greedy))
     assert sum(map(is_argmax, sampled)) < len(sampled) / 10
     for half in (greedy, sampled):
-        assert sum(text.held_out for text in half) == len(half) / 8
+        assert sum(text.part == Part.HELD_OUT for text in half) == len(half) / 8
+
+
+def test_every_text_continues_a_document_of_its_part(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once the predictor has enough text; a distilled draft has no predictor."""
+    target = opened(folder)
+    corpus = Corpus([[5 + number] * 6 for number in range(24)])
+    monkeypatch.setattr("specgen.training.text_generation._HIDDEN_STATE_TOKENS", 600)
+    for keep_top_k in (False, True):
+        task = TrainingTask(tmp_path / str(keep_top_k), replace(TINY, steps=2000, training_length=24), corpus=corpus)
+        texts = TextGeneration(target, task, {}, Recorder(), keep_top_k).run()
+        for text in texts:
+            part = CYCLE[(int(text.ids[0]) - 5) % len(CYCLE)]
+            assert text.part == (Part.TRAIN if keep_top_k and part == Part.PREDICTOR else part)
+            assert text.hidden_states is None or text.part != Part.TRAIN
+        generated = [text for text in texts if text.prompt_length < len(text.ids)]
+        parts = [text.part for text in generated]
+        if keep_top_k:
+            assert set(parts) == {Part.TRAIN, Part.HELD_OUT}
+        else:
+            assert parts.count(Part.PREDICTOR) == 128 / 4, "in the first batches only: then there is enough"
+            assert all(text.hidden_states is not None for text in generated if text.part == Part.PREDICTOR)
+        assert parts.count(Part.HELD_OUT) == len(parts) / 8
+
+
+@pytest.mark.parametrize("count", [7, 20])
+def test_a_prompt_has_one_part_however_often_it_is_used(folder: Path, tmp_path: Path, count: int) -> None:
+    """Greedily continued and sampled; every other prompt is there twice. Seven different prompts are all for training."""
+    target = opened(folder)
+    prompts = [[1, 5 + number, 9] for number in range(count)]
+    task = TrainingTask(tmp_path, replace(TINY, steps=1000), prompts=[*prompts, *prompts[::2]])
+    texts = TextGeneration(target, task, {}, Recorder()).run()
+    parts: dict[int, set[Part]] = {}
+    for text in texts:
+        parts.setdefault(int(text.ids[1]) - 5, set()).add(text.part)
+    expected = {number: {CYCLE[number % len(CYCLE)] if count >= len(CYCLE) else Part.TRAIN} for number in range(count)}
+    assert parts == expected
+    greedy = [int(text.ids[1]) for text in texts if text.greedy]
+    assert len(greedy) == len(set(greedy)) > 0, "a prompt is continued greedily once"
+    assert {text.greedy for text in texts} == {True, False}
+
+
+def test_damaged_text_is_generated_again_by_hand(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    save_batch(tmp_path, 0, generate_texts(target, [[5, 9]], 9, greedy=True, seed=0, parts=[Part.TRAIN]))
+    path = tmp_path / "part-0000.safetensors"
+    content = load_file(path)
+    save_file({name: tensor for name, tensor in content.items() if name != "part"}, path)  # as an earlier version wrote it
+    with pytest.raises(SpecgenError, match="Delete it: it is generated again"):
+        load_batches(tmp_path)
 
 
 def test_progress_is_reported_within_a_batch(folder: Path, corpus: Path, tmp_path: Path) -> None:
@@ -139,6 +191,6 @@ def test_generation_keeps_to_its_share_of_the_time_budget(
     generation = TextGeneration(target, task, {}, Recorder())
     texts = generation.run()
     assert {text.greedy for text in texts} == {True, False}
-    assert any(not text.held_out for text in texts)
+    assert any(text.part == Part.TRAIN for text in texts)
     assert all(len(text.ids) > text.prompt_length for text in texts)
     assert 0.3 * 200 * 0.5 < generation.seconds < 0.3 * 200 * 1.1

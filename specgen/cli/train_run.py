@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 DEFAULT_MINUTES = 10.0
 _DEMO_CORPUS = Path("demo")  # a file of that name has to be given as ./demo or by its absolute path
 _DEMO_TOKENS = 600_000
+_NOTHING_HELD_OUT = " Nothing was held out to measure it: there are fewer than eight different documents or prompts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,12 @@ class TrainRequest:
     training_length: int | None
     learning_rate: float | None
     seed: int
+    chat: bool = False
+    exit_layer: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.exit_layer is not None:
+            self._check_predictor_options()
         if self.is_draft and (self.layer, self.exit_layers, self.head) != (None, 1, "own"):
             raise SpecgenError(
                 "--layer, --exit-layers and --head belong to an exit layer, not to a draft model", "Leave them out"
@@ -78,10 +83,32 @@ class TrainRequest:
         for option, value, least, most, rule in rules:
             if value is not None and not least <= value <= most:
                 raise SpecgenError(f"{option} is {value}", f"It has to be {rule}")
-        if self.is_draft and self.prompts is not None and self.corpus is not None and self.self_text in (None, 1):
+        if self.chat and self.self_text is not None:
+            raise SpecgenError("--self-text cannot be combined with --chat: the target then generates all text", "Leave it out")
+        has_both = self.prompts is not None and self.corpus is not None
+        if self.is_draft and not self.chat and has_both and self.self_text in (None, 1):
             raise SpecgenError(
                 f"--corpus {self.corpus} would not be used: with --prompts a draft learns from the target's continuations only",
                 "Leave it out, or mix it in: --self-text 0.5",
+            )
+
+    def _check_predictor_options(self) -> None:
+        """Checks the options for `exit_layer`, with which only a new predictor for this exit layer is trained."""
+        if self.is_draft:
+            raise SpecgenError("--exit-layer belongs to the eesd methods, not to a draft model", "Leave it out")
+        given = {
+            "--layer": self.layer is not None,
+            "--exit-layers": self.exit_layers != 1,
+            "--head": self.head != "own",
+            "--steps": self.steps is not None,
+            "--self-text": self.self_text is not None,
+            "--batch-size": self.batch is not None,
+            "--learning-rate": self.learning_rate is not None,
+        }
+        names = [name for name, is_given in given.items() if is_given]
+        if names:
+            raise SpecgenError(
+                f"{', '.join(names)} cannot be combined with --train --exit-layer, which trains only a predictor", "Leave it out"
             )
 
     @property
@@ -108,6 +135,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     disable_hub_progress(err, quiet=quiet)
     from rich.text import Text
 
+    from specgen.engine.exit_files import load_exit
     from specgen.training.exit_training import exit_depth
     from specgen.training.training_task import TrainingStopped
     from specgen.ui.terminal.loading_line import LoadingLine
@@ -115,7 +143,9 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
 
     with LoadingLine(err, quiet=quiet) as loading:
         target, draft, dtype = _load(models, request, loading.announce)
-        if draft is None:
+        if request.exit_layer is not None:
+            load_exit(request.exit_layer, target)  # raises its errors before the texts are read
+        elif draft is None:
             exit_depth(target, request.layer)
         loading.announce("reading texts")
         task = _task(models, request, target, draft, prompts)
@@ -148,12 +178,15 @@ def _train_exit(
     target: LoadedModel, request: TrainRequest, task: TrainingTask, observer: TrainingObserver
 ) -> tuple[Path, dict[str, Any], str]:
     """Trains an exit layer. Returns the path of its weights, the fields for JSON output, and a sentence for the user."""
-    from specgen.training.exit_training import train_exit
+    from specgen.training.exit_training import retrain_predictor, train_exit
 
-    path, description = train_exit(
-        target, task, observer, after=request.layer, layers=request.exit_layers, own_head=request.head == "own"
-    )
-    share, fit = description.figures["agreement_on_own_text"]["greedy"], description.figures.get("predictor")
+    if request.exit_layer is not None:
+        path, description = retrain_predictor(target, request.exit_layer, task, observer)
+    else:
+        path, description = train_exit(
+            target, task, observer, after=request.layer, layers=request.exit_layers, own_head=request.head == "own"
+        )
+    share, fit = description.figures["held_out_agreement"]["greedy"], description.figures.get("predictor")
     fields = {
         "exit_layer": str(path),
         "target": description.target,
@@ -163,9 +196,13 @@ def _train_exit(
         "figures": description.figures,
         "profile": str(path.parent),
     }
-    agreement = "" if share is None else f" Greedy agreement on held-out text: {share:.0%}."
-    predictor = "No predictor: too little text." if fit is None else f"Predictor: area under the ROC curve {fit['ranking']:.2f}."
-    return path, fields, f"Trained an exit after layer {description.after} of {description.target}.{agreement} {predictor}"
+    what = f"an exit after layer {description.after}" if request.exit_layer is None else "a predictor for the exit"
+    agreement = _NOTHING_HELD_OUT if share is None else f" Greedy agreement on held-out text: {share:.0%}."
+    predictor = "" if description.predictor else " No predictor: too little text."
+    if fit is not None:
+        predictor = f" Predictor: mean score {fit['mean_score']:.2f} where {fit['accepted']:.2f} is accepted"
+        predictor += f", area under the ROC curve {fit['ranking']:.2f}."
+    return path, fields, f"Trained {what} of {description.target}.{agreement}{predictor}"
 
 
 def _train_draft(
@@ -180,9 +217,9 @@ def _train_draft(
     figures = distill(target, draft, task, observer, dtype)
     before, after = figures["agreement_before"], figures["agreement"]
     shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
-    agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else ""
+    agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT
     advice = f"Use it: --draft {task.out}"
-    if (after["greedy"] or 0) <= (before["greedy"] or 0):
+    if shares and (after["greedy"] or 0) <= (before["greedy"] or 0):
         advice = f"Agreement on greedy tokens did not rise: keep the draft you have. The new one is in {task.out}"
     return task.out, {"draft": str(task.out), "figures": figures}, f"Distilled a draft model.{agreement} {advice}"
 
@@ -223,33 +260,77 @@ def _task(
 ) -> TrainingTask:
     """Returns the training task: reads the corpus, and sets defaults for options that are not given.
 
-    `draft` is the draft model to distil, or None to train an exit layer.
+    `draft` is the draft model to distil, or None to train an exit layer. `prompts` are those of `--prompts`.
     """
-    from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.paths import pair_folder
     from specgen.training.training_task import Recipe, TrainingTask
 
-    corpus = _corpus(models, request, target)
     share = (0.5 if draft is None else 1.0) if request.self_text is None else request.self_text
     limit = min(model.context_limit for model in (target, draft or target))
     on_cuda = target.device.type == "cuda"  # elsewhere a step with the paper's batch size would take minutes
+    training_length = min(request.training_length or (2048 if on_cuda else 256), limit)
+    corpus = _corpus(models, request, target)
+    ids = _prompts(request, prompts, target, training_length)
     recipe = Recipe(
         steps=request.steps,
-        seconds=None if request.steps is not None else 60 * (request.minutes or DEFAULT_MINUTES),
+        seconds=_seconds(request),
         learning_rate=request.learning_rate or (1e-3 if draft is None else 3e-4),
         batch_size=request.batch or (64 if on_cuda else 16),
-        training_length=min(request.training_length or (2048 if on_cuda else 256), limit),
+        training_length=training_length,
         generated_share=1.0 if corpus is None else share,
         seed=request.seed,
     )
-    out = request.out
-    if out is None:
-        folder = pair_folder(target.name, weights_fingerprint(target.folder), None if draft is None else draft.name)
-        out = folder if draft is None else folder / "distilled"
+    out = _output_folder(request, target, draft) if request.out is None else request.out
     if draft is not None and out.resolve() in (draft.folder.resolve(), target.folder.resolve()):
         raise SpecgenError(f"--out is {out}, the folder of one of the models", "Name another one: the models are not changed")
     command = "specgen " + " ".join(sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
-    return TrainingTask(out, recipe, corpus, [target.tokenizer.encode(prompt.text) for prompt in prompts], command)
+    return TrainingTask(out, recipe, corpus, ids, command)
+
+
+def _seconds(request: TrainRequest) -> float | None:
+    """Returns the budget in seconds; None: it is a number of steps, or a predictor alone is trained, which needs no budget."""
+    if request.steps is not None or (request.exit_layer is not None and request.minutes is None):
+        return None
+    return 60 * (request.minutes or DEFAULT_MINUTES)
+
+
+def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> Path:
+    """Returns the folder for the result if the user names none."""
+    from specgen.engine.exit_files import DESCRIPTION, WEIGHTS
+    from specgen.engine.fingerprint import weights_fingerprint
+    from specgen.paths import pair_folder
+
+    if request.exit_layer is not None:
+        if request.exit_layer.is_dir():
+            return request.exit_layer
+        if request.exit_layer.name in (WEIGHTS, DESCRIPTION):
+            return request.exit_layer.parent
+        raise SpecgenError(f"the exit layer is {request.exit_layer}, and --out is not given", "Name a folder: --out DIR")
+    folder = pair_folder(target.name, weights_fingerprint(target.folder), None if draft is None else draft.name)
+    return folder if draft is None else folder / "distilled"
+
+
+def _prompts(request: TrainRequest, given: Sequence[Prompt], target: LoadedModel, training_length: int) -> list[list[int]]:
+    """Returns the prompts that the target continues, as token ids: those of `--prompts`, which are `given`; none if it continues
+    the corpus.
+
+    With --chat, they are in the model's chat template and may also be in the corpus file. Longer ones than three quarters of a
+    training sequence are then left out, because a template cannot be cut.
+    """
+    from specgen.training.corpus import chat_prompts
+
+    if not request.chat:
+        return [target.tokenizer.encode(prompt.text) for prompt in given]
+    limit = 3 * training_length // 4
+    prompts = [ids for prompt in given if len(ids := target.tokenizer.chat(prompt.text, None)) <= limit]
+    if given and not prompts:
+        raise SpecgenError(f"{request.prompts} has no prompt of at most {limit} tokens", "Give shorter ones or a larger --window")
+    if request.corpus == _DEMO_CORPUS:
+        raise SpecgenError("--corpus demo has no conversations for --chat", "Leave --chat out, or name a file of prompts")
+    if request.corpus is not None:
+        prompts += chat_prompts(request.corpus, target.tokenizer, limit)
+    if not prompts:
+        raise SpecgenError("there are no prompts for --chat", "Give --corpus FILE (prompts or messages) or --prompts FILE")
+    return prompts
 
 
 def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) -> Corpus | None:
@@ -257,6 +338,8 @@ def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) ->
     from specgen.training.corpus import demo_corpus, read_corpus
 
     encode = target.tokenizer.encode
+    if request.chat:
+        return None
     if request.corpus == _DEMO_CORPUS or (request.corpus is None and models.target is None):
         return demo_corpus(encode, request.seed, _DEMO_TOKENS)
     if request.corpus is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -25,15 +25,16 @@ _EXPORT = "Print the tuned settings for transformers, vllm, sglang, llama.cpp or
 _OBJECTIVE = "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity."
 _MAX_PERPLEXITY = "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%)."
 _OUT = "The profile's folder; by default one for this pair in your data folder."
-_CORPUS = "Training text: plain, or JSON lines with text; demo: the bundled pair's own."
+_CORPUS = "Training text: plain, or JSON lines with text (with --chat also prompt or messages); demo: the bundled pair's own."
 _SELF_TEXT = "Share of sequences that the target generates (0.5; for sd: that it labels, 1)."
 _LEARNING_RATE = "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth."
+_ALSO_FOR_TRAINING = {"methods", "prompts", "chat", "out", "seed"}
 _training = partial(typer.Option, rich_help_panel="Training")
 
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """Options for tuning. With `--train`, only `methods`, `prompts` and `out` are used."""
+    """Options for tuning. With `--train`, only `methods`, `prompts`, `chat` and `out` can be given."""
 
     methods: Annotated[str | None, typer.Option("--methods", "-m", metavar="LIST", help=_METHODS)] = None
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time for everything, loading included.")] = 60.0
@@ -49,7 +50,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class TuneSampling(options.SamplingOptions):
-    """Options for choosing tokens during tuning. With `--train`, only the seed is used."""
+    """Options for choosing tokens during tuning. With `--train`, only the seed can be given."""
 
     max_new_tokens: options.MaxNewTokens = 64
     seed: options.FixedSeed = 0
@@ -57,7 +58,7 @@ class TuneSampling(options.SamplingOptions):
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Options for training an exit layer or a draft model, used with `--train`."""
+    """Options for training an exit layer or a draft model: only with `--train`."""
 
     minutes: Annotated[float | None, _training(metavar="M", help=f"Total training time ({DEFAULT_MINUTES:g}).")] = None
     steps: Annotated[int | None, _training(metavar="S", help="Optimizer steps instead of minutes: reproducible weights.")] = None
@@ -76,8 +77,12 @@ class TrainingOptions:
 @reported
 @options.grouped
 def tune(
+    context: typer.Context,
     train: Annotated[
-        bool, _training("--train", help="Train EESD's exit layer and its predictor, or with -m sd the draft.")
+        bool,
+        _training(
+            "--train", help="Train EESD's exit layer and its predictor (with --exit-layer: only that), or with -m sd the draft."
+        ),
     ] = False,
     *,
     tuning: TuneOptions,
@@ -92,18 +97,34 @@ def tune(
     from specgen.ui import theme
 
     err = theme.console(stderr=True, no_color=display.no_color)
-    hint = "Tune and train in turn: specgen tune --train, then specgen tune"
-    if train and tuning.export is not None:
-        raise SpecgenError("--export cannot be combined with --train", hint)
-    if train and (tuning.objective, tuning.max_perplexity) != ("speed", None):
-        raise SpecgenError("--objective and --max-perplexity cannot be combined with --train", hint)
-    if not train and (training.minutes, training.steps, training.corpus, training.layer) != (None,) * 4:
-        raise SpecgenError("--minutes, --steps, --corpus or --layer needs --train", hint)
+    _check_given(context, train=train)
     if train:
         task = train_run.TrainRequest(
-            methods=tuning.methods, prompts=tuning.prompts, out=tuning.out, seed=sampling.seed or 0, **asdict(training)
+            methods=tuning.methods,
+            prompts=tuning.prompts,
+            out=tuning.out,
+            seed=sampling.seed or 0,
+            chat=tuning.chat,
+            exit_layer=models.exit_layer,
+            **asdict(training),
         )
         return train_run.train(models, task, err, quiet=display.quiet, as_json=display.json)
     request = tune_run.TuneRequest(begin, sampling=sampling.params(), **asdict(tuning))
     tune_run.tune_pair(models, request, err, quiet=display.quiet, as_json=display.json)
     return None
+
+
+def _check_given(context: typer.Context, *, train: bool) -> None:
+    """Raises SpecgenError for the options on the command line that belong to training but `train` is False, or the reverse."""
+    of_training = {field.name for field in fields(TrainingOptions)}
+    of_tuning = {field.name for group in (TuneOptions, TuneSampling) for field in fields(group)} - _ALSO_FOR_TRAINING
+    wrong = [
+        max(option.opts, key=len)
+        for option in context.command.params
+        if option.name in (of_tuning if train else of_training)
+        and getattr(context.get_parameter_source(option.name), "name", "") == "COMMANDLINE"
+    ]
+    if wrong:
+        named = ", ".join(wrong)
+        problem = f"{named} cannot be combined with --train" if train else f"{named} needs --train"
+        raise SpecgenError(problem, "Tune and train in turn: specgen tune --train, then specgen tune")

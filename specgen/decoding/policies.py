@@ -247,8 +247,8 @@ class CaliTS(ThompsonSampling):
     source = "EESD, Algorithm 3 (corrected)"
     optional_signals: ClassVar = {"model_prediction": frozenset({"predicted_acceptance"})}
     settings: ClassVar = {
-        "sigma_model": Setting(0.2, "standard deviation of the predictor's error", 1e-3, 10, tuned=(0.1, 0.2, 0.4)),
-        "sigma_sample": Setting(0.4, "standard deviation of a round's acceptance rate", 1e-3, 10, tuned=(0.2, 0.4)),
+        "sigma_model": Setting(0.3, "standard deviation of the predictor's error", 1e-3, 10, tuned=(0.1, 0.3, 0.5)),
+        "sigma_sample": Setting(3.0, "standard deviation of a round's acceptance rate", 1e-3, 10, tuned=(1.0, 3.0)),
         "theta0": Setting(0.7, "prior acceptance rate", 0, 1, tuned=(0.5, 0.7, 0.9)),
         "model_prediction": Setting(True, "use the predictor's score of each token"),
         "sampling_prediction": Setting(True, "use the acceptance rate so far"),

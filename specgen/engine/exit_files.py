@@ -25,6 +25,7 @@ from specgen.files import load_yaml, whole_file, write_whole
 from specgen.paths import EXIT_WEIGHTS, kept_exit
 
 WEIGHTS, DESCRIPTION = EXIT_WEIGHTS, "exit.yaml"
+_SAVED_DTYPE = torch.bfloat16
 _COMMENT = "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
 _TRAIN = "Train one for this target: specgen tune --train --methods eesd"
 _RETRAIN = "Train it again"
@@ -80,10 +81,34 @@ def save_exit(folder: Path, layer: torch.nn.Module, predictor: Predictor | None,
     tensors = {f"exit.{name}": weight for name, weight in layer.state_dict().items()}
     if not description.own_head:
         tensors = {name: weight for name, weight in tensors.items() if not name.startswith("exit.head.")}
+    return _write(folder, tensors, predictor, description)
+
+
+def replace_predictor(path: Path, folder: Path, predictor: Predictor, description: Description) -> Path:
+    """Writes a copy of the exit layer `path` with another predictor into `folder`, as `save_exit` does."""
+    weights, described = _files(path)
+    tensors = _read_tensors(weights, described.name, description.fingerprint)
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith("exit.")}
+    return _write(folder, layer, predictor, description)
+
+
+def round_as_saved(module: torch.nn.Module) -> None:
+    """Rounds the parameters that are trained to what a file keeps of them, and ends their training.
+
+    What is measured after that are the figures of the saved weights.
+    """
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.requires_grad:
+                weight.copy_(weight.to(_SAVED_DTYPE))
+    module.requires_grad_(False).eval()
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], predictor: Predictor | None, description: Description) -> Path:
     if predictor is not None:
-        tensors |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
+        tensors = tensors | {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: weight.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, weight in tensors.items()}
+    stored = {name: weight.detach().to("cpu", _SAVED_DTYPE).contiguous().clone() for name, weight in tensors.items()}
     described = _COMMENT + yaml.safe_dump(_rounded(asdict(description)), sort_keys=False, allow_unicode=True)
     with whole_file(folder / WEIGHTS) as file:  # moved into place after the description
         # One entry only: the order of several changes, and the same weights should give the same file.

@@ -75,14 +75,17 @@ class Tokenizer:
         `prompt` is the user's last message, `system` the system message (None: none). `before` holds the earlier messages of the
         user, each with the model's answer. Raises SpecgenError if there is no template or it refuses the messages.
         """
-        if self._render is None:
-            raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         turns = [{"role": "system", "content": system}] if system is not None else []
         for question, answer in before:
             turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        turns.append({"role": "user", "content": prompt})
+        return self.conversation([*turns, {"role": "user", "content": prompt}])
+
+    def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Does what `chat` does, for messages with the keys `role` and `content`."""
+        if self._render is None:
+            raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         try:
-            text = self._render(turns)
+            text = self._render(messages)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
         return self._backend.encode(text, add_special_tokens=False)

@@ -5,18 +5,48 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING, Any
 
 from specgen.errors import SpecgenError
 
+if TYPE_CHECKING:
+    from specgen.engine.tokenizer import Tokenizer
+
 Encode = Callable[[str], list[int]]
-HELD_OUT_EVERY = 8  # documents, prompts and texts with an index divisible by it are held out of training
 MAX_TOKENS = 8_000_000
 DEMO_SEED = 1_000_000  # outside the range of the seeds that the demo models were trained with
-_PIECE_CHARACTERS = 20_000  # of plain text, encoded in one call
+_PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
+_MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
+
+
+class Part(IntEnum):
+    """What a document, a prompt or a generated text is used for.
+
+    TRAIN: to train the exit layer or the draft. PREDICTOR: to train the predictor of an exit layer, which needs text that the
+    exit layer was not trained on. HELD_OUT: only to measure.
+    """
+
+    TRAIN = 0
+    HELD_OUT = 1
+    PREDICTOR = 2
+
+
+CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
+"""The parts of eight documents or prompts that follow each other. Fewer than eight are all for training."""
+ALL_PARTS = frozenset(Part)
+
+
+def parts_of(numbers: Sequence[int]) -> list[Part]:
+    """Returns the part of each document or prompt. `numbers` numbers their different contents from 0: equal ones share a part."""
+    if not numbers or max(numbers) + 1 < len(CYCLE):
+        return [Part.TRAIN] * len(numbers)
+    return [CYCLE[number % len(CYCLE)] for number in numbers]
 
 
 class Corpus:
@@ -25,33 +55,49 @@ class Corpus:
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
         self._ids = array("i")
         self._starts = [0]
+        numbers: list[int] = []
+        known: dict[bytes, int] = {}
         for document in documents:
             if len(document) > 1:  # a single token has no next token to predict
                 self._ids.extend(document)
+                start = self._starts[-1]
                 self._starts.append(len(self._ids))
+                numbers.append(known.setdefault(sha256(self._ids[start:].tobytes()).digest(), len(known)))
             if len(self._ids) >= MAX_TOKENS:
                 break
+        self._parts = parts_of(numbers)
+        self._chosen: dict[frozenset[Part], tuple[list[int], list[int]]] = {}
 
     @property
     def tokens(self) -> int:
         return len(self._ids)
 
-    def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, held_out: bool | None = None) -> list[int]:
-        """Returns at most `max_tokens` consecutive tokens of a random document.
+    @property
+    def is_split(self) -> bool:
+        """Whether documents are held out and reserved for the predictor: there have to be at least eight different ones."""
+        return Part.HELD_OUT in self._parts
+
+    def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, parts: Collection[Part] = ALL_PARTS) -> list[int]:
+        """Returns at most `max_tokens` consecutive tokens of a random document that belongs to one of `parts`.
 
         A document is chosen with probability proportional to its length. `from_start` takes its first tokens, not a random part.
-        `held_out` True chooses among the documents that are held out from training, False among the documents for training, None
-        among all. A corpus of fewer than HELD_OUT_EVERY documents holds out none; `held_out` then has no effect.
+        A corpus that is not split has only documents for training, and `parts` has no effect.
         """
-        while True:
-            position = rng.randrange(len(self._ids))
-            document = bisect_right(self._starts, position) - 1
-            if held_out is None or len(self._starts) <= HELD_OUT_EVERY or (document % HELD_OUT_EVERY == 0) == held_out:
-                break
-        start, end = self._starts[document], self._starts[document + 1]
+        documents, ends = self._documents(frozenset(parts) if self.is_split else ALL_PARTS)
+        position = rng.randrange(ends[-1])
+        index = bisect_right(ends, position)
+        start, end = self._starts[documents[index] : documents[index] + 2]
         if end - start > max_tokens and not from_start:
-            start = min(position, end - max_tokens)
+            start = min(end - (ends[index] - position), end - max_tokens)
         return self._ids[start : min(end, start + max_tokens)].tolist()
+
+    def _documents(self, parts: frozenset[Part]) -> tuple[list[int], list[int]]:
+        """Returns the indices of the documents in `parts`, and for each one how many tokens it and those before it have."""
+        if parts not in self._chosen:
+            chosen = [index for index, part in enumerate(self._parts) if part in parts]
+            lengths = (self._starts[index + 1] - self._starts[index] for index in chosen)
+            self._chosen[parts] = chosen, list(accumulate(lengths))
+        return self._chosen[parts]
 
     def digest(self) -> str:
         """Returns eight hexadecimal digits of a hash of all tokens, to recognize the same corpus again."""
@@ -61,12 +107,53 @@ class Corpus:
 def read_corpus(path: Path, encode: Encode) -> Corpus:
     """Reads a corpus from a file: JSON lines with the field `text` if its name ends in .jsonl or .json, otherwise plain text.
 
-    Raises SpecgenError if the file cannot be read, has a wrong line or contains no text.
+    A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file cannot be read, has a wrong line or
+    contains no text.
     """
-    corpus = Corpus(map(encode, _json_texts(path) if path.suffix in (".jsonl", ".json") else _pieces(path)))
+    corpus = Corpus(map(encode, _json_texts(path) if is_json_lines(path) else _pieces(path)))
     if not corpus.tokens:
         raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
     return corpus
+
+
+def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    """Reads conversations from a file. Returns the prompts (token ids) that they give in the model's chat template.
+
+    The file has JSON lines with the field `messages` (mappings with `role` and `content`), `prompt` or `text`, or else one user's
+    message per line. A prompt ends with a message of the user, the last one with which it has at most `max_tokens` tokens;
+    conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read, has a wrong line or gives
+    no prompts, or if the model has no chat template.
+    """
+    prompts = []
+    for messages in _conversations(path):
+        ends = [end for end, message in enumerate(messages, 1) if message["role"] == "user"]
+        for end in reversed(ends):
+            ids = tokenizer.conversation(messages[:end])
+            if len(ids) <= max_tokens:
+                prompts.append(ids)
+                break
+    if not prompts:
+        raise SpecgenError(f"{path} has no prompt of at most {max_tokens} tokens", "Give shorter ones or a larger --window")
+    return prompts
+
+
+def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
+    if not is_json_lines(path):
+        yield from ([{"role": "user", "content": line.strip()}] for _, line in _lines(path) if line.strip())
+        return
+    for number, entry in _json_entries(path):
+        text = entry.get("prompt", entry.get("text"))
+        messages = entry.get("messages", [{"role": "user", "content": text}])
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise SpecgenError(
+                f"{path}, line {number}: not a JSON object with messages, a prompt or a text",
+                'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line',
+            )
+        yield [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) and message[key] for key in ("role", "content"))
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
@@ -80,28 +167,43 @@ def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
     return Corpus(sample(tokens, DEMO_SEED + seed, encode))
 
 
+def is_json_lines(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".json")
+
+
 def _json_texts(path: Path) -> Iterator[str]:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
-            text = None
+    for number, entry in _json_entries(path):
+        text = entry.get("text")
         if not isinstance(text, str) or not text.strip():
             raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
         yield text
 
 
+def _json_entries(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields the number of each line that is not empty, and its JSON object; an empty one if the line holds something else."""
+    for number, line in _lines(path):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            yield number, entry if isinstance(entry, dict) else {}
+
+
 def _pieces(path: Path) -> Iterator[str]:
-    """Yields a plain text file in pieces of about _PIECE_CHARACTERS. A piece ends at a line break unless a line is longer."""
+    """Yields a plain text file in pieces. A piece ends at a line break unless a line is longer.
+
+    The pieces have about _MAX_PIECE characters, fewer in a short file, so that some of them can be held out of training.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    size = max(_MIN_PIECE, min(_MAX_PIECE, size // _PIECES))
     piece = ""
     for _, line in _lines(path):
         piece += line
-        while len(piece) >= _PIECE_CHARACTERS:
-            size = _PIECE_CHARACTERS if len(line) > _PIECE_CHARACTERS else len(piece)
-            yield piece[:size]
-            piece = piece[size:]
+        while len(piece) >= size:
+            end = size if len(line) > size else len(piece)
+            yield piece[:end]
+            piece = piece[end:]
     if piece.strip():
         yield piece
 

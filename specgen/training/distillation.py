@@ -22,7 +22,7 @@ from specgen.engine.transformers_backend.attention_masks import AttentionMasks
 from specgen.engine.transformers_backend.quiet import quiet_transformers
 from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.files import write_whole
-from specgen.training.corpus import Corpus
+from specgen.training.corpus import Corpus, Part
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.text_generation import TextGeneration
@@ -46,10 +46,10 @@ class DistillationBatches(TrainingBatches):
     """
 
     def __init__(self, corpus: Corpus | None, texts: Sequence[GeneratedText], recipe: Recipe) -> None:
-        used = [text for text in texts if not text.held_out]
+        used = [text for text in texts if text.part == Part.TRAIN]
         ends = accumulate(len(text.ids) for text in used)
         taught = [(text.ids.tolist(), [*range(end - len(text.ids), end)]) for text, end in zip(used, ends, strict=True)]
-        super().__init__(corpus, taught, recipe)
+        super().__init__(corpus, taught, recipe, (Part.TRAIN, Part.PREDICTOR))  # there is no predictor to train
         self.top_k_ids = _concatenated([text.top_k_ids for text in used])
         self.top_k_log_probs = _concatenated([text.top_k_log_probs for text in used])
 
@@ -97,6 +97,12 @@ class DraftTraining(Training):
         loss = loss + F.cross_entropy(untaught, labels[is_untaught], reduction="sum")
         return torch.cat((loss[None], greedy_matches(taught, top_k_ids[:, 0])))
 
+    @torch.no_grad()
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Rounds the weights, which stay float32, to values of `dtype`."""
+        for weight in self.trained.values():
+            weight.copy_(weight.to(dtype))
+
     @inference
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
@@ -138,12 +144,13 @@ def distill(
     texts = generation.run()
     target_dtype = target.model.dtype
     target.model.free_weights()
-    held_out = [text for text in texts if text.held_out]
+    held_out = [text for text in texts if text.part == Part.HELD_OUT]
     batches = DistillationBatches(task.corpus, texts, task.recipe.after_generation(generation.seconds))
     del texts  # their tensors have been copied
     training = DraftTraining(draft, batches, target_dtype)
     before = greedy_agreement(training.logits, held_out)
     progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
+    training.round_weights(dtype)  # what is measured now is what is saved
     after = greedy_agreement(training.logits, held_out)
     figures = {**progress.figures(generation.seconds), "agreement_before": before, "agreement": after}
     _save(draft, dtype, target, task, figures)

@@ -7,26 +7,34 @@ The first layers are frozen. The loss is the cross-entropy with the next token o
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.exit_files import Description, save_exit
-from specgen.engine.exit_parts import check_exit_depth, default_exit_depth
+from specgen.engine.early_exit import EarlyExit
+from specgen.engine.exit_files import Description, load_exit, replace_predictor, round_as_saved, save_exit
+from specgen.engine.exit_parts import Predictor, check_exit_depth, default_exit_depth
 from specgen.engine.model import Model, TrainableExit
+from specgen.errors import SpecgenError
+from specgen.training.corpus import Part
+from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
-from specgen.training.predictor_training import train_predictor
+from specgen.training.predictor_training import ExitOutputs, train_predictor
 from specgen.training.text_generation import TextGeneration
 from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
 from specgen.training.training_task import TrainingObserver, TrainingTask
+from specgen.types import Context
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
+_UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
 _CPU_TOKENS = 256  # tokens whose logits are computed at once on a CPU: few enough for its caches
 
 
@@ -104,9 +112,9 @@ def train_exit(
     """Trains an exit layer for `target` and a predictor of whether the target accepts the exit's drafted tokens.
 
     The exit follows the target's first `after` layers (None: a default depth) and has `layers` decoder layers. `own_head` trains
-    its head as well. Saves both in `task.out`, and returns the path of the weights and their description with measurements.
-    `target` loses its later layers and cannot be used afterwards. Raises TrainingStopped if `observer` requests a stop (the same
-    call resumes the training), and SpecgenError for an unsuitable target.
+    its head as well. Saves both in `task.out`, and returns the path of the weights and their description with measurements of
+    the saved weights. `target` loses its later layers and cannot be used afterwards. Raises TrainingStopped if `observer`
+    requests a stop (the same call resumes the training), and SpecgenError for an unsuitable target.
     """
     after = exit_depth(target, after)
     settings = {**task.settings(target), "after": after, "layers": layers, "own_head": own_head}
@@ -114,15 +122,13 @@ def train_exit(
     texts = generation.run()
     layer = target.model.trainable_exit(target.folder, layers)
     target.model.free_weights(after)
-    taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if not text.held_out]
+    taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if text.part == Part.TRAIN]
     batches = TrainingBatches(task.corpus, taught, task.recipe.after_generation(generation.seconds))
     training = ExitTraining(target.model, after, layer, batches, own_head=own_head)
     progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
-    layer.module.requires_grad_(False).eval()
-    observer.announce("training the predictor")
+    round_as_saved(layer.module)
     outputs = partial(exit_outputs, target.model, after, layer)
-    agreement = greedy_agreement(lambda ids: outputs(ids)[0], [text for text in texts if text.held_out])
-    predictor, fit = train_predictor(outputs, texts, task.recipe.seed) or (None, None)
+    predictor, measured = _predictor_and_figures(outputs, texts, task, observer)
     description = Description(
         target=target.name,
         fingerprint=settings["fingerprint"],
@@ -130,13 +136,55 @@ def train_exit(
         layers=layers,
         own_head=own_head,
         predictor=predictor is not None,
-        figures={
-            **progress.figures(generation.seconds),
-            "agreement_on_own_text": agreement,
-            **({} if fit is None else {"predictor": fit}),
-        },
+        figures={**progress.figures(generation.seconds), **measured},
         made_with=task.made_with(),
     )
     path = save_exit(task.out, layer.module, predictor, description)
     shutil.rmtree(task.folder, ignore_errors=True)
     return path, description
+
+
+def retrain_predictor(
+    target: LoadedModel, exit_path: Path, task: TrainingTask, observer: TrainingObserver
+) -> tuple[Path, Description]:
+    """Trains a new predictor for the exit layer `exit_path`, and saves a copy of the exit layer with it in `task.out`.
+
+    It learns from text that `target` generates for that purpose: until there is enough of it or, if the recipe has a budget in
+    seconds, this time is over. Documents and prompts from which `train_exit` would train the exit layer are left out. Returns the
+    path of the weights and their description with new measurements. Raises TrainingStopped if `observer` requests a stop (the
+    same call resumes), and SpecgenError if the exit layer cannot be loaded or there is too little text.
+    """
+    trained = load_exit(exit_path, target)
+    settings = {**task.settings(target), "exit": trained.description.digest}
+    texts = TextGeneration(target, task, settings, observer, only_predictor=True).run()
+    drafts = EarlyExit(target.model, trained.layer, trained.description.after).draft
+
+    def outputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, *others = ids.tolist()
+        output = drafts.logits(Context([first]), others)
+        assert output.hidden_states is not None
+        return output.logits.float(), output.hidden_states.float()
+
+    predictor, measured = _predictor_and_figures(outputs, texts, task, observer)
+    if predictor is None:
+        raise SpecgenError("there is too little text to train a predictor", "Give a larger --corpus or more --prompts")
+    made_with = {name: value for name, value in task.made_with().items() if name not in _UNUSED}
+    description = replace(
+        trained.description,
+        predictor=True,
+        figures={**trained.description.figures, **measured},
+        made_with={**trained.description.made_with, "predictor": made_with},
+    )
+    path = replace_predictor(exit_path, task.out, predictor, description)
+    shutil.rmtree(task.folder, ignore_errors=True)
+    return path, description
+
+
+def _predictor_and_figures(
+    outputs: ExitOutputs, texts: Sequence[GeneratedText], task: TrainingTask, observer: TrainingObserver
+) -> tuple[Predictor | None, dict[str, Any]]:
+    """Trains a predictor (None: there is too little text) and measures both it and the exit on held-out text."""
+    observer.announce("training the predictor")
+    agreement = greedy_agreement(lambda ids: outputs(ids)[0], [text for text in texts if text.part == Part.HELD_OUT])
+    predictor, fit = train_predictor(outputs, texts, task.recipe.seed) or (None, {})
+    return predictor, {"held_out_agreement": agreement, **({"predictor": fit} if fit else {})}

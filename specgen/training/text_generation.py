@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from specgen.engine.devices import free_memory
 from specgen.errors import SpecgenError
 from specgen.files import write_whole
 from specgen.training.batched_generation import OnProgress
-from specgen.training.corpus import HELD_OUT_EVERY, Corpus
+from specgen.training.corpus import CYCLE, Corpus, Part, parts_of
 from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, read_texts, save_batch
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingStopped, TrainingTask, check_same_run
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 MAX_BATCH = 64  # texts that are generated at once
-_MIN_BATCH = 2  # one of them is held out
+_MIN_BATCH = 2
 _GREEDY, _SAMPLED, _READ = "greedy", "sampled", "read"  # the kinds of batches, in turn
 _READ_FACTOR = 4  # read batches are this many times larger than generated ones
 _BUDGET_SHARE = 0.3  # of a budget in seconds
@@ -35,18 +37,26 @@ _MIN_TIME_SHARE = 0.1  # of the time for all batches: with less left, no other b
 _CACHE_SHARE = 0.5  # of the free memory; forward passes need the rest
 _TIMED_TOKENS = 256
 _REPORT_SECONDS = 0.5
+_PROMPT_TRIES = 20  # documents that are tried for a prompt of the batch's length
 _EPOCHS = 10  # with a budget in steps: how often training uses each generated token, if there were no read text
-_HIDDEN_STATE_TOKENS = 40_000  # tokens whose hidden states are stored for the predictor,
-_HIDDEN_STATE_BYTES = 1 << 27  # and the most memory for them
+_HIDDEN_STATE_TOKENS = 100_000  # tokens whose hidden states are stored for the predictor,
+_HIDDEN_STATE_BYTES = 1 << 28  # and the most memory for them
+_NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
+_ONLY_PREDICTOR = tuple(Part.HELD_OUT if part == Part.HELD_OUT else Part.PREDICTOR for part in CYCLE)
+_NO_PREDICTOR = tuple(Part.HELD_OUT if part == Part.HELD_OUT else Part.TRAIN for part in CYCLE)
 
 
 class TextGeneration:
     """Generates and stores the training text of a task. Batches that an interrupted process has stored are reused.
 
-    Batches of greedy and of sampled text alternate. With `keep_top_k`, the target's top-k probabilities are stored with every
-    text; if the task has a corpus and no prompts, every third batch then holds corpus text that the target did not generate.
-    Without `keep_top_k`, the target's hidden states are stored with the first texts only. `settings` must be the same to resume.
-    `seconds` is the time spent on generation, including the time before an interruption.
+    Batches of greedy and of sampled text alternate. What a text is used for (its part) is decided by its prompt.
+
+    With `keep_top_k`, for distillation, the target's top-k probabilities are stored with every text, and no text is for a
+    predictor; if the task has a corpus and no prompts, every third batch then holds corpus text that the target did not generate.
+    Otherwise the target's hidden states are stored with texts for the predictor and with held-out ones, until there are enough.
+    After that, no more texts are for the predictor. `only_predictor` generates only these two kinds.
+
+    `settings` must be the same to resume. `seconds` is the time spent on generation, including the time before an interruption.
 
     With a budget in steps, the texts depend only on the seed and the batch size (the number of texts generated at once). The
     batch size of an interrupted process is kept.
@@ -59,18 +69,27 @@ class TextGeneration:
         settings: dict[str, Any],
         observer: TrainingObserver,
         keep_top_k: bool = False,
+        only_predictor: bool = False,
     ) -> None:
         self._target, self._task, self._settings, self._observer = target, task, settings, observer
-        self._keep_top_k, self._clock = keep_top_k, task.clock
+        self._keep_top_k, self._only_predictor, self._clock = keep_top_k, only_predictor, task.clock
         reads = keep_top_k and task.corpus is not None and not task.prompts
         self._kinds = [_GREEDY, _SAMPLED, *([_READ] if reads else [])]
         self._log = task.folder / "writing.json"
+        given = list(dict.fromkeys(map(tuple, task.prompts)))
+        parts = parts_of(range(len(given)))
+        self._is_split = Part.HELD_OUT in parts if given else task.corpus is not None and task.corpus.is_split
+        self._given: dict[Part, list[tuple[int, ...]]] = {part: [] for part in Part}
+        for prompt, part in zip(given, parts, strict=True):
+            self._given[self._as_used(part)].append(prompt)
         recipe = task.recipe
         self._max_tokens = min(recipe.training_length, target.context_limit)
         self.seconds, batch_size = _read_log(self._log, settings)
         self._batch_size = batch_size or largest_batch(target, self._max_tokens)
         self._planned = math.inf if recipe.steps is None else len(self._kinds) * _batches_per_kind(recipe, self._batch_size)
-        self._limit = math.inf if recipe.seconds is None else recipe.seconds * _BUDGET_SHARE
+        self._limit = math.inf if recipe.seconds is None else recipe.seconds * (1.0 if only_predictor else _BUDGET_SHARE)
+        width = target.model.shape.hidden_size
+        self._wanted_states = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // (2 * width))
         self._write_log()
 
     def run(self) -> list[GeneratedText]:
@@ -80,34 +99,46 @@ class TextGeneration:
         """
         if not self._task.recipe.generated_share:
             return []
-        width = self._target.model.shape.hidden_size
-        hidden_state_tokens = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // (2 * width))
         batches = load_batches(self._task.folder)
         texts = [text for batch in batches for text in batch]
         for number in itertools.count(len(batches)):
-            if not self._has_next(number):
+            if not self._has_next(number, texts):
                 break
             start = self._clock()
-            with_states = sum(len(text.ids) for text in texts if text.hidden_states is not None)
-            made = self._batch(number, _tokens(texts), keep_hidden_states=with_states < hidden_state_tokens)
+            made = self._batch(number, texts)
             save_batch(self._task.folder, number, made)
             self.seconds += self._clock() - start
             self._write_log()
             texts += made
-            share = self._share(number + 1, 0.0) if self._has_next(number + 1) else 1.0
+            share = self._share(number + 1, 0.0, texts) if self._has_next(number + 1, texts) else 1.0
             self._observer.generating(number + 1, share, _tokens(texts))
         return texts
 
-    def _has_next(self, number: int) -> bool:
+    def _has_next(self, number: int, texts: Sequence[GeneratedText]) -> bool:
         """Whether batch `number` is to be made: always one of each kind (greedy, sampled, read), more within the budget."""
         has_time = self.seconds < (1 - _MIN_TIME_SHARE) * self._limit
-        return number < len(self._kinds) or (number < self._planned and has_time)
+        is_needed = self._share_of_states(texts) < 1 if self._only_predictor else number < self._planned
+        return number < len(self._kinds) or (is_needed and has_time)
 
-    def _share(self, batches: float, batch_seconds: float) -> float:
-        """Returns the share of the generation that is done: `batches` batches, and `batch_seconds` spent in an unfinished one."""
-        return min(1.0, max(batches / self._planned, (self.seconds + batch_seconds) / self._limit))
+    def _share(self, batches: float, batch_seconds: float, texts: Sequence[GeneratedText]) -> float:
+        """Returns the share of the generation that is done.
 
-    def _batch(self, number: int, tokens: int, *, keep_hidden_states: bool) -> list[GeneratedText]:
+        `batches` is the number of batches, `batch_seconds` the time spent in an unfinished one.
+        """
+        done = self._share_of_states(texts) if self._only_predictor else batches / self._planned
+        return min(1.0, max(done, (self.seconds + batch_seconds) / self._limit))
+
+    def _share_of_states(self, texts: Sequence[GeneratedText]) -> float:
+        """Returns the number of tokens with stored hidden states, as a share of what the predictor needs."""
+        return sum(len(text.ids) for text in texts if text.hidden_states is not None) / self._wanted_states
+
+    def _as_used(self, part: Part) -> Part:
+        """Returns what text from a document or prompt of a part is used for here."""
+        if not self._is_split:
+            return Part.PREDICTOR if self._only_predictor else Part.TRAIN
+        return Part.TRAIN if self._keep_top_k and part == Part.PREDICTOR else part
+
+    def _batch(self, number: int, texts: Sequence[GeneratedText]) -> list[GeneratedText]:
         start = self._clock()
         turn, index = divmod(number, len(self._kinds))
         time_left = max(0.0, self._limit - self.seconds)
@@ -117,13 +148,14 @@ class TextGeneration:
         if self._kinds[index] == _READ:
             assert self._task.corpus is not None
             rng, count = Random(f"read {seed}"), _READ_FACTOR * self._batch_size
-            read = [self._task.corpus.sample(rng, self._max_tokens, held_out=False) for _ in range(count)]
-            return read_texts(self._target, read, self._progress(number, tokens, start, start + time_left))
-        prompts, held_out, greedy = self._prompts(turn, seed, greedy=self._kinds[index] == _GREEDY)
+            read = [self._task.corpus.sample(rng, self._max_tokens, parts=_NOT_HELD_OUT) for _ in range(count)]
+            return read_texts(self._target, read, self._progress(number, texts, start, start + time_left))
+        keep_hidden_states = not self._keep_top_k and self._share_of_states(texts) < 1
+        greedy, prompts, parts = self._prompts(texts, seed, self._kinds[index] == _GREEDY, keep_hidden_states)
         if time_left < math.inf:
             text_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens
             count = max(_MIN_BATCH, int((1 - _GENERATION_SHARE) * time_left / text_seconds))
-            prompts, held_out = prompts[:count], held_out[:count]
+            prompts, parts = prompts[:count], parts[:count]
         deadline = start + _GENERATION_SHARE * time_left
         return generate_texts(
             self._target,
@@ -131,52 +163,58 @@ class TextGeneration:
             self._max_tokens,
             greedy=greedy,
             seed=seed,
-            held_out=held_out,
+            parts=parts,
             keep_hidden_states=keep_hidden_states,
             keep_top_k=self._keep_top_k,
-            on_progress=self._progress(number, tokens - sum(map(len, prompts)), start, deadline),
+            on_progress=self._progress(number, texts, start, deadline),
         )
 
-    def _progress(self, number: int, tokens: int, start: float, deadline: float) -> OnProgress:
+    def _progress(self, number: int, texts: Sequence[GeneratedText], start: float, deadline: float) -> OnProgress:
         """Returns the `on_progress` function for batch `number`.
 
         It reports the progress, raises TrainingStopped if the observer requests a stop, and ends the batch at the deadline (a
-        time of the clock). `tokens` is the number of tokens in earlier batches, `start` the time when the batch began.
+        time of the clock). `texts` are those of earlier batches, `start` is the time when the batch began.
         """
-        reported = -math.inf
+        reported, tokens = -math.inf, _tokens(texts)
 
         def on_progress(share: float, new_tokens: int) -> bool:
             nonlocal reported
             now = self._clock()
             if now - reported >= _REPORT_SECONDS:
                 reported = now
-                done = min(0.99, self._share(number + share, now - start))  # the target's predictions are still missing
-                self._observer.generating(number, done, max(0, tokens + new_tokens))
+                done = min(0.99, self._share(number + share, now - start, texts))  # the target's predictions are still missing
+                self._observer.generating(number, done, tokens + new_tokens)
             if self._observer.stop_requested():
                 raise TrainingStopped
             return now < deadline
 
         return on_progress
 
-    def _prompts(self, turn: int, seed: int, *, greedy: bool) -> tuple[list[list[int]], list[bool], bool]:
-        """Returns the prompts of a batch, whether each is held out from training, and whether the batch is generated greedily.
+    def _prompts(
+        self, texts: Sequence[GeneratedText], seed: int, greedy: bool, for_predictor: bool
+    ) -> tuple[bool, list[list[int]], list[Part]]:
+        """Returns whether a batch is generated greedily, its prompts, and the part of each one.
 
-        `turn` is the number of earlier batches of the same kind. Once all of the user's prompts have been used, they are used
-        again, but only for sampled text: greedy text would be the same as before.
+        `texts` are those of earlier batches; `for_predictor` says whether the predictor needs more. Once all of the user's
+        prompts have been used, they are used again, but only for sampled text: greedy text would be the same as before.
         """
-        given, batch_size = self._task.prompts, self._batch_size
-        if not given:
+        cycle = _ONLY_PREDICTOR if self._only_predictor else CYCLE if for_predictor else _NO_PREDICTOR
+        used = Counter(text.part for text in texts if text.greedy == greedy)
+        first = used.total()
+        wanted = [self._as_used(cycle[index % len(CYCLE)]) for index in range(first, first + self._batch_size)]
+        if not self._task.prompts:
             assert self._task.corpus is not None
-            prompts = corpus_prompts(self._task.corpus, batch_size, self._max_tokens, seed)
-            return prompts, [index % HELD_OUT_EVERY == 0 for index in range(len(prompts))], greedy
+            sources = [_NOT_HELD_OUT if self._keep_top_k and part == Part.TRAIN else (part,) for part in wanted]
+            return greedy, corpus_prompts(self._task.corpus, sources, self._max_tokens, seed), wanted
         max_prompt = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
-        start = turn * batch_size
-        greedy = greedy and start < len(given)
-        indices = range(start, min(len(given), start + batch_size) if greedy else start + batch_size)
-        prompts = [list(given[index % len(given)])[-max_prompt:] for index in indices]
-        # With enough prompts, a held-out prompt is held out every time it is used.
-        period = len(given) if len(given) >= HELD_OUT_EVERY else indices.stop
-        return prompts, [index % period % HELD_OUT_EVERY == 0 for index in indices], greedy
+        prompts, parts = [], []
+        for part in wanted:
+            given, index = self._given[part], used[part]
+            if not greedy or index < len(given):
+                prompts.append(list(given[index % len(given)])[-max_prompt:])
+                parts.append(part)
+                used[part] += 1
+        return (greedy, prompts, parts) if prompts else self._prompts(texts, seed, False, for_predictor)
 
     def _prediction_seconds(self, prompt: list[int]) -> float:
         """Measures how many seconds per token the target's predictions take, with one forward pass."""
@@ -204,27 +242,25 @@ def largest_batch(target: LoadedModel, max_tokens: int) -> int:
     return max(_MIN_BATCH, min(MAX_BATCH, 1 << max(0, fitting.bit_length() - 1)))
 
 
-def corpus_prompts(corpus: Corpus, count: int, max_tokens: int, seed: int) -> list[list[int]]:
-    """Returns prompts (token ids) from the corpus, mostly beginnings of documents.
+def corpus_prompts(corpus: Corpus, sources: Sequence[Collection[Part]], max_tokens: int, seed: int) -> list[list[int]]:
+    """Returns one prompt (token ids) from the corpus per entry of `sources`: the parts of the documents it may come from.
 
-    All prompts have the same length, drawn from 4 to a quarter of `max_tokens`. The first prompt and every HELD_OUT_EVERY-th
-    after it come from held-out documents, if enough held-out documents have this length. There may be fewer than `count`.
+    Prompts are mostly beginnings of documents. All have the same length, drawn from 4 to a quarter of `max_tokens`, unless few
+    documents are that long.
     """
     rng = Random(f"beginnings {seed}")
     size = rng.randint(4, max(4, max_tokens // 4))
     prompts: list[list[int]] = []
-    misses = 0
-    while len(prompts) < count and misses < 20 * count:
-        held_out = len(prompts) % HELD_OUT_EVERY == 0 if misses < 10 * count else None
-        ids = corpus.sample(rng, size, from_start=rng.random() < 0.8, held_out=held_out)
-        if len(ids) == size:
-            prompts.append(ids)
-        else:
-            misses += 1
-    return prompts or [corpus.sample(rng, size)]
+    for parts in sources:
+        for _ in range(_PROMPT_TRIES):
+            ids = corpus.sample(rng, size, from_start=rng.random() < 0.8, parts=parts)
+            if len(ids) == size:
+                break
+        prompts.append(ids)
+    return prompts
 
 
-def _tokens(texts: list[GeneratedText]) -> int:
+def _tokens(texts: Sequence[GeneratedText]) -> int:
     return sum(len(text.ids) for text in texts)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 from specgen.errors import RunError, SpecgenError
 from specgen.files import whole_file
-from specgen.training.corpus import Corpus
+from specgen.training.corpus import Corpus, Part
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch, SampleText, pack
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingProgress, TrainingStopped, check_same_run
@@ -37,10 +37,17 @@ class TrainingBatches:
     """Makes the training batch of each step from corpus text and from texts for which the target's predictions are known.
 
     `taught` has these texts: pairs of token ids and of the values for PackedBatch.teacher, which stand for the predictions.
+    `parts` are the parts of the corpus that are trained on.
     """
 
-    def __init__(self, corpus: Corpus | None, taught: Sequence[tuple[list[int], list[int]]], recipe: Recipe) -> None:
-        self._corpus, self._taught, self.recipe = corpus, taught, recipe
+    def __init__(
+        self,
+        corpus: Corpus | None,
+        taught: Sequence[tuple[list[int], list[int]]],
+        recipe: Recipe,
+        parts: Collection[Part] = (Part.TRAIN,),
+    ) -> None:
+        self._corpus, self._taught, self.recipe, self._parts = corpus, taught, recipe, parts
         share = 1.0 if corpus is None else recipe.generated_share
         count = max(1, round(recipe.batch_size * share)) if taught else 0
         self._samplers: list[SampleText] = [self._sample_taught] * count
@@ -51,7 +58,7 @@ class TrainingBatches:
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
         assert self._corpus is not None
-        ids = self._corpus.sample(rng, max_tokens, held_out=False)
+        ids = self._corpus.sample(rng, max_tokens, parts=self._parts)
         return ids, [IGNORED] * len(ids)
 
     def _sample_taught(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:

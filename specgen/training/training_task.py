@@ -24,7 +24,8 @@ _STORED_NAMES = {"batch_size": "batch", "training_length": "window", "generated_
 class Recipe:
     """Hyperparameters and budget of a training run.
 
-    The budget is a number of optimizer `steps`, or `seconds`. A step uses `batch_size` sequences of `training_length` tokens.
+    The budget is a number of optimizer `steps`, or `seconds`; a predictor alone needs neither. A step uses `batch_size` sequences
+    of `training_length` tokens.
     `generated_share` is the share of the sequences that hold GeneratedText; the others hold corpus text without the target's
     predictions. The default learning rate and batch size are those of EESD, Appendix C.
     """

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, NoReturn
 
 from specgen.demo import ROLES, folder
@@ -24,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m specgen.demo.recipe", description="Train and evaluate a demo pair on generated text.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{tokenizer,target,draft,eval}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{tokenizer,target,draft,eval,prompts}")
     tokenizer = commands.add_parser("tokenizer", help="train the pair's tokenizer (the first step)")
     tokenizer.add_argument("out", type=Path, help="folder of the pair; target/ and draft/ are created in it")
     tokenizer.add_argument("--vocabulary-size", type=int, default=4096, help="default: 4096")
@@ -36,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--prompts", type=int, default=200, help="number of prompts, one in five is code (default: 200)")
     evaluation.add_argument("--seed", type=int, default=0, help="another seed gives other prompts (default: 0)")
     evaluation.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    prompts = commands.add_parser("prompts", help="write fresh prompts to a file, for specgen tune --train --prompts")
+    prompts.add_argument("out", type=Path, metavar="FILE.jsonl")
+    prompts.add_argument("--prompts", type=int, default=2000, help="number of prompts (default: 2000)")
+    prompts.add_argument("--seed", type=int, default=1, help="another seed gives other prompts (default: 1; eval has 0)")
     return parser
 
 
@@ -84,6 +89,15 @@ def _evaluate(options: argparse.Namespace) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
+def _write_prompts(options: argparse.Namespace) -> None:
+    from specgen.demo.recipe.fresh_prompts import fresh_prompts
+
+    prompts = fresh_prompts(options.prompts, options.seed)
+    Random(options.seed).shuffle(prompts)  # whoever reads only some of them gets all categories
+    lines = [json.dumps({"prompt": one.prompt, "category": one.category}) for one in prompts]
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def _train_tokenizer(options: argparse.Namespace) -> None:
     from specgen.demo.recipe.tokenizer import train_tokenizer
 
@@ -115,6 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, 1 for a failure, 2 for invalid input, 130 for an interruption."""
     options = _parser().parse_args(arguments)
     try:
+        if options.command == "prompts":
+            _write_prompts(options)
+            return 0
         if options.out is not None and options.out.exists() and not options.out.is_dir():
             raise SpecgenError(f"{options.out} is not a folder")
         if options.command == "tokenizer":
