@@ -6,8 +6,8 @@
 
 `calibration` runs `eesd-cali` and compares the predictor's scores with what happened to the tokens that the target judged.
 `policies` has the rows of EESD's Tables 4 (parts of Cali-TS), 5 (fixed lengths and policies) and 7 (trees). All runs are greedy,
-on the prompts of `examples.yaml`, with `--seeds` different seeds of the policy for each prompt. The models' outputs are kept
-while a prompt is run, so that no token is computed twice.
+on the prompts of `examples.yaml` that `compare` takes (`--tuning`: on those that `tune` takes), with `--seeds` different seeds
+of the policy for each prompt. The models' outputs are kept while a prompt is run, so that no token is computed twice.
 
 The columns are EESD's: the acceptance rate v_d (accepted of drafted), the draft share r_d (accepted of generated), their harmonic
 mean HM with its difference from the first row's (and a 95 % bootstrap interval over prompts), tokens per target pass, the mean
@@ -180,7 +180,7 @@ def show_policies(rows: Sequence[tuple[str, str]], options: argparse.Namespace) 
     pair = opened(options.exit[0])
     counts: dict[str, list[Counts]] = {written: [] for _, written in rows}
     failed: dict[str, str] = {}
-    for prompt in load_prompts(None, limit=options.limit):
+    for prompt in load_prompts(None, limit=options.limit, for_tuning=options.tuning):
         runs = PromptRuns(pair, prompt, options.n)
         for written, found in counts.items():
             try:
@@ -208,7 +208,7 @@ def show_calibration(options: argparse.Namespace) -> None:
         pair = opened(folder)
         scores: dict[str, list[float]] = {}
         accepted: dict[str, list[bool]] = {}
-        for prompt in load_prompts(None, limit=options.limit):
+        for prompt in load_prompts(None, limit=options.limit, for_tuning=options.tuning):
             runs = PromptRuns(pair, prompt, options.n)
             for seed in range(options.seeds):
                 drafts = [round_ for round_ in runs.rounds("eesd-cali", 1000 * prompt.index + seed) if round_.draft.tokens]
@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("measured", nargs="+", help="calibration, policies, or methods with their settings")
     parser.add_argument("--exit", type=Path, nargs="+", default=[None], help="folders of exit layers (default: the bundled one)")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--tuning", action="store_true", help="the prompts of examples.yaml that tune takes, to choose settings")
     parser.add_argument("--limit", type=int)
     parser.add_argument("-n", type=int, default=64)
     parser.add_argument("--cost", type=float, default=0.2)
