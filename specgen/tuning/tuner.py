@@ -22,7 +22,7 @@ from specgen.tuning.request import TuningObserver, TuningRequest
 from specgen.tuning.round_timing import measure_costs
 from specgen.tuning.settings_search import expected, search, simulate_grids, tuned_skips
 from specgen.tuning.simulated_runs import SimulatedRuns
-from specgen.tuning.simulation import PairMeasurements
+from specgen.tuning.simulation import PairMeasurements, run_seed
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
 
 
 def record_references(pair: Pair, request: TuningRequest, observer: TuningObserver) -> list[ReferenceOutput]:
-    """Returns the target's output, by plain decoding, for as many prompts as there is time for.
+    """Returns the target's output, by plain decoding, for as many prompts as there is time for. Each prompt has its own seed.
 
     Raises SpecgenError, with the prompt's name, if decoding fails.
     """
     references: list[ReferenceOutput] = []
     tokenizer, sampling, deadline = pair.tokenizer, request.seeded_sampling, request.deadline.share(RECORDING)
-    for prompt in request.prompts:
+    for number, prompt in enumerate(request.prompts):
         if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
             break
         observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
@@ -140,7 +140,7 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
         try:
             if not references:
                 record_reference(pair, ids, sampling)  # warms up
-            references.append(record_reference(pair, ids, sampling))
+            references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
     return references
