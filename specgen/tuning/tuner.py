@@ -72,27 +72,27 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> Tuning
 
 def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
     """Returns which of the methods `names` (None: all) can be tuned for this pair. Plain decoding is always included."""
-    asked = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
-    reasons = {name: reason for name in asked if (reason := _obstacle(pair, name, asked=names is not None)) is not None}
-    usable = [name for name in asked if name not in reasons]
+    wanted = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
+    reasons = {name: reason for name in wanted if (reason := _obstacle(pair, name, named=names is not None)) is not None}
+    usable = [name for name in wanted if name not in reasons]
     return Selection(
         [name for name in usable if name in SIMULATED], [name for name in usable if name in SEARCHED], "selfsd" in usable, reasons
     )
 
 
-def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
-    """Returns why this method cannot be tuned, None if it can. `asked`: whether the user named the methods to tune."""
+def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
+    """Returns why this method cannot be tuned, None if it can. `named`: whether the user named the methods to tune."""
     method = methods.METHODS[name]
     if method.is_yardstick:
-        return "it is always slower than plain decoding" if asked else None
+        return "it is always slower than plain decoding" if named else None
     if method.needs_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
     if name == "eesd-cali" and not pair.has_predictor:
         return "the exit layer has no predictor"
-    if name == "selfsd" and not asked:
-        return "its layers are searched for where it is asked for (--methods selfsd)"
+    if name == "selfsd" and not named:
+        return "its layers are searched for only with --methods selfsd"
     return None
 
 
