@@ -23,7 +23,7 @@ __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError
 
 
 def __getattr__(name: str) -> Any:
-    """`load` and what it returns come with torch, which takes seconds to import: only when asked for."""
+    """`load` and what it returns come with torch, which takes seconds to import: at the first use."""
     if name in ("load", "Pair", "Result"):
         from specgen import loading, pair, plan
 

@@ -18,7 +18,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: in `file`, a path in the package, `replacement` stands in place of `text`, which occurs exactly once."""
+    """A mistake: in `file`, a path in the package, `replacement` is put in place of `text`, which occurs exactly once."""
 
     name: str
     file: str
@@ -138,7 +138,7 @@ REJECTION_SAMPLING = [
         "decoding/logits_ops.py",
         WARPING,
         ("top-k keeps one token less", "scores < weakest", "scores <= weakest"),
-        ("top-p before the token that reaches it", "(before >= top_p, 0.0)", "(values + before >= top_p, 0.0)"),
+        ("top-p before the token that reaches it", "cut = before >= top_p", "cut = values + before >= top_p"),
     ),
     *mutants(
         "decoding/logits_ops.py",
@@ -315,7 +315,7 @@ TREES = [
             "torch.where(mass > 0, after / mass, before)",
             "torch.where(mass > 0, after, before)",
         ),
-        ("duplicate draws left out", "draws.extend(drawn)", "draws.extend(dict.fromkeys(drawn))"),
+        ("duplicate draws left out", "draws.extend(level.nodes)", "draws.extend(dict.fromkeys(level.nodes))"),
     ),
     *mutants(
         _MULTI,

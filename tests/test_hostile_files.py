@@ -18,7 +18,7 @@ import traces
 from cli_helpers import POSIX, run_main
 from comparisons import Compare, parsed, runs_of
 from processes import one_by_one
-from test_tune_profile import outcome
+from tuning_helpers import outcome
 from typer.testing import CliRunner
 
 from specgen import demo, files

@@ -1,4 +1,4 @@
-"""A device that runs out of memory: one line and exit code 1, wherever it happens; in comparisons the other methods go on."""
+"""A device that runs out of memory: one line and exit code 1, wherever it happens; comparisons continue with other methods."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_the_target_waits_for_the_lead_after_a_rejection() -> None:
         rounds = list(run.rounds())
     assert len(rounds[1].verdict.path) >= 3
     assert rounds[1].mode == "pre-verify"
-    for round_ in rounds[1:-1]:  # the models agree: each token is accepted, and the next draft continues behind it
+    for round_ in rounds[1:-1]:  # the models agree: each token is accepted, and the next draft continues after it
         assert set(round_.statuses) == {TokenStatus.ACCEPTED}
         assert round_.verdict.source is None
 

@@ -11,12 +11,14 @@ import pytest
 from families import EOS
 from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 
+from specgen import factory
 from specgen.compare.prompts import Prompt
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.policies import LengthPolicy
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, resolve
 from specgen.pair import Pair
-from specgen.setting_parsing import written
+from specgen.setting_parsing import Settings, written
 from specgen.tuning import tuner
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
@@ -129,10 +131,22 @@ def test_signals_and_a_prompt_processed_by_two_models_at_once_take_time(measurem
         assert found.phase_seconds["prefill"] == pytest.approx(factor * alone.phase_seconds["prefill"])
 
 
-def test_a_random_policy_is_simulated_with_fixed_seeds(measurements: PairMeasurements) -> None:
+def test_a_random_policy_draws_other_numbers_in_each_simulated_run(
+    measurements: PairMeasurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the same ones when the simulation is repeated."""
+    seeds: list[int] = []
+    make_policy = factory.make_policy
+
+    def recorded(settings: Settings, seed: int) -> LengthPolicy:
+        seeds.append(seed)
+        return make_policy(settings, seed)
+
+    monkeypatch.setattr(factory, "make_policy", recorded)
     found = [simulate(measurements, "beta-ts", {"alpha": 2}) for _ in range(2)]
     assert found[0].drafted == found[1].drafted
     assert found[0].new_tokens == 3 * sum(len(reference.token_ids) for reference in measurements.references)
+    assert len(set(seeds)) == len(seeds) / 2 == 3 * len(measurements.references)
 
 
 def test_an_output_that_ends_early_is_simulated_to_its_end(near: Pair) -> None:
@@ -231,6 +245,12 @@ def finished(observer: Mock) -> list[str]:
 def request(readings: float, names: list[str] | None = None) -> TuningRequest:
     """A request with time for so many readings of a clock on which each takes a second, whatever the machine's speed."""
     return TuningRequest(TEXTS, GREEDY, Deadline.after(readings, count().__next__), names)
+
+
+def test_when_sampling_each_prompt_has_a_seed_of_its_own(near: Pair) -> None:
+    task = replace(request(1000), prompts=[TEXTS[0]] * 2, sampling=replace(GREEDY, temperature=1.0))
+    first, second = tuner.record_references(near, task, Mock())
+    assert first.token_ids != second.token_ids
 
 
 def test_tuning_chooses_what_it_measured(near: Pair) -> None:

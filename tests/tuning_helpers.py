@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import Candidate, TuningOutcome
+from specgen.tuning.simulation import run_seed
 from specgen.types import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
@@ -16,10 +18,14 @@ COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8
 PairOf = Callable[[str, str], Pair]
 
 
-def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY) -> Summary:
+def really(
+    pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY, repeat: int | None = None
+) -> Summary:
+    """Real runs on all prompts. With `repeat`, each has the seed of the simulated run on the same prompt."""
     summary = Summary(name)
-    for prompt in PROMPTS:
-        for round_ in pair.rounds(prompt, name, sampling, **given):
+    for number, prompt in enumerate(PROMPTS):
+        params = sampling if repeat is None else replace(sampling, seed=run_seed(number, repeat))
+        for round_ in pair.rounds(prompt, name, params, **given):
             summary.add(round_)
     return summary
 

@@ -298,7 +298,7 @@ class PromptLookupDrafter:
     """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
 
     This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
-    the context, copying goes on from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
+    the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
     not depend on the context's length.
     """
 

@@ -179,7 +179,7 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
     if source.backend != "transformers":
         try:
             if source.backend == "auto" and (source.trust_remote_code or source.on_mps):
-                fallback = "on Apple GPUs" if source.on_mps else "code of the model itself was asked for"
+                fallback = "on Apple GPUs" if source.on_mps else "--trust-remote-code allows code of the model itself"
             else:
                 architecture = read_architecture(raw)
                 return ModelConfig(raw, of_architecture(architecture), architecture)

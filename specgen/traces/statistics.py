@@ -1,5 +1,5 @@
 """Statistics of recorded generations: acceptance rate and accepted length by draft entropy, lower bounds of the acceptance
-probability, and how a bandit policy's belief about the acceptance probability develops.
+probability, and how a bandit policy's posterior of the acceptance probability develops.
 
 A drafted token is called verified if it was accepted or rejected; the tokens after a rejected one are not verified. p is the
 target's distribution and q the draft's. Entropies and divergences are in nats. Imports no torch.

@@ -46,10 +46,10 @@ class JudgedToken:
 def judged_tokens(text: GeneratedText, exit_top1: torch.Tensor, continuing: float, rng: Random) -> Iterator[JudgedToken]:
     """Yields the judged tokens of greedy rounds over a text, from the first generated token on.
 
-    `exit_top1` [n] are the exit's most probable next tokens after each token of the text. After each drafted token the draft goes
-    on with probability `continuing`, as with a bandit. A round ends at the first token that is not accepted, or after the draft;
-    the target's own token (the correction or bonus) follows, and then the next round. In a sampled text, a draft can be followed
-    only as far as the target's most probable tokens are those of the text.
+    `exit_top1` [n] are the exit's most probable next tokens after each token of the text. After each drafted token the draft
+    continues with probability `continuing`, as with a bandit. A round ends at the first token that is not accepted, or with the
+    draft; the target's own token (the correction or bonus) follows, and then the next round. In a sampled text, a draft can be
+    followed only as far as the target's most probable tokens are those of the text.
     """
     ids, top1, drafts = text.ids.tolist(), text.top1.tolist(), exit_top1.tolist()
     committed = text.prompt_length  # the last committed token: at first the one that the prefill gave

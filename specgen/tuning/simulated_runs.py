@@ -24,7 +24,7 @@ from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
 from specgen.tuning.request import ClockFunction, Deadline
 from specgen.tuning.round_timing import RepeatDrafter, RoundProbe
-from specgen.tuning.simulation import RANDOM_RUNS, SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run
+from specgen.tuning.simulation import RANDOM_RUNS, SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run, run_seed
 from specgen.types import Context
 
 if TYPE_CHECKING:
@@ -168,17 +168,18 @@ class SimulatedRuns:
     def run(self, name: str, given: Mapping[str, Any]) -> Summary:
         """Simulates the method `name` with the settings `given` on each prompt, and returns one summary of all runs.
 
-        A length policy that draws random numbers is run `RANDOM_RUNS` times. For a lossy method, the summary has the perplexity
-        of the output under the target at temperature 1. Raises SpecgenError if the method cannot run with this pair.
+        A length policy that draws random numbers is run `RANDOM_RUNS` times, with other numbers each time. For a lossy method
+        the summary has the perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot
+        run with this pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self._pair.has_predictor)
         costs = self._costs_of(method, settings)
         summary = Summary(name)
-        for seed in range(RANDOM_RUNS if is_random(settings) else 1):
+        for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
             for number, reference in enumerate(self._references):
                 ids: list[int] = []
-                for round_ in self._run(method, settings, costs, number, seed).rounds():
+                for round_ in self._run(method, settings, costs, number, run_seed(number, repeat)).rounds():
                     summary.add(round_)
                     ids += round_.token_ids
                 if not method.lossless:

@@ -212,16 +212,21 @@ class PairMeasurements:
 def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, object]) -> Summary:
     """Simulates the method `name` with the settings `given` on all prompts, and returns one summary with expected seconds.
 
-    A length policy that draws random numbers is run `RANDOM_RUNS` times on each prompt.
+    A length policy that draws random numbers is run `RANDOM_RUNS` times on each prompt, with other numbers each time.
     """
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
     summary = Summary(name)
-    for seed in range(RANDOM_RUNS if is_random(settings) else 1):
+    for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
         for number in range(len(measurements.references)):
-            for round_ in _run(measurements, method, settings, number, seed).rounds():
+            for round_ in _run(measurements, method, settings, number, run_seed(number, repeat)).rounds():
                 summary.add(round_)
     return summary
+
+
+def run_seed(number: int, repeat: int) -> int:
+    """Returns the seed of a simulated run: each prompt (its number) and repeat has one of its own."""
+    return factory.derive_seed(repeat, f"prompt {number}")
 
 
 def _run(measurements: PairMeasurements, method: Method, settings: Settings, number: int, seed: int) -> Run:

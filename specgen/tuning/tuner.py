@@ -22,7 +22,7 @@ from specgen.tuning.request import TuningObserver, TuningRequest
 from specgen.tuning.round_timing import measure_costs
 from specgen.tuning.settings_search import expected, search, simulate_grids, tuned_skips
 from specgen.tuning.simulated_runs import SimulatedRuns
-from specgen.tuning.simulation import PairMeasurements
+from specgen.tuning.simulation import PairMeasurements, run_seed
 from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -72,27 +72,27 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> Tuning
 
 def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
     """Returns which of the methods `names` (None: all) can be tuned for this pair. Plain decoding is always included."""
-    asked = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
-    reasons = {name: reason for name in asked if (reason := _obstacle(pair, name, asked=names is not None)) is not None}
-    usable = [name for name in asked if name not in reasons]
+    wanted = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
+    reasons = {name: reason for name in wanted if (reason := _obstacle(pair, name, named=names is not None)) is not None}
+    usable = [name for name in wanted if name not in reasons]
     return Selection(
         [name for name in usable if name in SIMULATED], [name for name in usable if name in SEARCHED], "selfsd" in usable, reasons
     )
 
 
-def _obstacle(pair: Pair, name: str, *, asked: bool) -> str | None:
-    """Returns why this method cannot be tuned, None if it can. `asked`: whether the user named the methods to tune."""
+def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
+    """Returns why this method cannot be tuned, None if it can. `named`: whether the user named the methods to tune."""
     method = methods.METHODS[name]
     if method.is_yardstick:
-        return "it is always slower than plain decoding" if asked else None
+        return "it is always slower than plain decoding" if named else None
     if method.needs_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
     if name == "eesd-cali" and not pair.has_predictor:
         return "the exit layer has no predictor"
-    if name == "selfsd" and not asked:
-        return "its layers are searched for where it is asked for (--methods selfsd)"
+    if name == "selfsd" and not named:
+        return "its layers are searched for only with --methods selfsd"
     return None
 
 
@@ -126,13 +126,13 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
 
 
 def record_references(pair: Pair, request: TuningRequest, observer: TuningObserver) -> list[ReferenceOutput]:
-    """Returns the target's output, by plain decoding, for as many prompts as there is time for.
+    """Returns the target's output, by plain decoding, for as many prompts as there is time for. Each prompt has its own seed.
 
     Raises SpecgenError, with the prompt's name, if decoding fails.
     """
     references: list[ReferenceOutput] = []
     tokenizer, sampling, deadline = pair.tokenizer, request.seeded_sampling, request.deadline.share(RECORDING)
-    for prompt in request.prompts:
+    for number, prompt in enumerate(request.prompts):
         if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
             break
         observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
@@ -140,7 +140,7 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
         try:
             if not references:
                 record_reference(pair, ids, sampling)  # warms up
-            references.append(record_reference(pair, ids, sampling))
+            references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
     return references

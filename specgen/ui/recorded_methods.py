@@ -9,6 +9,7 @@ from typing import Any
 
 from specgen.compare.columns import Column, draft_length
 from specgen.traces.acceptance_bounds import Bounds
+from specgen.traces.accepted_runs import AcceptedRuns
 from specgen.traces.statistics import TraceStatistics
 from specgen.traces.trace_reader import TracedRun
 
@@ -41,6 +42,19 @@ def tightness(bounds: Bounds) -> str:
     how = "tighter" if bounds.pinsker_tighter >= 0 else "looser"
     higher = f"the higher one for {bounds.pinsker_higher:.0%} of the tokens"
     return f"{gaps} Pinsker's bound is {abs(bounds.pinsker_tighter):.0%} {how}, and {higher}."
+
+
+def runs_until_rejection(runs: AcceptedRuns) -> dict[str, str]:
+    """Returns in words the `count`, the `mean` and the `deviation` of the runs of accepted tokens.
+
+    Mean and deviation come with what PEARL's Theorem 2 expects.
+    """
+    expected = f"1/(1−α) = {runs.expected:.1f} by Theorem 2, α {runs.alpha:.0%}"
+    return {
+        "count": f"{runs.complete:,} complete runs, longest {runs.longest:,}",
+        "mean": f"{runs.mean:.1f} with the correction; {expected}",
+        "deviation": f"{runs.deviation:.1f}; {runs.expected_deviation:.1f} if tokens were accepted independently",
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Worker:
         return None
 
     def _show(self, serial: int, position: int, token: int) -> bool:
-        """Makes a drafted token known to the parent. Returns whether the draft may go on."""
+        """Makes a drafted token known to the parent. Returns whether the draft may continue."""
         self._flags.show(serial, position, token)
         return not self._flags.is_cut(serial)
 

@@ -13,7 +13,7 @@ from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
 from specgen.ui.html.round_charts import posterior_chart, rounds_chart
 from specgen.ui.html.token_view import run_view
-from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions
+from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions, runs_until_rejection
 
 MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
 
@@ -66,6 +66,7 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
         for name, value in run.start["settings"].items()
     )
     rounds = [traced.round for traced in run.rounds]
+    until_rejection = entry.statistics.runs_of_accepted() if statistics.summary.parallel else None
     texts = [text for traced in run.rounds if traced.round.draft.entropies for text in traced.draft_texts]
     return {
         **run_view(run, statistics.summary, name),
@@ -79,6 +80,7 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
         "is_lossy": not entry.lossless,
         "notes": run.notes,
         "rounds_chart": rounds_chart(rounds) if rounds and statistics.summary.drafted else None,
+        "until_rejection": None if until_rejection is None else runs_until_rejection(until_rejection),
         "entropy_chart": entropy_chart(statistics, texts, stop_entropy(run)),
         "lengths_chart": lengths_chart(entry.statistics),
         "ratios_chart": ratios_chart(entry.statistics, bounds),

@@ -50,7 +50,7 @@ class Part:
 def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     """Returns the pieces of a round's line: the drafted tokens, then the token that the target chose.
 
-    `→` stands before a correction and `⊕` before a bonus token. `✗` stands before a rejected token. `shown` returns the text of
+    `→` comes before a correction and `⊕` before a bonus token. `✗` comes before a rejected token. `shown` returns the text of
     token ids on one line. If the draft is a tree, its accepted path is shown, with `²` after a token that was the second
     candidate at its position, then the rejected candidates as `a|b`.
     """

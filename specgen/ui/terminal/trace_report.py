@@ -15,7 +15,16 @@ from specgen.traces.acceptance_bounds import Bounds, BoundsBin
 from specgen.traces.accepted_runs import AcceptedRuns
 from specgen.traces.statistics import Bin, TraceStatistics, posteriors
 from specgen.types import Round
-from specgen.ui.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, conditions, correlation_text, tightness
+from specgen.ui.recorded_methods import (
+    COLUMNS,
+    ENDED,
+    LOSSY,
+    RecordedMethod,
+    conditions,
+    correlation_text,
+    runs_until_rejection,
+    tightness,
+)
 from specgen.ui.terminal.rounds import MODES, RoundsView
 from specgen.ui.terminal.text_layout import labelled, wrapped
 
@@ -166,11 +175,10 @@ def _lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]:
 
 def _accepted_runs(runs: AcceptedRuns, width: int) -> Iterator[Text]:
     """Yields the lengths of the runs of accepted tokens, beside what PEARL's Theorem 2 expects."""
-    yield from _titled("tokens until a rejection", f"{runs.complete:,} complete runs, longest {runs.longest:,}", width)
-    expected = f"1/(1−α) = {runs.expected:.1f} by Theorem 2, α {runs.alpha:.0%}"
-    yield from labelled(Text("  mean"), Text(f"{runs.mean:.1f} with the correction; {expected}"), width, 12)
-    spread = f"{runs.deviation:.1f}; {runs.expected_deviation:.1f} if tokens were accepted independently"
-    yield from labelled(Text("  deviation"), Text(spread), width, 12)
+    texts = runs_until_rejection(runs)
+    yield from _titled("tokens until a rejection", texts["count"], width)
+    for name in ("mean", "deviation"):
+        yield from labelled(Text(f"  {name}"), Text(texts[name]), width, 12)
     yield Text()
 
 
