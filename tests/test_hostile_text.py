@@ -15,8 +15,8 @@ import pytest
 import torch
 import traces
 from cli_helpers import run_main
+from comparisons import report_of, usual
 from rich.text import Text
-from test_compare_views import report_of, usual
 
 from specgen.compare.columns import csv_text
 from specgen.decoding.logits_ops import warp
