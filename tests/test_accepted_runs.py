@@ -40,7 +40,7 @@ def test_runs_go_over_rounds_and_not_over_outputs() -> None:
     summary, runs = summed([first, second])
     assert runs is not None
     assert summary.mean_accepted_run == pytest.approx(12 / 3)
-    assert (runs.complete, runs.longest, runs.mean) == (3, 5, pytest.approx(2 + 1))
+    assert (runs.complete, runs.longest, runs.mean, runs.unfinished) == (3, 5, pytest.approx(2 + 1), 6)
     assert runs.alpha == pytest.approx(12 / 15)
     assert runs.expected == pytest.approx(1 / (1 - 12 / 15)) == summary.mean_accepted_run + 1
     assert runs.deviation == pytest.approx((14 / 3) ** 0.5)
@@ -84,7 +84,7 @@ def test_inspect_shows_the_theorem_beside_the_measured_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = pearl_trace(tmp_path / "t.jsonl")
-    expected = {"complete": 2, "alpha": 7 / 9, "mean": 3.5, "expected": 4.5, "deviation": 2.5, "longest": 5}
+    expected = {"complete": 2, "alpha": 7 / 9, "mean": 3.5, "expected": 4.5, "deviation": 2.5, "longest": 5, "unfinished": 2}
     code, out, _ = run_main(monkeypatch, capfd, "inspect", str(path), "--json")
     (line,) = parsed(out)
     assert code == 0
@@ -92,13 +92,13 @@ def test_inspect_shows_the_theorem_beside_the_measured_runs(
     assert line["mean_accepted_run"] == pytest.approx(3.5)
     code, out, _ = run_main(monkeypatch, capfd, "inspect", str(path))
     shown = " ".join(out.split())
-    assert "tokens until a rejection 2 complete runs, longest 5" in shown
+    assert "tokens until a rejection 2 complete runs, longest 5; 2 tokens accepted after the last rejections" in shown
     assert "mean 3.5 with the correction; 1/(1−α) = 4.5 by Theorem 2, α 78%" in shown
     assert "deviation 2.5; 4.0 if tokens were accepted independently" in shown
     page = tmp_path / "page.html"
     assert run_main(monkeypatch, capfd, "inspect", "-q", str(path), "--html", str(page))[0] == 0
     html = page.read_text()
-    assert "expects: 2 complete runs, longest 5.</figcaption>" in html
+    assert "expects: 2 complete runs, longest 5; 2 tokens accepted after the last rejections.</figcaption>" in html
     assert "<p>Mean: 3.5 with the correction; 1/(1−α) = 4.5 by Theorem 2, α 78%.</p>" in html
     assert "<p>Deviation: 2.5; 4.0 if tokens were accepted independently.</p>" in html
 
@@ -130,6 +130,7 @@ def test_the_figures_have_no_infinity() -> None:
         "deviation": 0.0,
         "expected_deviation": 0.0,
         "longest": 0,
+        "unfinished": 0,
     }
 
 

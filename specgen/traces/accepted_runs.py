@@ -33,7 +33,8 @@ class AcceptedRuns:
 
     `alpha` is the probability that a token is accepted: accepted / judged tokens, where the judged ones are the accepted and the
     rejected ones. `mean` is the mean length of the `complete` runs with the token that corrects each, `expected` the same by
-    Theorem 2: 1 / (1 - alpha). It may be larger than `mean`, because long runs are more often cut short by the output's end.
+    Theorem 2: 1 / (1 - alpha). It may be larger than `mean`, because long runs are more often cut short by the output's end:
+    `unfinished` counts the tokens that were accepted after the last rejection of their output.
     The theorem assumes that tokens are accepted independently and with the same probability. `deviation` is the standard
     deviation of the runs' lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
 
@@ -47,6 +48,7 @@ class AcceptedRuns:
     deviation: float
     expected_deviation: float
     longest: int
+    unfinished: int
 
 
 def accepted_runs(summary: Summary, lengths: Sequence[int]) -> AcceptedRuns | None:
@@ -59,4 +61,5 @@ def accepted_runs(summary: Summary, lengths: Sequence[int]) -> AcceptedRuns | No
     rejected = summary.rejections / (summary.accepted + summary.rejections)
     alpha = 1 - rejected
     deviations = pstdev(lengths), math.sqrt(alpha) / rejected
-    return AcceptedRuns(len(lengths), alpha, fmean(lengths) + 1, 1 / rejected, *deviations, max(lengths))
+    unfinished = summary.accepted - sum(lengths)
+    return AcceptedRuns(len(lengths), alpha, fmean(lengths) + 1, 1 / rejected, *deviations, max(lengths), unfinished)

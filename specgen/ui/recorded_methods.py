@@ -50,8 +50,9 @@ def runs_until_rejection(runs: AcceptedRuns) -> dict[str, str]:
     Mean and deviation come with what PEARL's Theorem 2 expects.
     """
     expected = f"1/(1−α) = {runs.expected:.1f} by Theorem 2, α {runs.alpha:.0%}"
+    rest = f"; {runs.unfinished:,} tokens accepted after the last rejections" if runs.unfinished else ""
     return {
-        "count": f"{runs.complete:,} complete runs, longest {runs.longest:,}",
+        "count": f"{runs.complete:,} complete runs, longest {runs.longest:,}{rest}",
         "mean": f"{runs.mean:.1f} with the correction; {expected}",
         "deviation": f"{runs.deviation:.1f}; {runs.expected_deviation:.1f} if tokens were accepted independently",
     }
