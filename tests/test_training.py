@@ -296,7 +296,11 @@ def test_wrong_options_are_refused(folder: Path, corpus: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("more", [[], ["--prompts", "prompts.jsonl", "--self-text", "0"]])
-def test_training_needs_text(folder: Path, models_folder: Path, more: list[str]) -> None:
+def test_training_needs_text(
+    folder: Path, models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
     assert "there is no text to train on" in refused(["tune", "--train", "-t", str(folder), *more])
     gpt2 = save(make_model("gpt2"), models_folder / "no llama")
     assert "built as Llama is, and gpt2 is not" in refused(["tune", "--train", "-t", gpt2, *more])
