@@ -251,6 +251,7 @@ def states(
             assert isinstance(run.schedule.drafter, InlineDrafter)
             pending = run.schedule.drafter.drafted.tokens[1:]
         run.policy.reason = ""  # of the draft that has ended
+        run.policy.take_seconds()  # they would make every state different from the others
         yield State(
             tuple(run.context.ids[len(PROMPT) :]), tuple(pending), pickle.dumps(run.policy), run.finish_reason is not None
         )
