@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ Encode = Callable[[str], list[int]]
 HELD_OUT_EVERY = 8  # documents, prompts and texts with an index divisible by it are held out of training
 MAX_TOKENS = 8_000_000
 DEMO_SEED = 1_000_000  # outside the range of the seeds that the demo models were trained with
+_LONGEST_LINE = 1 << 22  # characters read at once
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _PIECE_CHARACTERS = 20_000  # of plain text, encoded in one call
 
 
@@ -82,13 +85,16 @@ def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
 
 def _json_texts(path: Path) -> Iterator[str]:
     for number, line in _lines(path):
+        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
+            message = f"{path}, line {number}: longer than {_LONGEST_LINE:,} characters"
+            raise SpecgenError(message, "Write several shorter texts, each on a line")
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str) or not text.strip() or _SURROGATE.search(text):
             raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
         yield text
 
@@ -107,9 +113,13 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a text file with their numbers. Of a longer line than _LONGEST_LINE it yields the parts."""
     try:
         with path.open(encoding="utf-8") as file:
-            yield from enumerate(file, 1)
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
+                if "\0" in line:
+                    raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")
+                yield number, line
     except OSError as error:
         raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
     except UnicodeDecodeError as error:
