@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import IO, Any
 from specgen.errors import RunError, SpecgenError
 
 _DEEPEST = 20  # levels of nesting allowed in YAML; specgen's own files need six
+_LONG_NUMBER = re.compile(r"[-+]?\d[\w:.]{100,}", re.ASCII)  # Python does not print integers of thousands of digits
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # of a folder: no file can be added, but one that exists may be writable
 _STREAMS = {"/dev/stdout": 1, "/dev/fd/1": 1, "/proc/self/fd/1": 1, "/dev/stderr": 2, "/dev/fd/2": 2, "/proc/self/fd/2": 2}
 _LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
@@ -205,8 +207,8 @@ def take_lock(file: FileIO) -> bool:
 def load_yaml(text: str) -> Any:
     """Parses a YAML document from an untrusted source with a safe loader and returns its content.
 
-    Aliases (which can expand without limit) and deep nesting are refused. Raises yaml.YAMLError, with the position if it is
-    known, and ValueError for a value that does not fit its tag or a date that does not exist.
+    Aliases (which can expand without limit), deep nesting and very long numbers are refused. Raises yaml.YAMLError, with the
+    position if it is known, and ValueError for a value that does not fit its tag or a date that does not exist.
     """
     import yaml
 
@@ -217,6 +219,8 @@ def load_yaml(text: str) -> Any:
         position: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
+        if isinstance(event, yaml.ScalarEvent) and (event.implicit[0] or event.tag) and _LONG_NUMBER.fullmatch(event.value):
+            raise yaml.MarkedYAMLError(problem=f"a number of {len(event.value):,} digits", problem_mark=position)
         if depth > _DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position)
     try:

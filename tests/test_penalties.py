@@ -175,7 +175,7 @@ def as_lists(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("generation", [None, "{damaged", {}, {"repetition_penalty": 1.7, "eos_token_id": 5}, SETTINGS])
+@pytest.mark.parametrize("generation", [None, {}, {"repetition_penalty": 1.7, "eos_token_id": 5}, SETTINGS])
 def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path, generation: Any, nested: bool) -> None:
     config = {"model_type": "llama", "text_config": SETTINGS} if nested else {"model_type": "llama", **SETTINGS}
     write(tmp_path, generation, config)

@@ -75,7 +75,7 @@ def test_an_index_names_only_files_of_its_own_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', '{"weight_map": []}', "\xff"]
+    "damage", ["", "{", "[" * 100_000, "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', '{"weight_map": []}', "\xff"]
 )
 def test_damaged_indices_are_refused(tmp_path: Path, damage: str) -> None:
     save(make(variant("llama")), tmp_path)
@@ -125,12 +125,16 @@ def test_weights_in_another_dtype_are_converted(tmp_path: Path, dtype: torch.dty
     check(tmp_path, module)
 
 
-def test_tensors_that_the_config_does_not_announce_are_ignored(tmp_path: Path) -> None:
+def test_buffers_and_parts_that_the_next_token_does_not_depend_on_are_ignored(tmp_path: Path) -> None:
     module = make(variant("mistral"))
     save(module, tmp_path)
-    more = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    names = "model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.layers.0.input_layernorm.weight", "v_head.summary.weight"
+    more = {name: torch.ones(4) for name in (*names, "vision_tower.layers.0.mlp.weight", "model.visual.patch.weight")}
     change(tmp_path, lambda tensors: {**tensors, **more})
     check(tmp_path, module)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    change(tmp_path, lambda tensors: {**tensors, name: torch.ones(64)})
+    assert f"has a tensor that its config.json does not describe (the first: {name})" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "qwen3", "starcoder2", "stablelm", "cohere"])

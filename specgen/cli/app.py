@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from specgen.cli.compare import compare
-from specgen.cli.error_reporting import INTERRUPTED, usage_error
+from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
@@ -61,15 +61,26 @@ def program() -> None:
 def main() -> None:
     """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands."""
     _prepare_streams()
+    _remove_impossible_sizes()
     try:
         code = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except OSError as error:  # from help texts; commands report their own
+        code = system_error(error)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         code = usage_error(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _remove_impossible_sizes() -> None:
+    """Removes impossible sizes of the terminal from the environment, on which Rich and Typer fail."""
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        value = os.environ.get(name, "1")
+        if not (value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0):
+            del os.environ[name]
 
 
 def _prepare_streams() -> None:

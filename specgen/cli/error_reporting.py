@@ -6,8 +6,9 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
-from typing import ParamSpec
+from typing import ParamSpec, TextIO
 
 import typer
 
@@ -38,11 +39,8 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
             code = error.exit_code
         except KeyboardInterrupt:
             code = INTERRUPTED
-        except BrokenPipeError:  # the reader closed the pipe, which is no error
-            _silence_stdout()
-            code = 0
         except OSError as error:
-            code = _system_error(error)
+            code = system_error(error)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -64,7 +62,10 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
 
     out = console(stderr=True, no_color=no_color)
     if not out.is_terminal:
-        print(f"error: {_brief(str(error))}", file=sys.stderr)
+        try:
+            print(f"error: {_brief(str(error))}", file=sys.stderr)
+        except OSError:  # nothing can be reported; the exit code says that it failed
+            _silence(sys.stderr)
         return
     lead = "error: "
     for part in filter(None, (error.message, error.hint)):
@@ -98,10 +99,13 @@ def _wrong_value(error: Exception) -> SpecgenError | None:
     return SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).partition(",")[0])
 
 
-def _system_error(error: OSError) -> int:
-    """Reports an error of the operating system. Returns its exit code, which is 2 if it is about a path that cannot be right."""
+def system_error(error: OSError) -> int:
+    """Reports an error of the operating system. Returns its exit code: 2 if it is about a path that cannot be right, 0 if the
+    reader of the output has closed the pipe, which is no error, otherwise 1."""
     if error.filename is None:
-        _silence_stdout()
+        _silence(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            return 0
         return _failed(f"cannot write the output: {error.strerror}")
     kind = SpecgenError if error.errno in _WRONG_PATH else RunError
     found = kind(f"{error.filename}: {error.strerror}", "Check the path")
@@ -115,7 +119,9 @@ def _failed(message: str, hint: str = "") -> int:
     return error.exit_code
 
 
-def _silence_stdout() -> None:
-    """Discards the text still in stdout's buffer, so that Python's flush at exit does not raise the same error again."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+def _silence(stream: TextIO) -> None:
+    """Discards the text still in the stream's buffer, so that Python's flush at exit does not raise the same error again."""
+    with suppress(OSError, ValueError):  # a stream without a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

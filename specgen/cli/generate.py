@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specgen import methods
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
+from specgen.cli.input_notes import waiting_note
 from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.errors import SpecgenError
@@ -18,6 +19,8 @@ from specgen.setting_parsing import parse_pairs
 if TYPE_CHECKING:
     from specgen.cli.output_writers import OutputWriter
     from specgen.plan import Plan
+
+LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
 
 @reported
@@ -103,12 +106,17 @@ def _check_texts(prompt: str, system: str | None, *, chat: bool) -> None:
 def _standard_input(*, requested: bool) -> str:
     """Returns all of standard input, without the line feed at its end.
 
-    If standard input is a terminal, it is read only if `requested` (the prompt was given as `-`). Raises SpecgenError otherwise.
+    If standard input is a terminal, it is read only if `requested` (the prompt was given as `-`). Raises SpecgenError otherwise,
+    and for more than `LONGEST_PROMPT` bytes.
     """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
+    with waiting_note("waiting for the prompt on standard input"):
+        data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
+    if len(data) > LONGEST_PROMPT:
+        raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")
     try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise SpecgenError(
             f"the prompt on standard input is not UTF-8 (at byte {error.start:,})",

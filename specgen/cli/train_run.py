@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import methods
 from specgen.cli.error_reporting import INTERRUPTED
+from specgen.cli.input_notes import note_fifos
 from specgen.cli.model_options import ModelOptions, disable_hub_progress
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.errors import RunError, SpecgenError
@@ -129,6 +130,7 @@ class TrainRequest:
 
 def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
     """Loads the models, trains, and prints the result. Returns None, or an exit code if the user interrupted the training."""
+    note_fifos([("--prompts", request.prompts), ("--corpus", request.corpus)])
     prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
     if request.out is not None:
         make_writable_folder(request.out)

@@ -3,9 +3,10 @@ repeated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
@@ -14,6 +15,7 @@ from specgen.compare.runner import Runner
 from specgen.environment import versions
 from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRun, read_trace
+from specgen.types import PHASES
 
 _UNCHANGED = "Name a trace as --trace writes it, unchanged"
 
@@ -129,10 +131,35 @@ def read_comparison(path: Path) -> RecordedComparison:
 
 
 def _check_summary(line: Mapping[str, Any], where: str) -> None:
-    for name in ("rounds", "drafts", "drafted", "accepted"):
-        if type(line.get(name)) is not int or line[name] < 0:
-            raise SpecgenError(f"{where} has {line.get(name)!r} for {name}", _UNCHANGED)
-    phases = line.get("phase_seconds")
-    seconds = [line.get("seconds"), *(phases.values() if isinstance(phases, dict) else [])]
-    if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in seconds):
-        raise SpecgenError(f"{where} has invalid seconds", _UNCHANGED)
+    """Raises SpecgenError for a summary line without the figures that `Summary.include` adds, or with impossible ones."""
+    phases = line.get("phase_seconds", ...)
+    checks: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("rounds", "drafts", "drafted", "accepted"), _is_count),
+        **{name: _is_count for name in ("target_passes", "rejections") if name in line},
+        "seconds": _is_seconds,
+        "phase_seconds": lambda value: value is None or isinstance(value, dict),
+        "perplexity": lambda value: value is None or _is_number(value, 1e-9, 1e300),
+        **dict.fromkeys(
+            ("joules_per_token", "gross_joules_per_token"), lambda value: value is None or _is_number(value, -1e9, 1e9)
+        ),
+    }
+    wrong = [(name, line.get(name)) for name, is_right in checks.items() if not is_right(line.get(name))]
+    if phases is ...:
+        wrong.append(("phase_seconds", None))
+    elif isinstance(phases, dict):
+        wrong += [(name, value) for name, value in phases.items() if name not in PHASES or not _is_seconds(value)]
+    if wrong:
+        name, value = wrong[0]
+        raise SpecgenError(f"{where} has {shorten(repr(value), 40, placeholder='…')} for {name}", _UNCHANGED)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_seconds(value: object) -> bool:
+    return value == 0 or _is_number(value, 1e-30, 1e9)  # rates by a shorter time would overflow
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high

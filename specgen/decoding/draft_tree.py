@@ -62,9 +62,9 @@ class DraftTree:
         """The nodes on the path from the context to `node`, including it; empty if `node` is -1."""
         path: list[int] = []
         while node >= 0:
-            path.insert(0, node)
+            path.append(node)
             node = self.parents[node]
-        return path
+        return path[::-1]
 
     def path_draft(self, path: Sequence[int], reason: str, **fields: Any) -> Draft:
         """Returns the nodes of one path as a chain. `reason` says why the draft ended; `fields` are further fields of `Draft`."""

@@ -1,4 +1,5 @@
-"""Renders a model's chat template: a jinja2 program from a stranger, run in jinja2's sandbox.
+"""Renders a model's chat template: a jinja2 program from a stranger, run in jinja2's sandbox. Imports nothing of specgen, and is
+also a program of its own (`main`).
 
 The environment is the one that transformers gives to templates (version 5.23, `utils/chat_template_utils.py`).
 """
@@ -6,6 +7,7 @@ The environment is the one that transformers gives to templates (version 5.23, `
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -18,19 +20,52 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+LARGEST = 16 << 20  # characters of a rendered text
+_MEMORY = 1 << 30  # bytes of address space
 
-def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]) -> str:
+
+def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]) -> str:
     """Returns the text of the messages in the template, up to where the model's next answer starts.
 
-    `special_tokens` are the template's variables for them, such as bos_token. Raises any exception, as the template does.
+    `special_tokens` are the template's variables for them, such as bos_token. Raises any exception, as the template does, and
+    ValueError for more than `LARGEST` characters.
     """
-    return _compiled(template).render(
+    pieces = _compiled(template).generate(
         messages=[dict(message) for message in messages],
         tools=None,
         documents=None,
         add_generation_prompt=True,
         **special_tokens,
     )
+    kept, length = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        length += len(piece)
+        if length > LARGEST:
+            raise ValueError(f"it makes more than {LARGEST >> 20} MiB of text")
+    return "".join(kept)
+
+
+def main() -> None:
+    """Renders in a process of its own, which can be killed: reads the arguments of `render` as a list in JSON on standard input,
+    and writes an object with `text` or `error` on standard output."""
+    _limit_memory()
+    try:
+        answer = {"text": render(*json.load(sys.stdin.buffer))}
+    except MemoryError:
+        answer = {"error": f"it needs more than {_MEMORY >> 20} MiB of memory"}
+    except Exception as error:  # noqa: BLE001  a template may raise anything
+        answer = {"error": str(error) or type(error).__name__}
+    sys.stdout.write(json.dumps(answer))
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    except (ImportError, ValueError, OSError):  # Windows has no such limit, and there may be a lower one
+        pass
 
 
 @lru_cache(maxsize=8)
@@ -110,3 +145,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+if __name__ == "__main__":
+    main()

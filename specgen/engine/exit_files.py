@@ -214,6 +214,8 @@ def _files(path: Path) -> tuple[Path, Path]:
 
 def read_description(path: Path) -> Description:
     """Reads an `exit.yaml`. Raises SpecgenError if the file is missing, unreadable or in a wrong format."""
+    if path.exists() and not path.is_file():
+        raise SpecgenError(f"{path} is not a file", _RESTORE)
     try:
         return _DESCRIPTION.validate_python(load_yaml(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:

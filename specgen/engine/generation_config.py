@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from specgen.errors import SpecgenError
 
 _FILE = "generation_config.json"
+_LARGEST = 2.0**126  # factors of logits, which are float32: a larger one, or the inverse of one, would overflow
 _NESTED = ("decoder", "generator", "text_config")  # where a config.json may keep the language model's own fields
 
 
@@ -47,18 +48,29 @@ class GenerationConfig:
 def read_generation_config(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
     """Returns the generation config of the model in `folder`, whose config.json holds `config`.
 
-    If generation_config.json is missing or no JSON, the same fields are taken from `config`, where old models keep them.
-    Otherwise only the file counts. Raises SpecgenError for a value of the wrong type.
+    If there is no generation_config.json, the same fields are taken from `config`, where old models keep them. Otherwise only the
+    file counts. Raises SpecgenError for a file that cannot be read, and for a value of the wrong type.
     """
     path = folder / _FILE
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    if path.is_file() or path.is_symlink():
+        found = _json_object(path)
+    else:
         path, found = folder / "config.json", _with_nested(config)
     fields = {name: found[name] for name in GenerationConfig.__slots__ if found.get(name) is not None}
     return GenerationConfig(**{name: _converted(str(path), name, value) for name, value in fields.items()})
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        problem = None if isinstance(found, dict) else "it is no JSON object"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (ValueError, RecursionError) as error:
+        problem = f"it is not JSON ({' '.join(str(error).split())})"
+    if problem is not None:
+        raise SpecgenError(f"cannot read {path}: {problem}", "Download or save it again: it may hold penalties")
+    return cast(dict[str, Any], found)
 
 
 def eos_ids(
@@ -116,7 +128,12 @@ def _count(value: Any) -> int | None:
 
 def _penalty(value: Any) -> float | None:
     number = _number(value)
-    return number if number is not None and 0 < number < math.inf else None
+    return number if number is not None and 1 / _LARGEST < number < _LARGEST else None
+
+
+def _bias(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is not None and (number == -math.inf or abs(number) < _LARGEST) else None
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:
@@ -135,7 +152,7 @@ def _words(value: Any) -> tuple[tuple[int, ...], ...] | None:
 def _biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...] | None:
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         return None
-    words, biases = _words([pair[0] for pair in value]), [_number(pair[1]) for pair in value]
+    words, biases = _words([pair[0] for pair in value]), [_bias(pair[1]) for pair in value]
     if words is None:
         return None
     pairs = tuple((word, bias) for word, bias in zip(words, biases, strict=True) if bias is not None)
@@ -144,8 +161,8 @@ def _biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...] | None:
 
 _CONVERSIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "eos_token_id": (_id_or_ids, "a token id or a list of token ids"),
-    "sequence_bias": (_biases, "a list of pairs [list of token ids, number]"),
-    "repetition_penalty": (_penalty, "a number above 0"),
+    "sequence_bias": (_biases, "a list of pairs [list of token ids, number that float32 can hold]"),
+    "repetition_penalty": (_penalty, "a number above 0 that float32 can hold"),
     "no_repeat_ngram_size": (_count, "a whole number of at least 0"),
     "bad_words_ids": (_words, "a list of lists of token ids"),
     "min_length": (_count, "a whole number of at least 0"),

@@ -43,7 +43,7 @@ class SkippedLayers:
                 raise SpecgenError(
                     f"skip is {text!r}", "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto"
                 )
-            index = int(found[1])
+            index = int((found[1].lstrip("0") or "0")[:9])  # longer numbers name no layer either
             if index >= layers:
                 raise SpecgenError(f"skip names layer {index}", f"The target has the layers 0 to {layers - 1}")
             if found[2] != "m":

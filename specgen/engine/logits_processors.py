@@ -57,7 +57,7 @@ class PenaltyProcessor:
 
     A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `eos_ids`
     are the tokens that end an output, `width` is the target's vocabulary size. Raises SpecgenError if the config biases or
-    forbids a sequence with a token that the vocabulary lacks.
+    forbids a sequence with a token that the vocabulary lacks, or forbids all tokens.
     """
 
     def __init__(self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device) -> None:
@@ -80,6 +80,8 @@ class PenaltyProcessor:
         self._ngram = config.no_repeat_ngram_size or 0
         self._reach = max((0, self._ngram - 1, *self._longer_biases, *self._longer_forbidden))  # tokens before a row that matter
         self._forbidden = [word[0] for word in forbidden if len(word) == 1] + list(config.suppress_tokens or ())
+        if len({token for token in self._forbidden if token < width}) == width:
+            raise SpecgenError("the generation config forbids all tokens", "Correct suppress_tokens in generation_config.json")
         self._factors, self._banned = self._vector(1.0), self._vector(False)
         self._ngrams: dict[tuple[int, ...], set[int]] = {}  # the context's: all but the last token -> last tokens
         self._context: Context | None = None

@@ -9,6 +9,7 @@ from textwrap import shorten
 from typing import Any, Protocol
 
 from specgen.engine.native_tokenizer import read_native
+from specgen.engine.template_process import rendered
 from specgen.engine.tokenizer_class import NotNativeError
 from specgen.errors import SpecgenError
 
@@ -129,13 +130,11 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
 
 
 def _render(template: str | Mapping[str, str], special_tokens: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
-    from specgen.engine.chat_template import render  # imports jinja2, which takes longer than loading a small tokenizer
-
     if not isinstance(template, str):
         if "default" not in template:
             raise ValueError(f"it has several chat templates and none is called default: {', '.join(sorted(template))}")
         template = template["default"]
-    return render(template, messages, special_tokens)
+    return rendered(template, messages, special_tokens)
 
 
 class _TransformersTokenizer:
@@ -161,8 +160,7 @@ class _TransformersTokenizer:
         return bool(self._tokenizer.chat_template)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
+        return rendered(self._tokenizer.get_chat_template(), messages, self._tokenizer.special_tokens_map)
 
     def vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()

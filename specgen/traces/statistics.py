@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import StatisticsError, correlation, fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from specgen.traces.acceptance_bounds import Bounds, DraftedToken, bounds_of, by_entropy
 from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
@@ -22,6 +22,7 @@ from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
+_LARGEST = 1e12  # of a Beta distribution's parameters, which count tokens
 _Z95 = 1.959964
 _Z90 = 1.644854
 
@@ -226,14 +227,15 @@ class TraceStatistics:
 def setting(run: TracedRun, name: str) -> float | None:
     """Returns the run's setting `name` if it is a finite number, otherwise None."""
     value = run.start["settings"].get(name)
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
 
 
 def known_number(line: Mapping[str, Any], name: str) -> Any:
     """Returns the value of `name` in a summary line written by another program, 0 if it is missing or not a plausible number. The
     trace reader does not check these keys."""
     value = line.get(name)
-    return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0
+    is_number = type(value) is int or (type(value) is float and name == "seconds")
+    return value if is_number and 1e-30 <= cast(float, value) < 1e12 else 0
 
 
 def _bin_dict(found: Bin) -> dict[str, Any]:
@@ -264,7 +266,7 @@ def _is_normal(state: Mapping[str, float]) -> bool:
 
 def _is_beta(state: Mapping[str, float]) -> bool:
     """Whether a policy's recorded state has the parameters of a Beta distribution (Beta-TS)."""
-    return state.get("alpha", 0.0) > 0 and state.get("beta", 0.0) > 0
+    return 0 < state.get("alpha", 0.0) < _LARGEST and 0 < state.get("beta", 0.0) < _LARGEST
 
 
 def _posterior(index: int, state: Mapping[str, float]) -> Posterior:

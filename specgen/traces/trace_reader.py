@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, NoReturn, cast
@@ -22,6 +22,9 @@ from specgen.traces.summary import Summary
 from specgen.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
 
 LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
+_DEEPEST = 100  # levels of nesting; specgen's own lines have four
+_SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
+_LONG_NUMBER = re.compile(r"\d{19}|[eE]\+?\d{3}")  # in a line that may hold a number without a float64 or int64
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -122,7 +125,7 @@ class _RoundLine(_Line):
     kl: _Figures = None
     policy: dict[str, Any] | None = None
     target_passes: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
-    seconds: dict[str, Annotated[float, Field(ge=0, lt=1e300)]]
+    seconds: dict[str, Annotated[float, Field(ge=0, lt=1e12)]]
 
 
 class _SummaryLine(_Line):
@@ -177,12 +180,39 @@ def _parse(data: bytes) -> dict[str, Any]:
     """Parses a line as a JSON object. Lone surrogates (halves of a character, which cannot be encoded) become question marks.
     Raises ValueError if the line is not a JSON object."""
     text = data.decode("utf-8-sig").rstrip()
-    line = json.loads(text, parse_constant=_refuse_constant)
+    hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _float} if _LONG_NUMBER.search(text) else {}  # these are slow
+    line = json.loads(text, parse_constant=_refuse_constant, **hooks)
     if not isinstance(line, dict):
         raise ValueError("an object is expected")
+    if text.count("[") + text.count("{") > _DEEPEST and is_deeper(line, _DEEPEST):
+        raise ValueError(f"more than {_DEEPEST} levels of nesting")
     if _ESCAPED_SURROGATE.search(text):
         line = json.loads(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace"))
     return cast(dict[str, Any], line)
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects in a JSON value are nested more than `levels` deep."""
+    found: list[object] = [value]
+    for _ in range(levels):
+        found = [inner for outer in found if isinstance(outer, dict | list) for inner in _inner(outer)]
+    return any(isinstance(inner, dict | list) for inner in found)
+
+
+def _inner(outer: dict[str, object] | list[object]) -> Iterable[object]:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) >= 1 << 63:
+        raise ValueError(f"{digits if len(digits) < 30 else f'{digits[:20]}…'} is too large")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits[:20]} is too large")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -249,7 +279,7 @@ def _traced_round(line: _RoundLine) -> TracedRound:
     draft = Draft(line.draft_ids, parents, None, figures["entropies"], figures["top_probs"], line.stop_reason)
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
-        seconds[phase if phase in seconds else "other"] += value  # so that the seconds still add up
+        seconds[phase if phase in seconds else "other"] += value if value >= _SHORTEST else 0.0  # so that the seconds add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
     verdict = Verdict(_path(line), line.token_id, line.source)
     round_ = Round(line.index, line.mode, draft, verdict, seconds, policy, line.target_passes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Encode = Callable[[str], list[int]]
 MAX_TOKENS = 8_000_000
 DEMO_SEED = 1_000_000  # outside the range of the seeds that the demo models were trained with
+_LONGEST_LINE = 1 << 22  # characters read at once
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
 _MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
 
@@ -153,7 +156,10 @@ def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) and message[key] for key in ("role", "content"))
+    if not isinstance(message, dict):
+        return False
+    texts = [message.get("role"), message.get("content")]
+    return all(isinstance(text, str) and text and not _SURROGATE.search(text) for text in texts)
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
@@ -174,7 +180,7 @@ def is_json_lines(path: Path) -> bool:
 def _json_texts(path: Path) -> Iterator[str]:
     for number, entry in _json_entries(path):
         text = entry.get("text")
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str) or not text.strip() or _SURROGATE.search(text):
             raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
         yield text
 
@@ -182,6 +188,9 @@ def _json_texts(path: Path) -> Iterator[str]:
 def _json_entries(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yields the number of each line that is not empty, and its JSON object; an empty one if the line holds something else."""
     for number, line in _lines(path):
+        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
+            message = f"{path}, line {number}: longer than {_LONGEST_LINE:,} characters"
+            raise SpecgenError(message, "Write several shorter texts, each on a line")
         if line.strip():
             try:
                 entry = json.loads(line)
@@ -209,9 +218,13 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a text file with their numbers. Of a longer line than _LONGEST_LINE it yields the parts."""
     try:
         with path.open(encoding="utf-8") as file:
-            yield from enumerate(file, 1)
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
+                if "\0" in line:
+                    raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")
+                yield number, line
     except OSError as error:
         raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
     except UnicodeDecodeError as error:

@@ -246,6 +246,8 @@ def load(folder: Path) -> Profile:
     """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
     path = folder / FILE
     try:
+        if path.exists() and not path.is_file():
+            raise SpecgenError(f"the profile {path} is not a file", "Make one: specgen tune --out DIR")
         if path.stat().st_size > MAX_BYTES:
             raise SpecgenError(f"the profile {path} is larger than {MAX_BYTES >> 20} MB", TUNE_AGAIN)
         return Profile.model_validate(load_yaml(path.read_text(encoding="utf-8")))

@@ -24,7 +24,7 @@ def load_native(
 ) -> NativeModel:
     """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`.
 
-    Raises SpecgenError for missing, damaged or unsuitable tensors.
+    Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files = WeightFiles(folder, name, device)
@@ -43,6 +43,7 @@ def load_native(
             files.close()
             if not files.are_copied:
                 _return_free_memory()
+        files.check_all_taken(len(layers))
         return NativeModel(
             architecture,
             layers,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from specgen.engine.extra_tensors import check_no_extra
 from specgen.errors import SpecgenError
 
 _PREFIX = "model."
@@ -65,6 +66,10 @@ class WeightFiles:
             return tensor.to(self._device)
         return tensor.clone() if self.are_copied else tensor
 
+    def check_all_taken(self, layers: int) -> None:
+        """Raises SpecgenError if the files have tensors that were not taken and may matter. `layers` is the number of layers."""
+        check_no_extra(self._paths.keys() - self._taken.keys(), self._name, layers)
+
     @property
     def numbers_taken(self) -> int:
         """How many numbers the tensors have that were taken so far."""
@@ -91,7 +96,7 @@ class WeightFiles:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise SpecgenError(f"cannot read the weights of {self._name}: {reason}", _AGAIN) from error
 

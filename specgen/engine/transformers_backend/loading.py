@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specgen.engine.extra_tensors import check_no_extra
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.tolerances import logits_error
@@ -16,6 +18,7 @@ from specgen.engine.transformers_backend.transformers_model import TransformersM
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context
 
+_AGAIN = "Download or save it again"
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
 
 
@@ -62,9 +65,9 @@ def load_transformers_model(
 
 
 def load_module(folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only that no tensor is missing.
+    """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only its tensors.
 
-    Raises SpecgenError for damaged or missing weights, RunError if memory is short.
+    Raises SpecgenError for damaged, missing or unexpected weights, RunError if memory is short.
     """
     with reading("weights", name):
         try:
@@ -74,15 +77,27 @@ def load_module(folder: Path, name: str, trust_remote_code: bool, dtype: torch.d
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
             )
             model = model.to(device).eval()
         except (torch.OutOfMemoryError, MemoryError) as error:
             hint = "Try --dtype bfloat16 or a smaller model"
             raise RunError(f"{name} does not fit into the memory of {device}", hint) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise SpecgenError(f"{name} lacks {len(missing)} of its tensors (the first: {missing[0]})", "Download or save it again")
+    _check_report(report, model.config.get_text_config(), name)
     return model
+
+
+def _check_report(report: Mapping[str, Any], config: Any, name: str) -> None:
+    """Raises SpecgenError if transformers found tensors missing, unexpected or of another shape than the config says."""
+    if missing := sorted(report["missing_keys"]):
+        raise SpecgenError(f"{name} lacks {len(missing)} of its tensors (the first: {missing[0]})", _AGAIN)
+    if mismatched := sorted(report["mismatched_keys"]):
+        key, *shapes = mismatched[0]
+        stored, expected = (" x ".join(map(str, shape)) for shape in shapes)
+        raise SpecgenError(f"{name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
+    prediction_layers = getattr(config, "num_nextn_predict_layers", None)
+    extra = prediction_layers if isinstance(prediction_layers, int) else 0
+    check_no_extra(report["unexpected_keys"], name, config.num_hidden_layers, extra)
 
 
 def _recurrent(name: str, what: str) -> SpecgenError:

@@ -43,7 +43,7 @@ def verdict(shown: Sequence[RecordedMethod]) -> str:
         if summary.acceptance_rate is None:
             return f"{shown[0].label}: nothing was drafted, {shown[0].speed:.1f} tokens per second"
         accepted = f"{summary.acceptance_rate:.0%} of drafted tokens accepted"
-        return f"{shown[0].label}: {accepted}, {summary.block_efficiency:.2f} tokens per target pass"
+        return f"{shown[0].label}: {accepted}, {summary.block_efficiency or 0:.2f} tokens per target pass"
     top = best(shown)
     prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
     if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared

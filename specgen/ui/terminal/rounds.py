@@ -5,6 +5,7 @@ A line shows the drafted tokens and which of them were accepted, the target's ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -93,9 +94,12 @@ def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     draft = round_.draft
     line: list[Part] = []
-    for node in round_.verdict.path:
-        siblings = [other for other, parent in enumerate(draft.parents) if parent == draft.parents[node]]
-        rank = siblings.index(node) + 1
+    accepted, children = set(round_.verdict.path), Counter[int]()
+    for node, parent in enumerate(draft.parents):
+        children[parent] += 1
+        if node not in accepted:
+            continue
+        rank = children[parent]  # among its siblings
         line.append(Part(shown([draft.tokens[node]]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
     rejected = [draft.tokens[node] for node, status in enumerate(round_.statuses) if status is TokenStatus.REJECTED]
     if rejected:
