@@ -77,9 +77,10 @@ def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run
 
 
 def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
-    """Each method's runs, one a prompt."""
+    """Each method's runs, one a prompt (at least three prompts)."""
     specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
-    prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(3)]
+    count = max(3, *map(len, methods.values()))
+    prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(count)]
     results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
     for spec, runs in zip(specs, methods.values(), strict=True):
         for index, measured in enumerate(runs):

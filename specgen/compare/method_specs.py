@@ -44,6 +44,15 @@ class MethodSpec:
         return not self.is_baseline and methods.find(self.name).is_parallel
 
     @property
+    def decoding_key(self) -> tuple[object, ...]:
+        """What identifies how the method decodes: two methods with equal keys differ only in how they are written, such as `sd`
+        and `sd:k=5`."""
+        if self.is_baseline:
+            return self.name, baseline_settings(self.name, self.settings)
+        method = methods.find(self.name)
+        return method.drafter, method.verifier, method.schedule, methods.resolve(method, self.settings)
+
+    @property
     def drafts_chains(self) -> bool:
         """Whether it is specgen's own method and no draft of it is a tree: what `--exact` covers."""
         return not self.is_baseline and not (method := methods.find(self.name)).drafts_trees(

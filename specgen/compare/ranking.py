@@ -8,6 +8,7 @@ from specgen.compare.results import MethodResult
 from specgen.methods import WITHOUT_A_DRAFT
 
 NOT_RUN = "not run"
+FEW_PROMPTS = 5  # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
 
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
@@ -39,10 +40,28 @@ def best(results: Sequence[MethodResult]) -> MethodResult | None:
 
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
-    """Returns the methods, other than the best one `top`, whose speedup's 95 % confidence interval reaches the speedup of `top`:
-    they may be just as fast."""
+    """Returns the methods, other than the best one `top`, that may be just as fast.
+
+    These are methods with the same settings as `top` once defaults are added, and methods whose speedup's 95 % confidence
+    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts the intervals are not reliable: then it is every
+    method."""
     others = [result for result in _candidates(ranked(results)) if result is not top]
-    return [result for result in others if result.overall and (result.overall.high or 0.0) >= (top.speedup or 0.0)]
+    if too_few_prompts(top):
+        return others
+    identical = top.spec.decoding_key
+    return [
+        result
+        for result in others
+        if result.spec.decoding_key == identical or (result.overall and (result.overall.high or 0.0) >= (top.speedup or 0.0))
+    ]
+
+
+def too_few_prompts(result: MethodResult) -> str:
+    """Returns a sentence that says why a speedup measured on so few prompts has no reliable interval; empty if it has one."""
+    prompts = 0 if result.overall is None else result.overall.prompts
+    if prompts >= FEW_PROMPTS:
+        return ""
+    return "One prompt gives no interval." if prompts == 1 else f"{prompts} prompts are too few for a reliable interval."
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:

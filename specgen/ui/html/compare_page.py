@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specgen.compare.columns import Entry, output_text, ranked_entries, shown_columns
-from specgen.compare.ranking import best, not_run, ranked
+from specgen.compare.ranking import best, not_run, ranked, too_few_prompts
 from specgen.ui.html.charts import time_shares
 from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
@@ -60,7 +60,8 @@ def verdict_of(report: Report) -> str:
     if speedup <= 1 or (low is not None and low <= 1):
         return f"No method is clearly faster than plain decoding; the best, {top.spec.written}, is {speedup:.2f} times as fast"
     what = "the target's text" if report.results.config.sampling.greedy else "text of the target's distribution"
-    return f"{top.spec.written} gives {what} {speedup:.2f} times as fast"
+    few = too_few_prompts(top).removesuffix(".")
+    return f"{top.spec.written} gives {what} {speedup:.2f} times as fast" + (f". {few}" if few else "")
 
 
 def _table(report: Report) -> dict[str, Any]:

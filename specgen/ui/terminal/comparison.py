@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from specgen.compare.ranking import as_fast_as, best, ranked
+from specgen.compare.ranking import as_fast_as, best, ranked, too_few_prompts
 from specgen.compare.results import MethodResult, Prediction, Results
 from specgen.compare.verdict import Difference
 from specgen.ui.recorded_methods import LOSSY
@@ -101,14 +101,17 @@ def _conclusion(report: Report) -> Text | None:
     if top is None or top.overall is None or top.speedup is None:
         return None
     name, speedup, low = Text().append(top.spec.written, "strong"), top.speedup, top.overall.low
+    few = too_few_prompts(top)
+    caution = f" {few}" if few else ""
     if speedup <= 1:
-        return Text("Nothing here is faster than plain decoding (ar); the best is ") + name + f" at {speedup:.2f}×."
+        return Text("Nothing here is faster than plain decoding (ar); the best is ") + name + f" at {speedup:.2f}×.{caution}"
     if low is not None and low <= 1:
         name.append(f" comes first at {speedup:.2f}×, but its interval reaches down to {low:.2f}×: ")
         return name.append("nothing here is clearly faster than plain decoding (ar).")
     is_only = sum(result.overall is not None and result.spec.lossless for result in made) == 2
-    keeps = "keeps the target's output" if greedy else "keeps the target's distribution"
-    name.append(f" {keeps} at" if is_only else f" is the fastest that {keeps}:").append(f" {speedup:.2f}× plain decoding (ar).")
+    kept = "the target's output" if greedy else "the target's distribution"
+    first = f" comes first of the methods that keep {kept}:" if few else f" is the fastest that keeps {kept}:"
+    name.append(f" keeps {kept} at" if is_only else first).append(f" {speedup:.2f}× plain decoding (ar).{caution}")
     close = [result.spec.written for result in as_fast_as(made, top)]
     return name.append(f" Too close to call: {', '.join(close)}." if close else "")
 
