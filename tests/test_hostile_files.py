@@ -244,9 +244,12 @@ def test_a_second_writer_of_a_trace_is_refused_until_the_first_ends(tmp_path: Pa
 
 
 def test_a_new_trace_without_a_line_is_removed(tmp_path: Path, main: Main) -> None:
-    path = tmp_path / "t.jsonl"
-    assert main("generate", "hi", "-t", tmp_path / "nowhere", "--trace", path)[0] == 2
-    assert not path.exists()
+    path, link = tmp_path / "t.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    for named in (path, link):
+        assert main("generate", "hi", "-t", tmp_path / "nowhere", "--trace", named)[0] == 2
+        assert not path.exists()
+    assert link.is_symlink()
 
 
 @POSIX

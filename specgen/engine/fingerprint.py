@@ -24,7 +24,7 @@ def weights_fingerprint(folder: Path) -> str:
         try:
             status = path.stat()
             digests += _tensor_digests(path, status.st_size, status.st_mtime_ns)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise SpecgenError(f"cannot read the weights {path}", "Download or save them again") from error
     return sha256(b"".join(sorted(digests))).hexdigest()[:16]
 

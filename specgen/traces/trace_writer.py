@@ -150,9 +150,9 @@ class TraceWriter:
                 self._file.write(b"\n")
 
     def close(self) -> None:
-        """Closes the file, and deletes it if it is new and nothing was written to it."""
+        """Closes the file, and deletes it if it is new and nothing was written to it. A link to it stays."""
         if self._is_new and not self._is_changed and os.name == "posix":
-            self._path.unlink(missing_ok=True)
+            Path(os.path.realpath(self._path)).unlink(missing_ok=True)
         self._file.close()
 
     def __enter__(self) -> Self:

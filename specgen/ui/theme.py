@@ -58,9 +58,9 @@ def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: boo
     if requested in ("ansi", "dark", "light", "mono"):
         return requested if requested in ("ansi", "mono") or many_colours else "ansi"
     background = environment.get("COLORFGBG", "").rpartition(";")[2]
-    if not many_colours or not background.isdigit():
+    if not many_colours or not background.isdecimal():
         return "ansi"
-    return "light" if int(background) in (7, 15) else "dark"
+    return "light" if background in ("7", "15") else "dark"
 
 
 def is_mono(*, no_color: bool) -> bool:

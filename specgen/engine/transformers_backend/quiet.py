@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
@@ -9,6 +11,8 @@ from textwrap import shorten
 from transformers.utils import logging as transformers_logging
 
 from specgen.errors import SpecgenError
+
+_PYTHON_NAMES = re.compile(r"\b[A-Z]\w*Error: |<class '(?P<type>[\w.]+)'>")  # in texts of errors
 
 
 @contextmanager
@@ -36,20 +40,22 @@ def reading(part: str, name: str) -> Iterator[None]:
             ) from error
         if isinstance(error, KeyError):  # its text is the key alone
             text = f"{text} is unknown"
-        reason = shorten(text, 160, placeholder=" …") or type(error).__name__
+        plain = _PYTHON_NAMES.sub(lambda found: found["type"] or "", text)
+        reason = shorten(plain, 160, placeholder=" …") or "its values contradict each other"
         hint = "Install what is missing" if isinstance(error, ImportError) else "Download or save it again"
         raise SpecgenError(f"cannot read the {part} of {name}: {reason.rstrip('.')}", hint) from error
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switches off transformers' warnings and progress bars in the `with` block."""
+    """Switches off transformers' warnings and progress bars, and all of Python's warnings, in the `with` block."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:

@@ -187,7 +187,7 @@ def _spark(values: Sequence[float], top: float, columns: int) -> str:
 
     If there are more values than `columns`, a character stands for the mean of several neighbouring values.
     """
-    group = math.ceil(len(values) / max(columns, 1)) or 1
+    group = math.ceil(len(values) / max(1, columns)) or 1  # a terminal may be narrower than the titles
     means = [sum(part) / len(part) for part in (values[at : at + group] for at in range(0, len(values), group))]
     return "".join(" " if mean <= 0 else _EIGHTHS[min(7, int(8 * mean / top))] for mean in means)
 
