@@ -305,9 +305,6 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code(command: tuple[str,
 @pytest.mark.parametrize(
     "home", [None, pytest.param("", marks=pytest.mark.slow), pytest.param("/nonexistent", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(
-    "home", [None, pytest.param("", marks=pytest.mark.slow), pytest.param("/nonexistent", marks=pytest.mark.slow)]
-)
 def test_without_a_home_folder_and_with_an_accent_in_a_locale_without_any(
     tmp_path: Path, pair: tuple[str, ...], home: str | None
 ) -> None:
