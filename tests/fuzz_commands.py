@@ -349,5 +349,5 @@ def environment(rng: Random, case: Case, count: int) -> dict[str, str]:
         chosen[name] = text
     for name in ("SPECGEN_DATA", "SPECGEN_CACHE"):
         if name in chosen:
-            case.outputs.append(case.folder / chosen[name])
+            case.outputs += [case.folder / chosen[name], out / "no"]
     return chosen

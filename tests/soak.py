@@ -149,7 +149,7 @@ def decode(pair: Pair, run: Run, prompt: str) -> list[int] | None:
 def soak(make_pair: Any, prompts: Sequence[str], runs: Sequence[Run], warm: int = WARM) -> Soaked:
     """Runs everything on one pair, then each run that was not interrupted on a fresh one, and compares the token ids."""
     start = Counts.now()
-    outputs: list[tuple[Run, list[int]]] = []
+    outputs: list[str | None] = [None] * len(runs)  # strings: the garbage collector counts lists
     interrupted: dict[str, int] = {}
     counts = {}
     with make_pair() as pair:
@@ -158,20 +158,21 @@ def soak(make_pair: Any, prompts: Sequence[str], runs: Sequence[Run], warm: int 
             if made is None:
                 interrupted[str(run.interruption)] = interrupted.get(str(run.interruption), 0) + 1
             else:
-                outputs.append((run, made))
+                outputs[index - 1] = str(made)
             if index in (warm, len(runs)):
                 counts[index] = Counts.now()
     del pair
     closed = Counts.now()
-    known: dict[object, list[int] | None] = {}
+    known: dict[object, str] = {}
+    wrong = []
     with make_pair() as fresh:
-        for run, _ in outputs:
+        for run, output in zip(runs, outputs, strict=True):
             key = run.method, run.prompt, run.sampling
-            if key not in known:
+            if output is not None and key not in known:
                 fresh.forget()
-                plain = Run(*key, None, 0)
-                known[key] = decode(fresh, plain, prompts[run.prompt])
-    wrong = [run for run, made in outputs if made != known[run.method, run.prompt, run.sampling]]
+                known[key] = str(decode(fresh, Run(*key, None, 0), prompts[run.prompt]))
+            if output is not None and output != known[key]:
+                wrong.append(run)
     return Soaked(start, counts[warm], counts[len(runs)], closed, len(runs), interrupted, wrong)
 
 

@@ -83,8 +83,8 @@ def test_a_trace_is_shown_on_a_terminal_that_is_narrower_than_its_titles(case: C
 @pytest.mark.parametrize(
     ("file", "change", "shown"),
     [
-        ("config.json", {"n_inner": False}, "n_inner"),
-        ("config.json", {"n_inner": 0}, "error: "),  # torch warns about tensors without an element
+        ("config.json", {"attention_bias": "x"}, "attention_bias"),
+        ("config.json", {"intermediate_size": 0}, "error: "),  # torch warns about tensors without an element
         ("tokenizer_config.json", {"bos_token": 1.5}, "bos_token has to be either str or AddedToken but got: float"),
     ],
 )
@@ -92,9 +92,9 @@ def test_a_wrong_value_is_reported_without_names_and_warnings_of_python(
     case: Case, file: str, change: dict[str, object], shown: str
 ) -> None:
     folder = case.folder / "in" / "model"
-    shutil.copytree(case.materials.families["gpt2"], folder)
+    shutil.copytree(case.materials.target, folder)
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
-    case.args = ["generate", "abc", "-n", "2", "-t", str(folder), "--device", "cpu"]
+    case.args = ["generate", "abc", "-n", "2", "-t", str(folder), "--device", "cpu", "--backend", "transformers"]
     assert fuzzing.run(case) == []
     assert shown in (case.folder.parent / "stderr").read_text()
 

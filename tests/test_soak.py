@@ -46,7 +46,7 @@ def test_nothing_is_left_by_many_runs_some_interrupted(make_pair: Callable[[], P
     for before, after in ((found.warm, found.end), (found.start, found.closed)):
         for name in ("threads", "children", "descriptors", "shared_mappings"):
             assert getattr(after, name) == getattr(before, name), name
-    assert found.end.objects - found.warm.objects < 100  # a leak of one object a run
+    assert found.end.objects - found.warm.objects < 40  # not one for each run
 
 
 def test_an_injected_interrupt_is_raised_in_the_middle_of_a_round(make_pair: Callable[[], Pair]) -> None:
