@@ -295,6 +295,18 @@ def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey,
     assert "pays" not in captured.get()
 
 
+@pytest.mark.parametrize(("is_default", "use"), [(True, "used from now on"), (False, "use it with --profile")])
+def test_the_report_says_how_the_profile_is_used(key: profiles.ProfileKey, tmp_path: Path, is_default: bool, use: str) -> None:
+    """Other commands find a profile in the default folder only; for another folder they need --profile."""
+    path = profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
+    console = theme.console(stderr=True, no_color=True)
+    with console.capture() as captured:
+        report(console, outcome(), path, is_default=is_default)
+    said = " ".join(captured.get().split())
+    assert use in said
+    assert ("used from now on" in said) == is_default
+
+
 def test_two_writers_leave_a_complete_profile(folder: Path) -> None:
     found = profiles.load(folder)
     others = [found.model_copy(update={"speedup": float(number)}) for number in range(1, 9)]
@@ -364,7 +376,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert (saved.verdict, saved.speedup) == (line["verdict"], pytest.approx(line["speedup"], rel=1e-4))
     assert {name: dict(entry.settings) for name, entry in saved.methods.items()} == line["settings"]
     assert "✓ plain decoding gives" in result.stderr
-    assert "saved" in result.stderr
+    assert "use it with --profile" in " ".join(result.stderr.split())
     assert f"tuned: {line['chosen']['method']}" in generated(pair, "--profile", str(out))
     again = CliRunner().invoke(
         app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "-n", "16", "--out", str(out), "--export", "mlx"]

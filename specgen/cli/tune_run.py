@@ -122,7 +122,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         from specgen.tuning.tuner import tune
 
         key = profiles.profile_key_of(pair)
-        folder = request.out or profiles.default_folder(key, sampling)
+        default = profiles.default_folder(key, sampling)
+        folder = request.out or default
         request.check_folder(folder)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
         with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
@@ -136,7 +137,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         except RunError as error:  # raised once the result is shown
             failure = error
         if not quiet:
-            view.report(err, outcome, path)
+            view.report(err, outcome, path, is_default=folder.resolve() == default.resolve())
         if request.export is not None:
             _export(request.export, pair, profile, err, quiet)
         elif as_json:

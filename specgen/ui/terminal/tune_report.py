@@ -5,6 +5,7 @@ Nothing is drawn while model passes are timed, and no background thread draws, b
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,15 +68,19 @@ def tune_progress(console: Console, begin: float, budget: float, *, quiet: bool)
         yield TuneProgress(console, show, begin, budget, quiet=quiet)
 
 
-def report(console: Console, outcome: TuningOutcome, path: Path | None) -> None:
-    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed."""
+def report(console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True) -> None:
+    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed.
+
+    `is_default`: the profile is in the folder where other commands look for it without `--profile`.
+    """
     width = theme.width(console)
     headline, details = _verdict(outcome)
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", f"{names}: {reason}"))
     if path is not None:
-        details.append(("saved", f"{_home(path.parent)}, used from now on"))
+        use = "used from now on" if is_default else f"use it with --profile {shlex.quote(str(path.parent))}"
+        details.append(("saved", f"{_home(path.parent)}, {use}"))
     paragraphs = [
         line for lead, text in details for line in labelled(Text(lead, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
     ]
