@@ -67,6 +67,9 @@ class TuneRequest:
         if self.export is not None:
             exports.check(self.export)
         named = [methods.find(name) for name in self.names or methods.METHODS]
+        if self.names and (yardsticks := [method.name for method in named if method.is_yardstick]):
+            hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
+            raise SpecgenError(f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned", hint)
         goal = self.goal
         if goal != BY_SPEED and all(method.lossless or method.is_yardstick for method in named):
             option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
