@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from tuning_helpers import CURVES, outcome
 from typer.testing import CliRunner
 
@@ -30,7 +32,7 @@ from specgen.tuning import profile as profiles
 from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 from specgen.ui import theme
-from specgen.ui.terminal.tune_report import report
+from specgen.ui.terminal.tune_report import TuneProgress, report
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -305,6 +307,23 @@ def test_the_report_says_how_the_profile_is_used(key: profiles.ProfileKey, tmp_p
     said = " ".join(captured.get().split())
     assert use in said
     assert ("used from now on" in said) == is_default
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_steps_and_result_fit_the_terminal(key: profiles.ProfileKey, tmp_path: Path, width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, theme=theme.theme("ansi"), no_color=True, _environ={})
+    step = (
+        "80 shapes of trees, drafts and beams simulated, lossy ones by speed at a perplexity up to 1.123; best: mtad:k=4"
+    )
+    TuneProgress(console, None, time.perf_counter(), 60, quiet=False).done(step)
+    report(console, outcome(), tmp_path / "profile.yaml")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("✓ ")
+    steps = lines[: lines.index("")]
+    assert " ".join(" ".join(steps).split()) == f"✓ {step} 0 s"
+    assert len(steps) == (3 if width == 60 else 2)
 
 
 def test_two_writers_leave_a_complete_profile(folder: Path) -> None:

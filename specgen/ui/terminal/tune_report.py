@@ -18,9 +18,10 @@ from specgen.sanitize import one_line
 from specgen.tuning.outcome import PLAIN, TuningOutcome
 from specgen.ui import theme
 from specgen.ui.terminal.live_table import duration, live_lines, running_line
-from specgen.ui.terminal.text_layout import labelled
+from specgen.ui.terminal.text_layout import SHORTEST_WRAP, labelled, wrapped
 
 _LEAD = 11  # cells for the label before each text below the table
+_TOOK = 10  # cells at the end of a step's line for its duration
 _FIGURES = 38  # cells of the table to the right of the method's name
 _REDRAW_SECONDS = 0.2  # the least time between two drawings of the bar
 
@@ -43,10 +44,15 @@ class TuneProgress:
         if self._quiet:
             return
         seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
-        line = Text("✓ ", "good").append(one_line(what), "none")
-        room = self._console.width - line.cell_len - 1 if self._console.is_terminal else 0
-        line.append(f"{duration(seconds):>{room}}" if room > 7 else f"  {duration(seconds)}", "quiet")
-        self._console.print(line, soft_wrap=True)
+        took, width = duration(seconds), theme.width(self._console) - 1
+        lines = wrapped(Text(one_line(what)), max(width - 2 - _TOOK, SHORTEST_WRAP))
+        for number, part in enumerate(lines):
+            line = Text("  ") if number else Text("✓ ", "good")
+            line.append_text(part)
+            if part is lines[-1]:
+                room = width - line.cell_len if self._console.is_terminal else 0
+                line.append(f"{took:>{room}}" if room else f"  {took}", "quiet")
+            self._console.print(line, soft_wrap=True)
 
     def doing(self, what: str) -> None:
         now = time.perf_counter()
@@ -84,7 +90,7 @@ def report(console: Console, outcome: TuningOutcome, path: Path | None, *, is_de
     paragraphs = [
         line for lead, text in details for line in labelled(Text(lead, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
     ]
-    for line in (Text(), *_table(outcome, width), Text(), Text(headline, "strong"), *paragraphs):
+    for line in (Text(), *_table(outcome, width), Text(), *wrapped(Text(headline, "strong"), width), *paragraphs):
         console.print(line, soft_wrap=True)
 
 
