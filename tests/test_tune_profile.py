@@ -313,9 +313,7 @@ def test_the_report_says_how_the_profile_is_used(key: profiles.ProfileKey, tmp_p
 def test_steps_and_result_fit_the_terminal(key: profiles.ProfileKey, tmp_path: Path, width: int) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=width, theme=theme.theme("ansi"), no_color=True, _environ={})
-    step = (
-        "80 shapes of trees, drafts and beams simulated, lossy ones by speed at a perplexity up to 1.123; best: mtad:k=4"
-    )
+    step = "80 shapes of trees, drafts and beams simulated, lossy ones by speed at a perplexity up to 1.123; best: mtad:k=4"
     TuneProgress(console, None, time.perf_counter(), 60, quiet=False).done(step)
     report(console, outcome(), tmp_path / "profile.yaml")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
