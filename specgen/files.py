@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from specgen.errors import RunError, SpecgenError
 
+_RACES = 1000  # an output may be replaced by another process between two looks at it
 _DEEPEST = 20  # levels of nesting allowed in YAML; specgen's own files need six
 _LONG_NUMBER = re.compile(r"[-+]?\d[\w:.]{100,}", re.ASCII)  # Python does not print integers of thousands of digits
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # of a folder: no file can be added, but one that exists may be writable
@@ -68,12 +69,16 @@ def _replaceable(path: Path) -> Path | None:
     """Returns the file that `path` names, without symbolic links, if it is a regular file or does not exist yet. None for all
     else, and for a file that is open but has no name (such as /dev/fd/3 of a deleted file)."""
     target = Path(os.path.realpath(path))
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return target
-    is_named = stat.S_ISREG(found.st_mode) and target.exists() and os.path.samestat(found, target.stat())
-    return target if is_named else None
+    for _ in range(_RACES):
+        try:
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
+                return None
+            if os.path.samestat(found, target.stat()):
+                return target
+        except FileNotFoundError:
+            return target if not path.exists() else None
+    return None  # not another process's replacement each time: the name belongs to another file
 
 
 def _new_part(target: Path) -> Path | None:

@@ -93,13 +93,13 @@ def test_inspect_shows_the_theorem_beside_the_measured_runs(
     code, out, _ = run_main(monkeypatch, capfd, "inspect", str(path))
     shown = " ".join(out.split())
     assert "tokens until a rejection 2 complete runs, longest 5; 2 tokens accepted after the last rejections" in shown
-    assert "mean 3.5 with the correction; 1/(1−α) = 4.5 by Theorem 2, α 78%" in shown
+    assert "mean 3.5 with the correction; 1/(1−α) = 4.5 by Theorem 2, α 78% with unfinished runs" in shown
     assert "deviation 2.5; 4.0 if tokens were accepted independently" in shown
     page = tmp_path / "page.html"
     assert run_main(monkeypatch, capfd, "inspect", "-q", str(path), "--html", str(page))[0] == 0
     html = page.read_text()
     assert "expects: 2 complete runs, longest 5; 2 tokens accepted after the last rejections.</figcaption>" in html
-    assert "<p>Mean: 3.5 with the correction; 1/(1−α) = 4.5 by Theorem 2, α 78%.</p>" in html
+    assert "<p>Mean: 3.5 with the correction; 1/(1−α) = 4.5 by Theorem 2, α 78% with unfinished runs.</p>" in html
     assert "<p>Deviation: 2.5; 4.0 if tokens were accepted independently.</p>" in html
 
 

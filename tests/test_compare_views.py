@@ -219,6 +219,11 @@ def test_the_page_shows_all_results_and_fetches_nothing() -> None:
     assert more.count('scope="row">one</th>') == more.count('scope="row">two</th>') >= 2
     assert "No prediction for " in more
     assert "No prediction for " in " ".join(line.plain for line in page(predicted, 200))
+    for width in range(200, 45, -1):
+        lines = [line.plain for line in page(predicted, width)]
+        table, said = "\n".join(lines[: lines.index("", 3)]), " ".join(" ".join(lines[lines.index("", 3) :]).split())
+        assert ("Eq. 14: EESD's" in said) == ("Eq. 14" in table), "a hidden column is not explained"
+        assert ("by pass costs: all" in said) == ("by pass" in table)
     written = "".join(compare_page.page(report_of(results), *about))
     parsed = Page(written)
     assert not parsed.open

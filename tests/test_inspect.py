@@ -119,12 +119,14 @@ def test_bounds_ratios_and_lengths_as_text(inspect: Inspect, tmp_path: Path) -> 
     out, _ = inspect(traces.write(tmp_path / "t.jsonl", traces.start_line(), *rounds, traces.summary_line(rounds)))
     assert "accepted tokens of a draft, by its mean entropy  nats; number of drafts. Correlation 1.00." in out
     assert re.search(r"0\.25–0\.5 +0\.0 +1\n +0\.5–1 +2\.0 +1  ━{40}\n", out)
-    table = [line.split() for line in out.partition("by how likely acceptance was")[2].splitlines()[2:5]]
+    table = [line.split() for line in out.partition("by how likely acceptance is")[2].splitlines()[2:5]]
     assert table == [
         ["0–33%", "0.20", "0.06", "0.09", "0.78"],
         ["33–67%", "0.70", "0.67", "0.55", "0.68"],
         ["67–100%", "0.70", "0.67", "0.55", "0.68"],
     ]
+    overlap = "overlap Σ min(p, q) of both models' distributions, which is the probability of acceptance at temperature 1"
+    assert f"true: the {overlap}." in " ".join(out.split()), "a greedy run's acceptance is another number"
     # (0.034 + 0.034 + 0.137) / 3 and (0.147 + 0.147 + 0.110) / 3
     said = "Pinsker 0.07, B–H 0.13. Pinsker's bound is 49% tighter, and the higher one for 67% of the tokens."
     assert said in " ".join(out.split())
@@ -138,7 +140,7 @@ def test_bounds_ratios_and_lengths_as_text(inspect: Inspect, tmp_path: Path) -> 
 
 def test_what_is_not_recorded_names_the_option_that_records_it(inspect: Inspect, tmp_path: Path) -> None:
     out, _ = inspect(traces.write(tmp_path / "t.jsonl", *traces.a_run()))
-    assert "--record distributions adds to a trace how likely acceptance was, its lower bounds, and the" in out
+    assert "--record distributions adds to a trace how likely acceptance is, its lower bounds, and the" in out
     assert "accepted tokens of a draft, by its mean entropy" in out
     assert "cross-entropy over" not in out
     lookup = [line | {"entropies": []} if line["type"] == "round" else line for line in traces.a_run("lookup")]

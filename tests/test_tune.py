@@ -270,7 +270,9 @@ def test_tuning_chooses_what_it_measured(near: Pair) -> None:
 
 
 def test_without_time_the_outcome_is_not_confirmed(near: Pair) -> None:
-    outcome = tune(near, request(0, ["sd"]), Mock())
+    steps = Mock()
+    outcome = tune(near, request(0, ["sd"]), steps)
+    assert any(step.startswith("1 setting of 1 method simulated") for step in finished(steps)), "plain decoding is not counted"
     assert outcome.best.measured is None
     assert outcome.verdict == "unconfirmed"
     assert "confirmation" in outcome.left_out

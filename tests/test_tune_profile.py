@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from tuning_helpers import CURVES, outcome
 from typer.testing import CliRunner
 
@@ -30,7 +32,7 @@ from specgen.tuning import profile as profiles
 from specgen.tuning.outcome import Candidate, TuningOutcome
 from specgen.types import SamplingParams
 from specgen.ui import theme
-from specgen.ui.terminal.tune_report import report
+from specgen.ui.terminal.tune_report import TuneProgress, report
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -295,6 +297,33 @@ def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey,
     assert "pays" not in captured.get()
 
 
+@pytest.mark.parametrize(("is_default", "use"), [(True, "used from now on"), (False, "use it with --profile")])
+def test_the_report_says_how_the_profile_is_used(key: profiles.ProfileKey, tmp_path: Path, is_default: bool, use: str) -> None:
+    """Other commands find a profile in the default folder only; for another folder they need --profile."""
+    path = profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
+    console = theme.console(stderr=True, no_color=True)
+    with console.capture() as captured:
+        report(console, outcome(), path, is_default=is_default)
+    said = " ".join(captured.get().split())
+    assert use in said
+    assert ("used from now on" in said) == is_default
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_steps_and_result_fit_the_terminal(key: profiles.ProfileKey, tmp_path: Path, width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, theme=theme.theme("ansi"), no_color=True, _environ={})
+    step = "80 shapes of trees, drafts and beams simulated, lossy ones by speed at a perplexity up to 1.123; best: mtad:k=4"
+    TuneProgress(console, None, time.perf_counter(), 60, quiet=False).done(step)
+    report(console, outcome(), tmp_path / "profile.yaml")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("✓ ")
+    steps = lines[: lines.index("")]
+    assert " ".join(" ".join(steps).split()) == f"✓ {step} 0 s"
+    assert len(steps) == (3 if width == 60 else 2)
+
+
 def test_two_writers_leave_a_complete_profile(folder: Path) -> None:
     found = profiles.load(folder)
     others = [found.model_copy(update={"speedup": float(number)}) for number in range(1, 9)]
@@ -364,7 +393,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert (saved.verdict, saved.speedup) == (line["verdict"], pytest.approx(line["speedup"], rel=1e-4))
     assert {name: dict(entry.settings) for name, entry in saved.methods.items()} == line["settings"]
     assert "✓ plain decoding gives" in result.stderr
-    assert "saved" in result.stderr
+    assert "use it with --profile" in " ".join(result.stderr.split())
     assert f"tuned: {line['chosen']['method']}" in generated(pair, "--profile", str(out))
     again = CliRunner().invoke(
         app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "-n", "16", "--out", str(out), "--export", "mlx"]

@@ -205,10 +205,10 @@ def a_parallel_summary() -> Summary:
     ("width", "figures"),
     [
         (
-            140,
-            "  33.0 tokens/s  75% accepted  11.00 tokens a pass  runs of 15.0  10% waiting for the draft, 85% verifying",
+            150,
+            "  33.0 tokens/s  75% accepted  11.00 tokens a pass  15.0 per rejection  10% waiting for the draft, 85% verifying",
         ),
-        (100, "  33.0 tokens/s  75% accepted  11.00 a pass  runs of 15.0"),
+        (100, "  33.0 tokens/s  75% accepted  11.00 a pass  15.0 per rejection"),
         (90, "  33.0 tokens/s  75% accepted  11.00 a pass"),
         (60, "  33.0 tokens/s"),
         (40, ""),

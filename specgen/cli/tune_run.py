@@ -68,6 +68,9 @@ class TuneRequest:
         if self.export is not None:
             exports.check(self.export)
         named = [methods.find(name) for name in self.names or methods.METHODS]
+        if self.names and (yardsticks := [method.name for method in named if method.is_yardstick]):
+            hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
+            raise SpecgenError(f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned", hint)
         goal = self.goal
         if goal != BY_SPEED and all(method.lossless or method.is_yardstick for method in named):
             option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
@@ -124,7 +127,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         from specgen.tuning.tuner import tune
 
         key = profiles.profile_key_of(pair)
-        folder = request.out or profiles.default_folder(key, sampling)
+        default = profiles.default_folder(key, sampling)
+        folder = request.out or default
         request.check_folder(folder)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
         with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
@@ -138,7 +142,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         except RunError as error:  # raised once the result is shown
             failure = error
         if not quiet:
-            view.report(err, outcome, path)
+            view.report(err, outcome, path, is_default=folder.resolve() == default.resolve())
         if request.export is not None:
             _export(request.export, pair, profile, err, quiet)
         elif as_json:

@@ -130,7 +130,7 @@ COLUMNS = (
     Column("harmonic_mean", _summary("harmonic_mean"), "\nHM", "{:.2f}", 11),
     Column("block_efficiency", _summary("block_efficiency"), "tokens\na pass", "{:.2f}", 9, "a pass"),
     Column("mean_draft_length", _summary("mean_draft_length"), "draft\nlength", _draft_length, 8, "drafted"),
-    Column("mean_accepted_run", _summary("mean_accepted_run"), "mean\naccepted", "{:.1f}", 13, "accepted until a rejection"),
+    Column("mean_accepted_run", _summary("mean_accepted_run"), "accepted per\nrejection", "{:.1f}", 13, "accepted per rejection"),
     Column("target_passes", _summary("target_passes"), "target\npasses", "{:,}", 12),
     Column("rounds", _summary("rounds")),
     Column("drafted", _summary("drafted")),

@@ -14,6 +14,7 @@ from specgen.types import SamplingParams
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
 
+LEAST_PERCENTAGE = 100  # from here on, a bound of the perplexity is taken for a percentage without its sign
 ClockFunction = Callable[[], float]
 
 
@@ -73,6 +74,9 @@ class Objective:
         if not (0 if is_relative else 1) < bound < math.inf:
             hint = "Give a number above 1, or a percentage of plain decoding's such as 105%"
             raise SpecgenError(f"--max-perplexity is {max_perplexity!r}", hint)
+        if not is_relative and bound >= LEAST_PERCENTAGE:
+            hint = f"A perplexity has to be below {LEAST_PERCENTAGE}; write {number}% for a percentage of plain decoding's"
+            raise SpecgenError(f"--max-perplexity is {max_perplexity}", hint)
         return cls(bound=bound, is_relative=is_relative)
 
     def limit(self, plain_perplexity: float) -> float:

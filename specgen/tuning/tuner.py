@@ -176,8 +176,9 @@ def choose_method(
     deadline = request.deadline
     grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), observer.doing)
     candidates, left_out = grids.candidates, {**selection.left_out, **grids.left_out}
-    simulated = f"{counted(grids.tried, 'setting')} of {counted(len(candidates), 'method')}"
-    observer.done(f"{simulated} simulated; best: {candidates[0].written}")
+    if speculating := len(candidates) - 1:  # without plain decoding, which has one setting
+        simulated = f"{counted(grids.tried - 1, 'setting')} of {counted(speculating, 'method')}"
+        observer.done(f"{simulated} simulated; best: {candidates[0].written}")
     candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, observer)
     left_out |= reasons
     if selection.skips:

@@ -28,6 +28,9 @@ def conditions(start: Mapping[str, Any], runs: int) -> str:
     return f"{models}, {start['device']} {start['dtype']}, {how}" + (f", {runs} runs" if runs > 1 else "")
 
 
+OVERLAP = "the overlap Σ min(p, q) of both models' distributions, which is the probability of acceptance at temperature 1"
+
+
 def correlation_text(statistics: TraceStatistics) -> str:
     """Returns in words how a draft's entropy and its accepted length correlate; an empty string where they do not vary."""
     correlation = statistics.length_correlation()
@@ -49,7 +52,7 @@ def runs_until_rejection(runs: AcceptedRuns) -> dict[str, str]:
 
     Mean and deviation come with what PEARL's Theorem 2 expects.
     """
-    expected = f"1/(1−α) = {runs.expected:.1f} by Theorem 2, α {runs.alpha:.0%}"
+    expected = f"1/(1−α) = {runs.expected:.1f} by Theorem 2, α {runs.alpha:.0%} with unfinished runs"
     rest = f"; {runs.unfinished:,} tokens accepted after the last rejections" if runs.unfinished else ""
     return {
         "count": f"{runs.complete:,} complete runs, longest {runs.longest:,}{rest}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -15,6 +15,11 @@ from specgen.ui.terminal.comparison_table import phases_table, speed_table
 from specgen.ui.terminal.text_layout import wrapped
 
 MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
+
+_PREDICTIONS = {
+    "predicted_eq14": "Eq. 14: EESD's formula from acceptance and pass costs",
+    "predicted_pass_costs": "by pass costs: all passes added up",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +44,9 @@ class Report:
 
 def page(report: Report, width: int) -> list[Text]:
     """Returns the whole output. Its lines have at most `width` cells, unless a method's name alone is longer."""
-    lines, is_cut = headed_table(report, width)
-    said = sentences(report)
-    if is_cut:
+    lines, hidden = headed_table(report, width)
+    said = sentences(report, hidden)
+    if hidden:
         said.append(Text("A wider terminal shows more columns; --csv FILE has all of them.", "quiet"))
     lines.append(Text())
     for sentence in said:
@@ -51,10 +56,10 @@ def page(report: Report, width: int) -> list[Text]:
     return lines
 
 
-def headed_table(report: Report, width: int) -> tuple[list[Text], bool]:
-    """Returns the headline with the table of speeds, and whether columns were left out because the terminal is narrow."""
-    lines, is_cut = speed_table(report.made, width, by_category=report.by_category)
-    return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], is_cut
+def headed_table(report: Report, width: int) -> tuple[list[Text], list[str]]:
+    """Returns the headline with the table of speeds, and the keys of the columns that a narrow terminal has no room for."""
+    lines, hidden = speed_table(report.made, width, by_category=report.by_category)
+    return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], hidden
 
 
 def headline(report: Report) -> str:
@@ -73,11 +78,11 @@ def headline(report: Report) -> str:
     return f"{report.where} · {prompts}{repeats} × {limit}, {how}"
 
 
-def sentences(report: Report) -> list[Text]:
+def sentences(report: Report, hidden: Collection[str] = ()) -> list[Text]:
     """Returns the sentences below the table, in this order.
 
     The fastest method; the outputs that differ from plain decoding's; remarks on the table; which prompts chose the settings; the
-    report's `notes`.
+    report's `notes`. Columns whose keys are in `hidden` are not explained.
     """
     conclusion = _conclusion(report)
     said = [] if conclusion is None else [conclusion]
@@ -88,7 +93,7 @@ def sentences(report: Report) -> list[Text]:
         said.append(Text("sampled: each run draws other text, so outputs are not compared; at temperature 0 they are.", "quiet"))
     if count := len(report.results.skipped):
         said.append(Text(f"{count} later turn{'s' * (count > 1)} left out: the context had no room.", "quiet"))
-    said += _predictions(report)
+    said += _predictions(report, hidden)
     said += _tuned(report)
     if report.notes:
         said.append(Text(report.notes, "strong"))
@@ -153,14 +158,15 @@ def _tuned(report: Report) -> list[Text]:
     return [Text(f"None of these prompts chose {settings}.", "quiet")]
 
 
-def _predictions(report: Report) -> list[Text]:
+def _predictions(report: Report, hidden: Collection[str]) -> list[Text]:
     """Returns sentences that say how the predicted speedups were computed, and which methods have no prediction."""
     predicted = [result for result in ranked(report.made) if result.prediction is not None and result.overall is not None]
     if not predicted:
         return []
-    said = ["Eq. 14: EESD's formula from acceptance and pass costs; by pass costs: all passes added up."]
+    said = [text for key, text in _PREDICTIONS.items() if key not in hidden]
+    said = [f"{'; '.join(said)}."] if said else []
     without = [result for result in predicted if result.prediction == Prediction() and not result.is_reference]
     if without:
         names = ", ".join(result.spec.written for result in without)
-        said.append(f"No prediction for {names}: both take chains, drafted in turn with the target's passes.")
+        said.append(f"No prediction for {names}: only for specgen's own methods that draft chains between target passes.")
     return [Text(sentence, "quiet") for sentence in said]

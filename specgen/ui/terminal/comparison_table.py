@@ -27,8 +27,8 @@ _BAR = Column("bar", lambda entry: None, "\n", priority=5)
 _SECONDS, _SHARE = 11, 7  # widths of a phase's cell with seconds and share, and with the share alone
 
 
-def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], bool]:
-    """Returns the table of speeds, and whether columns were left out because the terminal is narrow.
+def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], list[str]]:
+    """Returns the table of speeds, and the keys of the columns that were left out because the terminal is narrow.
 
     Its lines have at most `width` cells, unless a method's name alone is longer. With `by_category` each method also has a line
     per category of prompts.
@@ -57,7 +57,7 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
         lines.append(_line(cells, kept, sizes))
     for names, reason in absent:
         lines += labelled(Text(", ".join(names)), _reason(reason), width, sizes[_NAME.key] + GAP)
-    return lines, len(kept) < len(columns) - (_BAR not in kept)
+    return lines, [column.key for column in columns if column not in kept and column is not _BAR]
 
 
 def _longest(texts: Iterable[str]) -> int:

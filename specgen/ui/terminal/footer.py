@@ -54,6 +54,6 @@ def _figures(summary: Summary) -> dict[str, str]:
         "energy": f"{joules:.3g} J/token above {energy.idle_watts:.3g} W idle" if joules is not None and energy else "",
         "accepted": "" if rate is None else f"{rate:.0%} accepted",
         "a pass": "" if rate is None else f"{summary.block_efficiency:.2f} tokens a pass",
-        "runs": f"runs of {run:.1f}" if summary.parallel and run is not None else "",
+        "runs": f"{run:.1f} per rejection" if summary.parallel and run is not None else "",
         "shares": "" if rate is None else shares,
     }

@@ -19,6 +19,7 @@ from specgen.ui.recorded_methods import (
     COLUMNS,
     ENDED,
     LOSSY,
+    OVERLAP,
     RecordedMethod,
     conditions,
     correlation_text,
@@ -128,7 +129,7 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
         yield from _bounds(bounds, width)
         yield from _ratios(bounds, width)
     elif bins and not statistics.has_distributions:
-        hint = "--record distributions adds to a trace how likely acceptance was, its lower bounds, and the cross-entropy."
+        hint = "--record distributions adds to a trace how likely acceptance is, its lower bounds, and the cross-entropy."
         yield from wrapped(Text(hint, "quiet"), width)
         yield Text()
     yield from _posterior(rounds, width)
@@ -219,12 +220,13 @@ def _accepted_lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]
 
 def _bounds(bounds: Bounds, width: int) -> Iterator[Text]:
     """Yields the acceptance probability with its lower bounds, by entropy and for tenths of the tokens sorted by it."""
-    title = "how likely acceptance was, and its lower bounds"
+    title = "how likely acceptance is at temperature 1, and its lower bounds"
     yield from _titled(title, f"medians by entropy, {bounds.tokens:,} tokens", width)
     yield from _bounds_table("entropy", [(_span(found.low, found.high), found) for found in bounds.by_entropy])
-    yield from wrapped(Text(f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}", "quiet"), width)
+    below = f"{bounds.below_estimate:.0%} lie below the estimate, c = {bounds.c:g}"
+    yield from wrapped(Text(f"true: {OVERLAP}. {below}", "quiet"), width)
     yield Text()
-    yield from _titled("the same, by how likely acceptance was", "medians of equal shares of the tokens", width)
+    yield from _titled("the same, by how likely acceptance is", "medians of equal shares of the tokens", width)
     shares = [round(100 * number / len(bounds.by_acceptance)) for number in range(len(bounds.by_acceptance) + 1)]
     labels = [f"{low}–{high}%" for low, high in pairwise(shares)]
     yield from _bounds_table("tokens", zip(labels, bounds.by_acceptance, strict=True))

@@ -5,6 +5,7 @@ Nothing is drawn while model passes are timed, and no background thread draws, b
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from specgen.sanitize import one_line
 from specgen.tuning.outcome import PLAIN, TuningOutcome
 from specgen.ui import theme
 from specgen.ui.terminal.live_table import duration, live_lines, running_line
-from specgen.ui.terminal.text_layout import labelled
+from specgen.ui.terminal.text_layout import SHORTEST_WRAP, labelled, wrapped
 
 _LEAD = 11  # cells for the label before each text below the table
+_TOOK = 10  # cells at the end of a step's line for its duration
 _FIGURES = 38  # cells of the table to the right of the method's name
 _REDRAW_SECONDS = 0.2  # the least time between two drawings of the bar
 
@@ -42,10 +44,15 @@ class TuneProgress:
         if self._quiet:
             return
         seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
-        line = Text("✓ ", "good").append(one_line(what), "none")
-        room = self._console.width - line.cell_len - 1 if self._console.is_terminal else 0
-        line.append(f"{duration(seconds):>{room}}" if room > 7 else f"  {duration(seconds)}", "quiet")
-        self._console.print(line, soft_wrap=True)
+        took, width = duration(seconds), theme.width(self._console) - 1
+        lines = wrapped(Text(one_line(what)), max(width - 2 - _TOOK, SHORTEST_WRAP))
+        for number, part in enumerate(lines):
+            line = Text("  ") if number else Text("✓ ", "good")
+            line.append_text(part)
+            if part is lines[-1]:
+                room = width - line.cell_len if self._console.is_terminal else 0
+                line.append(f"{took:>{room}}" if room else f"  {took}", "quiet")
+            self._console.print(line, soft_wrap=True)
 
     def doing(self, what: str) -> None:
         now = time.perf_counter()
@@ -67,19 +74,23 @@ def tune_progress(console: Console, begin: float, budget: float, *, quiet: bool)
         yield TuneProgress(console, show, begin, budget, quiet=quiet)
 
 
-def report(console: Console, outcome: TuningOutcome, path: Path | None) -> None:
-    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed."""
+def report(console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True) -> None:
+    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed.
+
+    `is_default`: the profile is in the folder where other commands look for it without `--profile`.
+    """
     width = theme.width(console)
     headline, details = _verdict(outcome)
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", f"{names}: {reason}"))
     if path is not None:
-        details.append(("saved", f"{_home(path.parent)}, used from now on"))
+        use = "used from now on" if is_default else f"use it with --profile {shlex.quote(str(path.parent))}"
+        details.append(("saved", f"{_home(path.parent)}, {use}"))
     paragraphs = [
         line for lead, text in details for line in labelled(Text(lead, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
     ]
-    for line in (Text(), *_table(outcome, width), Text(), Text(headline, "strong"), *paragraphs):
+    for line in (Text(), *_table(outcome, width), Text(), *wrapped(Text(headline, "strong"), width), *paragraphs):
         console.print(line, soft_wrap=True)
 
 
