@@ -109,7 +109,7 @@ def test_a_trace_without_the_phase_has_none_of_its_time(tmp_path: Path) -> None:
 def test_the_footer_and_the_pages_show_the_phase() -> None:
     summary = Summary("eesd-cali")
     summary.phase_seconds |= {"draft": 0.5, "policy": 0.25, "verify": 0.25}
-    summary.drafted, summary.accepted, summary.rounds, summary.token_ids = 3, 3, 2, [1] * 5
+    summary.drafted, summary.accepted, summary.rounds, summary.target_passes, summary.token_ids = 3, 3, 2, 2, [1] * 5
     assert "50% drafting and 25% length policy, 25% verifying" in footer(summary, [], 200).plain
     assert ("l", "length policy 25%", 0.5, 0.25) in time_shares(summary.phase_seconds)
     summary.phase_seconds["policy"] = 0.001
