@@ -41,6 +41,8 @@ class Setting:
         if self.word is not None and value == self.word:
             return self.word
         if self.word is None and isinstance(self.default, str):
+            if not str(value).strip() and self.default:
+                raise SpecgenError(f"{name} is empty", f"Give a value, or leave {name} out")
             if self.choices and str(value) not in self.choices:
                 raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
             return str(value)
@@ -53,8 +55,12 @@ class Setting:
             wanted = f"a whole number{f' or {self.word}' if self.word else ''}" if kind is int else "a number"
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
         if not self.low <= number <= self.high:  # false for NaN too
-            raise SpecgenError(f"{name} is {value}", f"It has to lie between {self.low:g} and {self.high:g}")
+            raise SpecgenError(f"{name} is {value}", f"It has to lie between {_bound(self.low)} and {_bound(self.high)}")
         return number
+
+
+def _bound(number: float) -> str:
+    return f"{number:,.0f}" if float(number).is_integer() else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from specgen import demo
 from specgen.demo.recipe.fresh_prompts import fresh_prompts
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.methods import find, resolve
+from specgen.tuning.outcome import counted
 
 PLAIN = "transformers"
 METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "beta-ts", "lookup", "pearl")
@@ -159,7 +160,9 @@ def measure(
 
 
 def report(figures: dict[str, list[tuple[float, float, float]]], tokens: int) -> None:
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(figures[PLAIN])} runs of {tokens} tokens")
+    print(
+        f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}, {len(figures[PLAIN])} runs of {tokens} tokens"
+    )
     for name, runs in figures.items():
         seconds, speedups, outside = zip(*runs, strict=True)
         share = f"{median(outside):6.1%} outside the models" if min(outside) < 0.99 else ""

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 import specgen
 from specgen.engine.timing import time_passes
+from specgen.tuning.outcome import counted
 
 WIDTHS = (1, 4, 8)
 CONTEXTS = (128, 1024)
@@ -228,7 +229,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     target, draft = write_models(options.folder, Shape(tail_scale=options.tail_scale))
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.threads} threads")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {counted(options.threads, 'thread')}")
     if "loading" in rows:
         measure_loading(target, options.repeats, options.threads)
     if rows == ["loading"]:

@@ -20,6 +20,7 @@ from benchmark import examples
 import specgen
 from specgen.energy import energy_meter_for
 from specgen.traces.summary import Summary
+from specgen.tuning.outcome import counted
 from specgen.types import Context, SamplingParams
 
 PAPER = SamplingParams(temperature=1.0, top_k=20, top_p=0.9)
@@ -149,12 +150,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="torch's own choice where 0")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    if unknown := [table for table in options.tables if table not in {*TABLES, "energy"}]:
+        parser.exit(2, f"error: there is no table {unknown[0]!r}. There are {', '.join(TABLES)}, energy\n")
     if options.threads:
         torch.set_num_threads(options.threads)
     pair = specgen.load(device=options.device, dtype="float32")
     texts = examples(options.prompts)
     print(
-        f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads; {len(texts)} prompts, "
+        f"torch {torch.__version__}, {options.device}, {counted(torch.get_num_threads(), 'thread')}; "
+        f"{counted(len(texts), 'prompt')}, "
         f"{options.seeds} seeds, at most {options.tokens} tokens"
     )
     for table in options.tables:

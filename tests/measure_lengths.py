@@ -16,7 +16,10 @@ import torch
 from benchmark import examples
 
 import specgen
+from specgen.compare.method_specs import parse_spec
+from specgen.errors import SpecgenError
 from specgen.traces.summary import Summary
+from specgen.tuning.outcome import counted
 from specgen.types import SamplingParams
 
 PLAIN = "ar"
@@ -46,10 +49,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    for name in options.methods.split(","):
+        try:
+            parse_spec(name)
+        except SpecgenError as error:
+            parser.exit(2, f"error: --methods: {error}\n")
     lengths = [int(length) for length in options.lengths.split(",")]
     names = [PLAIN, *(name for name in options.methods.split(",") if name != PLAIN)]
     with specgen.load(options.target, options.draft, device=options.device, dtype=options.dtype) as pair:
-        print(f"{torch.get_num_threads()} threads, {options.prompts} prompts, temperature {options.temperature:g}, in turn")
+        amount = f"{counted(torch.get_num_threads(), 'thread')}, {counted(options.prompts, 'prompt')}"
+        print(f"{amount}, temperature {options.temperature:g}, in turn")
         cells = measure(pair, names, examples(options.prompts)[: options.prompts], lengths, options.temperature, options.seed)
     print_tables(cells, names, lengths)
 

@@ -67,7 +67,9 @@ OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
     (["-m", "ar", "--set", "k=1"], ("ar has no setting 'k'",)),
     (["-m", "sd", "--set", "k=abc"], ("k is 'abc'", "whole number")),
     (["-m", "sd", "--set", "k=2.5"], ("k is '2.5'", "whole number")),
-    (["-m", "sd", "--set", "k=0"], ("k is 0", "between 1 and 1000")),
+    (["-m", "sd", "--set", "k=0"], ("k is 0", "between 1 and 1,000")),
+    (["-m", "joint", "--set", "nodes=10"], ("nodes is 10", "between 16 and 1,048,576")),
+    (["-m", "eesd", "--set", "exit="], ("exit is empty", "leave exit out")),
     (["-m", "svip", "--set", "threshold=nan"], ("threshold is nan", "between 0 and 100")),
     (["-m", "sd", "--set", "k"], ("'k'", "NAME=VALUE")),
     (["-m", "sd", "--set", "policy=fixd"], ("'fixd'", "did you mean fixed?", "beta-ts")),
@@ -126,7 +128,8 @@ def test_a_wrong_option_is_named_with_its_value(wrong_options: list[tuple[str, s
 
 
 def test_an_unknown_command_is_named_and_inspect_needs_an_argument() -> None:
-    unknown, nothing = refused_together(["genrate", "hi"], ["inspect"])
+    unknown, nothing, both = refused_together(["genrate", "hi"], ["inspect"], ["inspect", "--methods", "--pair"])
+    check_line(*both, ("--methods lists the methods, and --pair is given too",))
     check_line(*unknown, ("'genrate'", "Did you mean 'generate'? See --help"))
     check_line(*nothing, ("specgen inspect --methods",))
 

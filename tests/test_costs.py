@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from timed_models import SlowDrafter, SlowTarget
 
 import specgen
 from specgen import measurement_cache, preparation
+from specgen.cli.output_writers import _window
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.cost_model.speedup import eesd_speedup
@@ -181,3 +184,12 @@ def test_eesd_speedup_by_hand() -> None:
         assert eesd_speedup(accepted / 4, accepted / (accepted + 1), cost_ratio=10.0) == pytest.approx(speedup)
     assert eesd_speedup(1 / 4, 1 / 2, cost_ratio=0.5) == pytest.approx(2 / 9), "a draft pass takes two target passes"
     assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None
+
+
+def test_the_printed_times_of_passes_fit_the_printed_ratio() -> None:
+    costs = ParallelCosts(0.000654, 0.009026, 0.004, 15, 64)
+    schedule = SimpleNamespace(window=SimpleNamespace(is_flexible=False))
+    line = _window(cast(Any, SimpleNamespace(info=SimpleNamespace(costs=costs), run=SimpleNamespace(schedule=schedule))))
+    target, draft, ratio = map(float, re.findall(r"([\d.]+) ms", line) + re.findall(r"c ([\d.]+)", line))
+    assert round(target / draft, 1) == ratio
+    assert f"; {costs.window.first} while it verifies one token" in line

@@ -16,7 +16,7 @@ from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
-from specgen.decoding.policies import Fixed
+from specgen.decoding.policies import Fixed, comparison
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError
@@ -381,7 +381,7 @@ class TestBild:
             ]
             assert all(top >= 0.8 for top in tops[:-1])
             assert found.top_probs == pytest.approx(tops[:-1], abs=1e-5)
-            assert found.stop_reason == ("limit 4" if len(found.tokens) == 4 else f"unsure {tops[-1]:.2f} < 0.8")
+            assert found.stop_reason == ("limit 4" if len(found.tokens) == 4 else f"unsure {comparison(tops[-1], '<', 0.8)}")
         assert len(lengths) > 1
         assert 0 in lengths, "a draft may be empty"
 

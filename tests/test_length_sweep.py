@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import cast
 
+import measure_joint
 import measure_lengths
 import pytest
 
@@ -81,3 +84,22 @@ def test_a_run_has_the_settings_that_are_written_after_the_method() -> None:
     assert (found.new_tokens, found.method) == (12, "sd")
     assert found.mean_draft_length is not None
     assert found.mean_draft_length <= 2
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        (measure_lengths, ["--methods", "nope"], "error: --methods: there is no method 'nope'"),
+        (measure_joint, ["nope"], "error: there is no table 'nope'"),
+    ],
+)
+def test_a_wrong_name_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: ModuleType, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(said)
+    assert len(err.splitlines()) == 1

@@ -56,6 +56,8 @@ def test_confidence_keeps_the_doubtful_token_and_stops() -> None:
     policy = Confidence(threshold=0.4, max_draft=20)
     assert drafted(policy, with_signal("prob", 0.9, 0.39, 0.9)) == 2
     assert policy.reason == "prob 0.39 < 0.40"
+    drafted(policy, with_signal("prob", 0.9, 0.3996, 0.9))
+    assert policy.reason == "prob 0.3996 < 0.4000", "two different numbers look different"
     assert drafted(policy, steps()) == 20
 
 
@@ -63,7 +65,7 @@ def test_svip_compares_the_root_of_c_times_entropy() -> None:
     policy = SVIP(threshold=0.4, c=0.15, max_draft=40)
     edge = 0.4**2 / 0.15
     assert drafted(policy, with_signal("entropy", edge - 0.01, edge + 0.01, 0.0)) == 2
-    assert policy.reason.startswith("√cH 0.40 > 0.40")
+    assert policy.reason.startswith("√cH 0.402 > 0.400")
     assert drafted(policy, steps(entropy=3.0)) == 1, "the token whose entropy is too high is kept: a draft is never empty"
     assert drafted(policy, steps()) == 40
 

@@ -120,6 +120,7 @@ def changed(position: int, **changes: Any) -> Change:
     ("change", "named"),
     [
         (changed(0, type="begin"), "line 1: the type 'begin' is unknown"),
+        (lambda lines: lines[0].pop("type"), "line 1: not a line of a trace, because it has no type"),
         (changed(0, type=5), "line 1: the type 5 is unknown"),
         (changed(0, prompt_ids="abc"), "line 1: prompt_ids: Input should be a valid list (it is 'abc')"),
         (changed(0, method=None), "line 1: method: Input should be a valid string (it is None)"),

@@ -31,7 +31,7 @@ from specgen.training.exit_training import ExitTraining, exit_outputs, first_lay
 from specgen.training.generated_text import generate_texts
 from specgen.training.packing import IGNORED, pack
 from specgen.training.training_loop import TrainingBatches, greedy_agreement
-from specgen.training.training_task import TrainingStopped, TrainingTask
+from specgen.training.training_task import TrainingStopped, TrainingTask, check_same_run
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,14 @@ def test_the_state_of_another_run_is_refused(folder: Path, corpus: Path, tmp_pat
     task = TrainingTask(tmp_path, TINY, corpus=corpus_of(corpus, target))
     with pytest.raises(TrainingStopped):
         train_exit(target, task, Recorder(stop_at_step=2))
-    with pytest.raises(SpecgenError, match=r"another run \(window: 24, now 25\)"):
+    with pytest.raises(SpecgenError, match=r"another run \(--window: 24, now 25\)"):
         train_exit(opened(folder), replace(task, recipe=replace(TINY, training_length=25)), Recorder())
+    before = {"steps": None, "seconds": 90.0, "own_head": True, "corpus": "ab12", "exit": "cd34", "prompts": None}
+    now = {"steps": 1, "seconds": None, "own_head": False, "corpus": "ef56", "exit": "cd34", "prompts": "0789"}
+    with pytest.raises(SpecgenError) as caught:
+        check_same_run(tmp_path / "state", before, now)
+    minutes = "--steps: not given, now 1; --minutes: 1.5, now not given; --head: own, now target"
+    assert f"({minutes}; --corpus changed; --prompts: not given, now given)" in str(caught.value)
 
 
 def test_a_budget_in_seconds_leaves_out_suspensions(folder: Path, corpus: Path, tmp_path: Path) -> None:

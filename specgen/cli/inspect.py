@@ -62,6 +62,8 @@ def inspect(
             "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the bundled one), or list the methods: "
             "specgen inspect --methods",
         )
+    if list_methods and (given := pair_option or ("a trace" if traces else None)):
+        raise SpecgenError(f"--methods lists the methods, and {given} is given too", "Inspect one or the other")
     if traces and pair_option:
         raise SpecgenError(f"{pair_option} is for a pair of models, and a trace is given too", "Inspect one or the other")
     if not traces and (html is not None or rounds is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -160,10 +161,16 @@ def _window(plan: Plan) -> str:
     costs = plan.info.costs
     if costs is None:
         return ""
-    first = f"; {costs.window.first} during a pass over one" if costs.window.first != costs.window.size else ""
+    first = f"; {costs.window.first} while it verifies one token" if costs.window.first != costs.window.size else ""
     if cast("Parallel", plan.run.schedule).window.is_flexible:
         first = "; drafts end with the pass"
     return (
-        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.1f} ms, "
-        f"a draft pass {costs.draft_pass * 1e3:.1f} ms, c {costs.ratio:.1f}{first}"
+        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {_milliseconds(costs.target_pass)} ms, "
+        f"a draft pass {_milliseconds(costs.draft_pass)} ms, c {costs.ratio:.1f}{first}"
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Returns a time in milliseconds with four digits, so that ratios of printed times agree with printed ratios."""
+    decimals = 3 - math.floor(math.log10(seconds * 1e3)) if seconds > 0 else 0
+    return f"{seconds * 1e3:.{max(decimals, 0)}f}"

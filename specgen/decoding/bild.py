@@ -9,7 +9,7 @@ import torch
 
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.policies import Signals
+from specgen.decoding.policies import Signals, comparison
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.inference_mode import inference
 from specgen.types import Draft, SamplingParams, Verdict
@@ -34,7 +34,7 @@ class BildDrafter(ModelDrafter):
 
     def _refusal(self, values: Mapping[str, float]) -> str | None:
         top_prob = values["top_prob"]
-        return f"unsure {top_prob:.2f} < {self._fallback:g}" if top_prob < self._fallback else None
+        return f"unsure {comparison(top_prob, '<', self._fallback)}" if top_prob < self._fallback else None
 
 
 class BildVerifier:

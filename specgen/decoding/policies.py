@@ -26,6 +26,12 @@ Signals = frozenset[str]
 SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`
 
 
+def comparison(value: float, sign: str, limit: float) -> str:
+    """Returns text such as `0.38 < 0.40`, with two decimals, or as many as the two different numbers need to look different."""
+    digits = next((count for count in range(2, 8) if f"{value:.{count}f}" != f"{limit:.{count}f}"), 8)
+    return f"{value:.{digits}f} {sign} {limit:.{digits}f}"
+
+
 @dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long
 class DraftedToken:
     """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
@@ -156,7 +162,7 @@ class Confidence(LengthPolicy):
 
     def keep_drafting(self, token: DraftedToken) -> bool:
         if (prob := token["prob"]) < self.threshold:
-            self.reason = f"prob {prob:.2f} < {self.threshold:.2f}"
+            self.reason = f"prob {comparison(prob, '<', self.threshold)}"
             return False
         return self._below(self.max_draft, token)
 
@@ -184,7 +190,7 @@ class SVIP(LengthPolicy):
     def keep_drafting(self, token: DraftedToken) -> bool:
         scaled = math.sqrt(self.c * token["entropy"])
         if scaled > self.threshold:
-            self.reason = f"√cH {scaled:.2f} > {self.threshold:.2f}"
+            self.reason = f"√cH {comparison(scaled, '>', self.threshold)}"
             return False
         return self._below(self.max_draft, token)
 

@@ -224,7 +224,7 @@ def _runs(lines: _Lines) -> Iterator[TracedRun]:
     for line in lines:
         kind = line.get("type")
         if not isinstance(kind, str) or kind not in _LINES:
-            lines.refuse(f"the type {kind!r} is unknown")
+            lines.refuse("not a line of a trace, because it has no type" if kind is None else f"the type {kind!r} is unknown")
         if kind != "start" and run is None:
             lines.refuse(f"a {kind} comes before any start line")
         if kind != "start" and run is not None and run.summary is not None:

@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 
 _RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
 _STORED_NAMES = {"batch_size": "batch", "training_length": "window", "generated_share": "self_text"}
+_OPTIONS = {  # stored settings under the names that users give them
+    **{name: f"--{name}" for name in ("steps", "window", "seed", "dtype", "corpus", "prompts")},
+    "learning_rate": "--learning-rate",
+    "self_text": "--self-text",
+    "batch": "--batch-size",
+    "seconds": "--minutes",
+    "after": "--layer",
+    "layers": "--exit-layers",
+    "own_head": "--head",
+    "fingerprint": "the target model",
+    "draft": "the draft model",
+    "exit": "the exit layer",
+}
+_DIGESTS = ("corpus", "prompts", "fingerprint", "draft", "exit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +141,25 @@ class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an err
 
 def check_same_run(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
     """Raises SpecgenError if `before`, the settings stored in the file `path`, differ from the current `settings`."""
-    changed = [name for name in settings if before.get(name) != settings[name]]
+    changed = [_change(name, before.get(name), settings[name]) for name in settings if before.get(name) != settings[name]]
     if changed:
-        differences = ", ".join(f"{name}: {before.get(name)}, now {settings[name]}" for name in changed)
-        raise SpecgenError(
-            f"{path} belongs to another run ({differences})", f"Give the same options, or delete {path.parent} to start again"
-        )
+        hint = f"Give the same options, or delete {path.parent} to start again"
+        raise SpecgenError(f"{path} belongs to another run ({'; '.join(changed)})", hint)
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    """Returns in words how the setting `name` changed, under its name as an option. Digests are not printed."""
+    if name in _DIGESTS and None not in (before, now):
+        return f"{_OPTIONS[name]} changed"
+
+    def shown(value: Any) -> str:
+        if value is None:
+            return "not given"
+        if name in _DIGESTS:
+            return "given"
+        if name == "own_head":
+            return "own" if value else "target"
+        number = value / 60 if name == "seconds" and isinstance(value, int | float) else value
+        return f"{number:g}" if isinstance(number, float) else str(number)
+
+    return f"{_OPTIONS.get(name, name)}: {shown(before)}, now {shown(now)}"

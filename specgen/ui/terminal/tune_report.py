@@ -97,7 +97,8 @@ def report(console: Console, outcome: TuningOutcome, path: Path | None, *, is_de
 def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
     """Yields a line per method: its expected and its measured tokens per second, and its speedup over plain decoding.
 
-    If a method's name with its settings is too long for `width` cells, the settings are left out.
+    If a method's name with its settings is too long for `width` cells, the settings are left out. Remarks that do not fit
+    follow on a line of their own.
     """
     names = [method.written if len(method.written) <= width - _FIGURES else method.name for method in outcome.methods]
     lead = max(map(len, names)) + 2
@@ -110,7 +111,11 @@ def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
         remarks += [f"perplexity {method.perplexity:.2f}"] if method.perplexity else []
         line = Text(f"{name:{lead}}", "strong" if method == outcome.chosen else "none")
         line.append(f"{method.predicted:>8.1f}  {measured:>8}  {speedup:>7}  ", "none")
-        yield line.append(", ".join(remarks), "quiet")
+        remark = Text(", ".join(remarks), "quiet")
+        if line.cell_len + remark.cell_len > width:
+            yield line
+            line = Text("  ")
+        yield line.append_text(remark)
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
