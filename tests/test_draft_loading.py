@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_a_failed_load_is_reported(tmp_path: Path) -> None:
     here, there = Pipe()
     with here, there:
         here.send((7, LoadModel("a draft", folder, False, "cpu", "float32", 1)))
-        threading.Thread(target=serve, args=(there, os.getppid(), -1), daemon=True).start()
+        threading.Thread(target=serve, args=(there, -1, Mock()), daemon=True).start()
         serial, error = here.recv()
     assert (serial, type(error)) == (7, SpecgenError)
     assert "no safetensors weights" in str(error)
