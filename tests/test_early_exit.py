@@ -145,7 +145,7 @@ def scripted_calls(both: EarlyExit, context: Context) -> None:
     both.target.logits(Context([*context.ids[:5], 3, 3]))
 
 
-@both_backends
+@pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_an_interruption_at_any_line_leaves_both_usable(backend: str) -> None:
     module = make_model("llama")
     drafts, model = exit_model(module, 1), model_of(module, backend)

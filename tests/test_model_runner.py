@@ -19,6 +19,7 @@ from specgen.errors import SpecgenError
 from specgen.types import Context
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
+native_often = pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize(("family", "backend"), RUN_BY)
@@ -38,7 +39,7 @@ def test_chains_trees_and_commits_in_any_order_give_the_reference_logits(family:
 
 
 @both_backends
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_any_sequence_of_calls_on_one_runner(rng: random.Random, backend: str) -> None:
     runner = ModelRunner(MODELS[backend])
@@ -158,7 +159,7 @@ def scripted_calls(runner: ModelRunner, context: Context) -> None:
     runner.logits(Context([*context.ids[:5], 3, 3]))
 
 
-@both_backends
+@native_often
 def test_an_interruption_at_any_line_leaves_the_runner_usable(backend: str) -> None:
     line, finished = 0, False
     while not finished:
@@ -177,7 +178,7 @@ def test_an_interruption_at_any_line_leaves_the_runner_usable(backend: str) -> N
     assert line > 100
 
 
-@both_backends
+@native_often
 def test_an_interruption_while_buffers_grow_leaves_the_runner_usable(backend: str) -> None:
     """Of the KV cache, the masks and the rotary embeddings; the last two belong to the model."""
     module = make_model("llama", num_hidden_layers=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,17 @@ def test_models_without_a_usable_cache_are_refused_when_loaded(tmp_path: Path) -
             specgen.load(save(model, tmp_path / model.config.model_type), device="cpu")
 
 
-@pytest.mark.parametrize("draft_vocab", [VOCAB - 32, VOCAB - 6, VOCAB + 40])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("forbidden", [[], [5, VOCAB - 1, VOCAB - 2]])
+FORBIDDEN = [5, VOCAB - 1, VOCAB - 2]
+PADDED = [(VOCAB - 32, 0.0, []), (VOCAB - 6, 1.0, FORBIDDEN), (VOCAB + 40, 1.0, []), (VOCAB + 40, 0.0, FORBIDDEN)]
+
+
+@pytest.mark.parametrize(
+    ("draft_vocab", "temperature", "forbidden"),
+    [
+        pytest.param(*case, marks=() if case in PADDED else pytest.mark.slow)
+        for case in product([VOCAB - 32, VOCAB - 6, VOCAB + 40], [0.0, 1.0], [[], FORBIDDEN])
+    ],
+)
 def test_vocabularies_padded_to_different_sizes_work(
     tmp_path: Path, draft_vocab: int, temperature: float, forbidden: list[int]
 ) -> None:

@@ -105,8 +105,15 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(pair: list[str], tmp_
             chat_prompts(write_lines(tmp_path / "b.jsonl", [wrong]), tokenizer, 100)
 
 
-@pytest.mark.parametrize("method", ["eesd", "sd"])
-@pytest.mark.parametrize("option", ["--corpus", "--prompts"])
+@pytest.mark.parametrize(
+    ("option", "method"),
+    [
+        ("--corpus", "eesd"),
+        ("--prompts", "sd"),
+        pytest.param("--prompts", "eesd", marks=pytest.mark.slow),
+        pytest.param("--corpus", "sd", marks=pytest.mark.slow),
+    ],
+)
 def test_with_chat_all_training_text_is_templated(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, option: str
 ) -> None:
