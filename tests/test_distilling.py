@@ -133,7 +133,7 @@ def test_gradients_do_not_depend_on_the_piece_size(
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_distillation_raises_greedy_agreement(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

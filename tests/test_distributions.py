@@ -22,7 +22,7 @@ from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.types import Draft, SamplingParams, Verdict
 from specgen.workers.thread_worker import ThreadWorker
 
-RUNS = 800
+RUNS = 600
 
 
 class RunnerWithHiddenStates(ModelRunner):

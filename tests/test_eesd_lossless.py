@@ -18,7 +18,7 @@ from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
-COUNT = 20
+COUNT = 14
 LAYERS = 4  # as many as `four_layers` gives
 METHODS = {
     "eesd": {},

@@ -21,7 +21,9 @@ SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # grouped heads; both reach their windows or caps
+@pytest.mark.parametrize(
+    "family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)]
+)  # grouped heads; both reach their windows or caps
 def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: str) -> None:
     target = make_model(family, initializer_range=0.05)  # close logits: rounding would show
     folders = save(target, tmp_path / "target"), save(near_copy(target, 0.3), tmp_path / "draft")

@@ -23,7 +23,7 @@ from specgen.ui.theme import flavour
 
 pytestmark = POSIX
 SEED = 1
-CASES = {"options": 10, "prompts": 35, "traces": 45, "profiles": 35, "configs": 15, "weights": 20, "exits": 20, "environment": 20}
+CASES = {"options": 6, "prompts": 39, "traces": 45, "profiles": 35, "configs": 15, "weights": 20, "exits": 20, "environment": 20}
 
 
 @pytest.fixture(scope="module")

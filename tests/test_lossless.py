@@ -21,7 +21,7 @@ LENGTHS = tuple(range(1, 9))
 DRAFTS = ("unrelated", "near", "itself")
 PEARL = ("pearl", "pearl:pre_verify=false", "pearl:post_verify=false")
 METHODS = ("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "spectr", "specinfer", *PEARL)
-COUNT = 20
+COUNT = 14
 PROMPTS = 3  # twice as many are run; transformers takes most of the time
 AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS, ("auto", "transformers"))
 Case = tuple[str, str, str, int, str]

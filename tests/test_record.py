@@ -39,7 +39,7 @@ def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float, float, fl
     return tuple(map(float, (torch.minimum(p, q).sum(), (q * (q.log() - p.log())).sum(), -(q * q.log()).sum(), q.max())))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("written", METHODS)
 def test_every_method_with_distributions_records_how_far_they_agree(pair: Pair, written: str, temperature: float) -> None:
     name, *settings = written.split(":")

@@ -109,7 +109,7 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(pair: list[str], tmp_
     ("option", "method"),
     [
         ("--corpus", "eesd"),
-        ("--prompts", "sd"),
+        pytest.param("--prompts", "sd", marks=pytest.mark.slow),
         pytest.param("--prompts", "eesd", marks=pytest.mark.slow),
         pytest.param("--corpus", "sd", marks=pytest.mark.slow),
     ],

@@ -312,6 +312,7 @@ def test_training_needs_text(
     assert "built as Llama is, and gpt2 is not" in refused(["tune", "--train", "-t", gpt2, *more])
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_has_its_own_corpus(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
     named = ["--prompts", str(tmp_path / "prompts.jsonl"), "--self-text", "0", "--out", str(tmp_path / "out")]
