@@ -80,7 +80,7 @@ def parse_spec(written: str) -> MethodSpec:
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Parses comma-separated lists of methods. `all` stands for every specgen method but yardsticks. Plain decoding always
+    """Parses comma-separated lists of methods. `all` means every specgen method but yardsticks. Plain decoding always
     comes first; a method that is given twice is kept once."""
     written = [part.strip() for text in texts for part in text.split(",")]
     if not all(written):
