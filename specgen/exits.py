@@ -30,7 +30,7 @@ class Exits:
 
     @cached_property
     def default(self) -> Exit | None:
-        """The exit layer that the setting `auto` selects, or None. If the user named none, the first use loads the one that was found."""
+        """The exit layer for the setting `auto`, or None. If the user named none, the first use loads the one that was found."""
         return None if self.found is None else self.found.load()
 
     @property
