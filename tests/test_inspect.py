@@ -109,13 +109,7 @@ def test_a_trace_as_text(inspect: Inspect, tmp_path: Path) -> None:
 
 def test_bounds_ratios_and_lengths_as_text(inspect: Inspect, tmp_path: Path) -> None:
     """Two distributions of two tokens whose figures can be computed by hand, see `test_acceptance_bounds`."""
-    halves = {"entropies": [0.6931472] * 2, "overlap": [0.7] * 2, "kl": [0.2231436] * 2}
-    apart = {"entropies": [0.3250830], "overlap": [0.2], "kl": [1.7577797]}
-    rounds = [
-        traces.round_line(0),
-        traces.round_line(1, (1, 2), 2, 4, "bonus", **halves),
-        traces.round_line(2, (7,), 0, 9, "correction", **apart),
-    ]
+    rounds = traces.rounds_with_distributions()
     out, _ = inspect(traces.write(tmp_path / "t.jsonl", traces.start_line(), *rounds, traces.summary_line(rounds)))
     assert "accepted tokens of a draft, by its mean entropy  nats; number of drafts. Correlation 1.00." in out
     assert re.search(r"0\.25–0\.5 +0\.0 +1\n +0\.5–1 +2\.0 +1  ━{40}\n", out)

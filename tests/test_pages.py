@@ -111,13 +111,7 @@ def test_entropy_against_acceptance_and_the_posterior(browser: Browser, open_pag
 
 def test_bounds_token_by_token_ratios_and_accepted_lengths(browser: Browser, open_page: OpenPage) -> None:
     """Three tokens whose bounds can be computed by hand, see `test_acceptance_bounds`."""
-    halves = {"entropies": [0.6931472] * 2, "overlap": [0.7] * 2, "kl": [0.2231436] * 2}
-    apart = {"entropies": [0.3250830], "overlap": [0.2], "kl": [1.7577797]}
-    rounds = [
-        traces.round_line(0),
-        traces.round_line(1, (1, 2), 2, 4, "bonus", **halves),
-        traces.round_line(2, (7,), 0, 9, "correction", **apart),
-    ]
+    rounds = traces.rounds_with_distributions()
     open_page([traces.start_line(), *rounds, traces.summary_line(rounds)])
 
     def y(share: float) -> float:
