@@ -151,9 +151,9 @@ class Recorder:
     ) -> tuple[list[Drafted], list[float]]:
         """Returns the drafted token at each position of the output `token_ids`, and the probability that it is accepted there.
 
-        In greedy decoding it is the draft's most probable token. When sampling, acceptance is drawn first: an accepted token is
-        the output's token, a rejected token is drawn from the normalised positive part of q - p, where p and q are the target's
-        and the draft's probabilities. Logits are [tokens, vocabulary]; `unpenalised` are the draft's without penalties, None
+        In greedy decoding it is the draft's most probable token. When sampling, acceptance is drawn first. Given the output's
+        token y, a token was accepted there with probability min(1, q(y) / p(y)), and it was y; otherwise it is drawn from the
+        normalised positive part of q - p. p and q are the target's and the draft's probabilities. Logits are [tokens, vocabulary]; `unpenalised` are the draft's without penalties, None
         if it has none.
         """
         if self._sampling.greedy:
@@ -163,8 +163,10 @@ class Recorder:
         draft_probs = logits_ops.warp(draft_logits, self._sampling)
         draft_probs = torch.nn.functional.pad(draft_probs, (0, target_probs.shape[-1] - draft_probs.shape[-1]))
         overlap = torch.minimum(target_probs, draft_probs).sum(dim=-1).clamp(0, 1)
+        output = torch.tensor(token_ids, device=draft_probs.device)[:, None]
+        drawn = (draft_probs.gather(-1, output) / target_probs.gather(-1, output))[:, 0].nan_to_num(0.0).clamp(0, 1)
         rejected = logits_ops.draw((draft_probs - target_probs).clamp_min(0), self._generator).tolist()
-        pairs = zip(overlap.tolist(), rejected, strict=True)
+        pairs = zip(drawn.tolist(), rejected, strict=True)
         accepted = [self._rng.random() < probability or other < 0 for probability, other in pairs]
         ids = [token if kept else other for kept, token, other in zip(accepted, token_ids, rejected, strict=True)]
         found = _with_signals(draft_logits, torch.tensor(ids, device=draft_logits.device), draft_probs, unpenalised)
