@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specgen.cost_model.pearl_window import Window
+from specgen.decoding.adaptive import Adaptive, AdaptiveInputs
 from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
-from specgen.decoding.policies import POLICIES, Always, LengthPolicy, signals_of
+from specgen.decoding.length_policy import Always, LengthPolicy
+from specgen.decoding.policies import POLICIES, signals_of
 from specgen.methods import METHODS, Method, no_draft_model, no_exit_layer, no_predictor
 from specgen.setting_parsing import Settings
 
@@ -49,16 +51,19 @@ def draft_setup(components: Components) -> DraftSetup:
     )
 
 
-def make_policy(settings: Settings, seed: int) -> LengthPolicy:
+def make_policy(settings: Settings, seed: int, adaptive: AdaptiveInputs | None = None) -> LengthPolicy:
     """Constructs the length policy that the settings name. `seed` is the run's; random policies derive their own from it.
 
-    Without a policy in the settings, returns one that never ends a draft.
+    Without a policy in the settings, returns one that never ends a draft. `adaptive` is what the policy of this name needs.
     """
     if settings.policy is None:
         return Always()
     policy = POLICIES[settings.policy]
     construct: Callable[..., LengthPolicy] = policy
-    values = {name: settings.values[name] for name in policy.settings}
+    values: dict[str, Any] = {name: settings.values[name] for name in policy.settings}
+    if policy is Adaptive:
+        assert adaptive is not None, "the costs of drafting were not measured"
+        return Adaptive(**values, inputs=adaptive)
     return construct(**values, seed=derive_seed(seed, "policy")) if policy.random else construct(**values)
 
 
@@ -135,7 +140,7 @@ def make_run(
     else:
         schedule = make_joint(settings) if method.schedule == "joint" else sequential
         drafter = make_drafter(method, settings, components)
-        policy = make_policy(settings, components.seed)
+        policy = make_policy(settings, components.seed, components.adaptive)
     verifier = make_verifier(method, settings, components)
     return Run(
         context=context,

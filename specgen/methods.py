@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from specgen.decoding import drafter_kinds as kinds
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
-from specgen.decoding.policies import POLICIES, Signals, signals_of
+from specgen.decoding.length_policy import Signals
+from specgen.decoding.policies import POLICIES, signals_of
 from specgen.errors import SpecgenError, nearest
 from specgen.setting_parsing import Setting, Settings, Value
 from specgen.types import SamplingParams
@@ -121,6 +122,7 @@ METHODS: Mapping[str, Method] = {
         _draft_model("heuristic", "transformers' assisted generation"),
         _draft_model("confidence", "transformers' assisted generation"),
         _draft_model("svip", "SVIP"),
+        _draft_model("adaptive", "optimal stopping; SpecDec++, Huang et al. 2024"),
         _draft_model("beta-ts", "EESD, Table 5"),
         Method(
             "lookup",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 
 from specgen import factory, methods, preparation
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker, Parallel
-from specgen.decoding.run import Clock, StopTexts
+from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.drafting_knowledge import NEW_TOKENS as TIMED_TOKENS
+from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import ThreadChoice, pick_threads, synchronizer
 from specgen.engine.early_exit import EarlyExit
@@ -59,6 +63,8 @@ class Pair:
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
+        models = [model for model in (target, draft) if model is not None]
+        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models))
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
     @property
@@ -97,8 +103,11 @@ class Pair:
 
     def devices(self, method: Method) -> list[torch.device]:
         """The target's device and, if the method uses the draft model, the draft model's."""
-        draft = [self.draft] if self.draft is not None and method.needs_draft_model else []
-        return [model.device for model in (self.target, *draft)]
+        return [model.device for model in self._models(method)]
+
+    def _models(self, method: Method) -> list[DraftModel | LoadedModel]:
+        """The target and, if the method uses it, the draft model."""
+        return [self.target, *([self.draft] if self.draft is not None and method.needs_draft_model else [])]
 
     @property
     def all_devices(self) -> list[torch.device]:
@@ -172,6 +181,15 @@ class Pair:
             worker.ready()
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
+        if self.knowledge.lacks_costs(request):
+            self.knowledge.measure(request, partial(self._timed_run, request))
+
+    def _timed_run(self, request: RunRequest, length: int) -> Run:
+        """Returns a run like the one requested, with the same method and settings, to be timed on a prompt of `length` tokens."""
+        sampling = replace(request.sampling, max_new_tokens=TIMED_TOKENS, ignore_eos=True, stop=(), seed=0)
+        length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
+        given = {**request.settings.as_dict(with_policy=request.method.any_policy), "draft_cost": 0, "verify_cost": 0}
+        return self.plan([1] * length, request.method.name, sampling, **given).run
 
     def plan(
         self,
@@ -209,6 +227,8 @@ class Pair:
                 measured, is_flexible = prepared(chosen, found), self.has_flexible_window(sampling)
                 components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
                 settings = settings.with_value("window", measured.costs.window.size)
+        if settings.policy == Adaptive.name:
+            components = replace(components, adaptive=self.knowledge.inputs(request, measured and measured.costs))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)

@@ -87,7 +87,7 @@ class PearlCosts:
         target, draft = self._target, self._draft
         assert draft is not None
         worker.ready()
-        key = {**_conditions(target, draft), "worker": worker.threads, "bucket": list(bucket)}
+        key = {**conditions(target, draft), "worker": worker.threads, "bucket": list(bucket)}
         costs = _valid_costs(measurement_cache.find("costs", key))
         if costs is None:
             drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), components, LONGEST_WINDOW)
@@ -101,7 +101,7 @@ class PearlCosts:
         return MeasuredCosts(costs, CostCheck(costs, partial(measurement_cache.drop, "costs", key)))
 
 
-def _conditions(*models: DraftModel) -> dict[str, Any]:
+def conditions(*models: DraftModel) -> dict[str, Any]:
     """Returns everything but the measured work itself that changes how long the models' passes take: a part of cache keys."""
     return {
         "models": [weights_fingerprint(model.folder) for model in models],
@@ -130,7 +130,7 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list
     Reads them from the measurement cache, or searches them now. `speed` measures the tokens per second of decoding with some
     skipped layers on prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.
     """
-    key = _conditions(target)
+    key = conditions(target)
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
         target.model.check_layers("layer skipping")

@@ -16,7 +16,8 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "
 class Setting:
     """The definition of one parameter. Its values have the type of `default`, from `low` to `high` (both allowed).
 
-    If `word` is given, such as `auto`, values are integers or this word. `choices` are the allowed strings; empty allows any.
+    If `word` is given, such as `auto`, values are integers (numbers, if `fractional`) or this word. `choices` are the allowed
+    strings; empty allows any.
     `tuned` are the values that `specgen tune` tries; if empty, it keeps the default.
     """
 
@@ -27,11 +28,12 @@ class Setting:
     word: str | None = None
     choices: tuple[str, ...] = ()
     tuned: Sequence[Value] = ()
+    fractional: bool = False
 
     def parse(self, name: str, value: object) -> Value:
         """Converts `value`, a string or a Python value, to this setting's type: bool, int, float or str, as `default` has.
 
-        If the setting has a `word`, returns that word or an int. `name` is the setting's name, used only in error messages.
+        If the setting has a `word`, returns that word or a number. `name` is the setting's name, used only in error messages.
         Raises SpecgenError if the value has the wrong type or is out of bounds.
         """
         if isinstance(self.default, bool):
@@ -46,13 +48,13 @@ class Setting:
             if self.choices and str(value) not in self.choices:
                 raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
             return str(value)
-        kind = int if self.word is not None or isinstance(self.default, int) else float
+        kind = int if isinstance(self.default, int) or (self.word is not None and not self.fractional) else float
         try:
             if isinstance(value, bool):
                 raise ValueError
             number: int | float = kind(str(value).strip())
         except ValueError:
-            wanted = f"a whole number{f' or {self.word}' if self.word else ''}" if kind is int else "a number"
+            wanted = f"a {'whole ' if kind is int else ''}number{f' or {self.word}' if self.word else ''}"
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
         if not self.low <= number <= self.high:  # false for NaN too
             raise SpecgenError(f"{name} is {value}", f"It has to lie between {_bound(self.low)} and {_bound(self.high)}")

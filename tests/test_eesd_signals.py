@@ -18,7 +18,7 @@ import specgen
 from specgen import factory, methods
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree_drafter import TopKTreeDrafter
 from specgen.engine.early_exit import EarlyExit, ExitAcceptancePredictor

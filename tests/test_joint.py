@@ -15,8 +15,9 @@ from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
 from specgen.decoding.drafters import DraftSetup
+from specgen.decoding.length_policy import comparison
 from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
-from specgen.decoding.policies import Fixed, comparison
+from specgen.decoding.policies import Fixed
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import RunError

@@ -12,9 +12,10 @@ from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 from specgen import methods
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.mtad import BeamSearchDrafter
 from specgen.decoding.multi_draft import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
-from specgen.decoding.policies import SVIP, Confidence, DraftedToken, LengthPolicy
+from specgen.decoding.policies import SVIP, Confidence
 from specgen.errors import SpecgenError
 from specgen.types import Context, Draft, SamplingParams
 

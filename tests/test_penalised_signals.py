@@ -14,7 +14,8 @@ from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
 from specgen.decoding.drafters import DraftChain, Drafter, DraftSetup, ModelDrafter
-from specgen.decoding.policies import DraftedToken, Fixed
+from specgen.decoding.length_policy import DraftedToken
+from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
 from specgen.pair import Pair

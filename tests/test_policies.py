@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from specgen.decoding.drafters import DraftSetup, ModelDrafter, PromptLookupDrafter
-from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, DraftedToken, Fixed, Heuristic, LengthPolicy, SelfSD
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy
+from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, Fixed, Heuristic, SelfSD
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context, SamplingParams

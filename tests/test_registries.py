@@ -17,7 +17,7 @@ from specgen.cli.app import app
 from specgen.decoding import policies
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.policies import DraftedToken, LengthPolicy
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.errors import SpecgenError
 from specgen.methods import Method
 from specgen.setting_parsing import Setting, Settings

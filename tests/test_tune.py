@@ -14,7 +14,7 @@ from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 from specgen import factory
 from specgen.compare.prompts import Prompt
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policies import LengthPolicy
+from specgen.decoding.length_policy import LengthPolicy
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, resolve
 from specgen.pair import Pair

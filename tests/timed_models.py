@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from specgen.decoding.policies import Always
+from specgen.decoding.length_policy import Always
 from specgen.engine.model_runner import ModelOutput
 from specgen.types import Context, Draft
 

@@ -9,7 +9,7 @@ import torch
 
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.policies import Signals, comparison
+from specgen.decoding.length_policy import Signals, comparison
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.inference_mode import inference
 from specgen.types import Draft, SamplingParams, Verdict

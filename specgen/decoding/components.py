@@ -9,6 +9,7 @@ from specgen.types import SamplingParams
 
 if TYPE_CHECKING:
     from specgen.cost_model.pearl_window import Window
+    from specgen.decoding.adaptive import AdaptiveInputs
     from specgen.decoding.drafters import AcceptancePredictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
 
@@ -20,6 +21,7 @@ class Components:
     `draft` is None if there is no draft model and no part of the target drafts. `vocab_size` is the width of the target's logits.
     `capacity` is the number of tokens to allocate KV caches for. `window` is the number of tokens that PEARL drafts during one
     target pass, if it was measured; otherwise None. `record` is whether to record how far both models' distributions agree.
+    `adaptive` is what the length policy `adaptive` decides by; None if the run has another.
     `acceptance_predictor` is trained with an exit layer and predicts whether a token is accepted; None if there is none.
     """
 
@@ -33,3 +35,4 @@ class Components:
     window: Window | None = None
     record: bool = False
     acceptance_predictor: AcceptancePredictor | None = None
+    adaptive: AdaptiveInputs | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,11 +70,13 @@ class DraftTree:
         """Returns the nodes of one path as a chain. `reason` says why the draft ended; `fields` are further fields of `Draft`."""
         return Draft.chain([self.tokens[node] for node in path], stop_reason=reason, **self._recorded(path), **fields)
 
-    def _recorded(self, nodes: Iterable[int]) -> dict[str, Any]:
+    def _recorded(self, nodes: Sequence[int]) -> dict[str, Any]:
         """The fields `entropies`, `top_probs` and `logits` of `Draft` for `nodes`, from the logits that each was chosen from.
 
-        The numbers need one transfer to the host. `logits` is None unless the setup keeps logits.
+        Empty without nodes. The numbers need one transfer to the host. `logits` is None unless the setup keeps logits.
         """
+        if not nodes:
+            return {}
         logits = torch.cat(self._logits)
         parents = [self.parents[node] for node in nodes]
         origins = sorted(set(parents))

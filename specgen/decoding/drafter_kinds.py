@@ -11,7 +11,7 @@ from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specgen.decoding.policies import SIGNALS, Signals
+from specgen.decoding.length_policy import SIGNALS, Signals
 from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from specgen.decoding import logits_ops, signals
-from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
@@ -64,10 +64,15 @@ class DraftSetup:
 def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]) -> str:
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
-    `extend(position)` drafts the token or level with this number, from 1. It returns the token for the policy to judge, or a
-    string: the reason to end the draft without asking the policy, such as `eos`. At `limit` the reason is `length`. The time that
-    the policy takes is added to `policy.seconds`.
+    Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
+    returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
+    At `limit` the reason is `length`. The time that the policy takes is added to `policy.seconds`.
     """
+    start = perf_counter()
+    drafts = policy.starts_draft()
+    policy.seconds += perf_counter() - start
+    if not drafts:
+        return policy.reason
     for position in range(1, limit + 1):
         token = extend(position)
         if isinstance(token, str):

@@ -12,7 +12,7 @@ import torch
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits

@@ -10,7 +10,7 @@ import torch
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import make_verdict
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, SamplingParams, Verdict
@@ -55,7 +55,7 @@ class MultiDraftDrafter(ModelDrafterBase):
             unfinished = [number for number, node in enumerate(level.nodes) if tree.tokens[node] not in self._eos_ids]
             chains[:] = [level.nodes[number] for number in unfinished]
             joint = level.joint if len(chains) == len(level.nodes) else level.joint[unfinished]
-            return DraftedToken(position, level.signals) if chains else "eos"
+            return DraftedToken(position, level.signals, len(set(level.nodes))) if chains else "eos"
 
         reason = extend_draft(policy, limit, extend)
         return tree.draft(reason, draws=draws, probs=logits_ops.pad_probs(torch.cat(probs), self._vocab_size) if probs else None)

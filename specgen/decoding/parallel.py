@@ -22,7 +22,7 @@ from specgen.setting_parsing import Settings
 from specgen.types import Context, Draft, Mode, Round
 
 if TYPE_CHECKING:
-    from specgen.decoding.policies import LengthPolicy
+    from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.run import Run
 
 

@@ -11,94 +11,16 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import ClassVar
 
+from specgen.decoding.adaptive import Adaptive
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals, comparison
 from specgen.errors import SpecgenError
-from specgen.setting_parsing import Setting, Settings, Value
+from specgen.setting_parsing import Setting, Settings
 
 _TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SVIP_THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)
-
-Signals = frozenset[str]
-SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`
-
-
-def comparison(value: float, sign: str, limit: float) -> str:
-    """Returns text such as `0.38 < 0.40`, with two decimals, or as many as the two different numbers need to look different."""
-    digits = next((count for count in range(2, 8) if f"{value:.{count}f}" != f"{limit:.{count}f}"), 8)
-    return f"{value:.{digits}f} {sign} {limit:.{digits}f}"
-
-
-@dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long
-class DraftedToken:
-    """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
-
-    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`.
-    """
-
-    position: int
-    signals: Mapping[str, float] = field(default_factory=dict)
-
-    def __getitem__(self, signal: str) -> float:
-        """Returns the signal of this name. Raises LookupError if it was not computed."""
-        if signal not in self.signals:
-            computed = ", ".join(self.signals) or "none"
-            raise LookupError(f"the length policy reads the signal {signal!r}, which was not computed (computed: {computed})")
-        return self.signals[signal]
-
-
-class LengthPolicy(ABC):
-    """Decides when a draft ends. `reason` says in a few words why the last draft ended.
-
-    `name`, `source` (the paper) and `settings` (parameters by name) describe a policy to users and to `tune`. A `random` policy's
-    constructor takes a `seed` besides the settings. `signals` are the numbers about a drafted token that the policy reads.
-    `optional_signals` maps a boolean setting to the signals that the policy reads only if the setting is true. `seconds` is how
-    long the policy and the acceptance predictor have taken since `take_seconds` was called.
-    """
-
-    name: ClassVar[str] = ""
-    source: ClassVar[str] = ""
-    settings: ClassVar[Mapping[str, Setting]] = {}
-    random: ClassVar[bool] = False
-    signals: Signals = frozenset()
-    optional_signals: ClassVar[Mapping[str, Signals]] = {}
-    reason: str = ""
-    seconds: float = 0.0
-
-    @classmethod
-    def signals_with(cls, values: Mapping[str, Value]) -> Signals:
-        """The names of the signals that a policy with these settings reads."""
-        return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
-
-    @abstractmethod
-    def keep_drafting(self, token: DraftedToken) -> bool:
-        """Whether to draft another token after this one."""
-
-    def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027  most policies learn nothing
-        """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted."""
-
-    def state(self) -> Mapping[str, float] | None:
-        """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
-        return None
-
-    def take_seconds(self) -> float:
-        """Returns `seconds` and sets it to 0."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-    def _below(self, limit: int, token: DraftedToken) -> bool:
-        self.reason = f"limit {limit}"
-        return token.position < limit
-
-
-class Always(LengthPolicy):
-    """Never ends a draft: for methods that limit drafts in another way, as PEARL does by its window (a number of tokens)."""
-
-    def keep_drafting(self, token: DraftedToken) -> bool:
-        return True
 
 
 def _max_draft(default: int, *tuned: int) -> Setting:
@@ -361,7 +283,7 @@ class SelfSD(Confidence):
 
 
 POLICIES: Mapping[str, type[LengthPolicy]] = {
-    policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD)
+    policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)
 }
 
 

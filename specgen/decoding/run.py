@@ -11,7 +11,7 @@ from specgen.types import PHASES, Context, Draft, FinishReason, Mode, Round, Ver
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
-    from specgen.decoding.policies import LengthPolicy
+    from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.verifiers import Verifier
     from specgen.engine.model_runner import ModelRunner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.decoding.policies import Signals
+from specgen.decoding.length_policy import Signals
 
 
 def compute(

@@ -7,7 +7,7 @@ import torch
 from specgen.decoding import signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import AcceptanceScores, DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft
 
@@ -69,7 +69,7 @@ class TopKTreeDrafter(ModelDrafterBase):
         ]
         frontier[:] = [(node, value) for node, value in added if tree.tokens[node] not in self._eos_ids]
         found = dict(zip(computed, on_host[3 * size :], strict=True))
-        return DraftedToken(position, {name: found[name] for name in read if name in found})
+        return DraftedToken(position, {name: found[name] for name in read if name in found}, size)
 
     def _signals(
         self,

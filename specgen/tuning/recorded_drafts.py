@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specgen.decoding import logits_ops, signals
-from specgen.decoding.policies import SIGNALS
+from specgen.decoding.length_policy import SIGNALS
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
@@ -153,8 +153,8 @@ class Recorder:
 
         In greedy decoding it is the draft's most probable token. When sampling, acceptance is drawn first. Given the output's
         token y, a token was accepted there with probability min(1, q(y) / p(y)), and it was y; otherwise it is drawn from the
-        normalised positive part of q - p. p and q are the target's and the draft's probabilities. Logits are [tokens, vocabulary]; `unpenalised` are the draft's without penalties, None
-        if it has none.
+        normalised positive part of q - p. p and q are the target's and the draft's probabilities. Logits are [tokens,
+        vocabulary]; `unpenalised` are the draft's without penalties, None if it has none.
         """
         if self._sampling.greedy:
             found = self._chosen(draft_logits, unpenalised)

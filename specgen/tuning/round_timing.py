@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafter_kinds import EXIT, MODEL
+from specgen.decoding.length_policy import Signals
+from specgen.decoding.length_sweep import WARM_UP, LengthSweep
 from specgen.decoding.parallel import Parallel
-from specgen.decoding.policies import DraftedToken, LengthPolicy, Signals
 from specgen.errors import SpecgenError
 from specgen.tuning.request import Deadline
 from specgen.types import Context, Draft, Round, SamplingParams
@@ -32,50 +33,12 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass
 _SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))  # draft lengths to time: fewer for a slower target
 WINDOWS = (1, 2, 3, 4, 6, 8, 12)
 SIGNALS: Signals = frozenset({"entropy", "prob"})
-WARM_UP = 2  # rounds at the beginning of a run that are not counted
 MOST_ROUNDS = 9  # rounds that are timed with each draft length
 NEW_TOKENS = 96  # tokens that one run generates at most
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
 SHORT_PROMPT = 48  # tokens of the shorter context
 _TURNS = 2  # each kind of rounds is timed in this many turns
 _LABELS = {"echo": "the target alone", "parallel": "pearl"} | {kind.cost_kind: f"with {kind.title}" for kind in (MODEL, EXIT)}
-
-
-class LengthSweep(LengthPolicy):
-    """Length policy for measurements: each round has the next of `lengths` as draft length.
-
-    Each length is used twice in a row: without signals (numbers about a drafted token, such as entropy) and with the given
-    `signals` computed. The first `WARM_UP` rounds of a run, which are not timed, all use the same length, so that no length is
-    lost in them.
-    """
-
-    reason = "sweep"
-
-    def __init__(self, lengths: Sequence[int], signals: Signals) -> None:
-        choices = [frozenset(), signals] if signals else [frozenset()]
-        self.combinations = [(length, chosen) for length in lengths for chosen in choices]
-        self._current = self._warm_up_left = 0
-        self.longest = max(lengths)
-
-    def start_run(self) -> None:
-        self._warm_up_left = WARM_UP
-
-    @property
-    def length(self) -> int:
-        return self.combinations[self._current][0]
-
-    @property
-    def signals(self) -> Signals:  # type: ignore[override]
-        return self.combinations[self._current][1]
-
-    def keep_drafting(self, token: DraftedToken) -> bool:
-        return token.position < self.length
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        if self._warm_up_left:
-            self._warm_up_left -= 1
-        else:
-            self._current = (self._current + 1) % len(self.combinations)
 
 
 class RepeatDrafter:
@@ -158,7 +121,7 @@ class RoundProbe:
         self._settings: dict[str, Any] = dict(settings or {})
         self._sampling = _without_end(sampling)
         self._timings = [_Timings(prompt) for prompt in prompts]
-        self._sweep = LengthSweep(lengths, signals)
+        self._sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
 
     def run(self, deadline: Deadline) -> None:
         for timings, own in _shares(self._timings, deadline):

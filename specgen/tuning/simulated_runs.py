@@ -30,7 +30,7 @@ from specgen.types import Context
 if TYPE_CHECKING:
     from specgen.cost_model.round_costs import RoundCosts
     from specgen.decoding.drafters import Drafter
-    from specgen.decoding.policies import LengthPolicy
+    from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.run import Run
     from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner

@@ -15,8 +15,9 @@ from specgen.cost_model.pearl_window import Window, costs_of_rounds
 from specgen.cost_model.round_costs import RoundCosts
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import DraftSetup, extend_draft
+from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.parallel import Parallel
-from specgen.decoding.policies import DraftedToken, is_random
+from specgen.decoding.policies import is_random
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.decoding.verifiers import match_argmax_path
@@ -27,7 +28,7 @@ from specgen.traces.summary import Summary
 from specgen.types import PHASES, Context, Draft, Verdict
 
 if TYPE_CHECKING:
-    from specgen.decoding.policies import LengthPolicy
+    from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.run import Schedule
     from specgen.methods import Method
     from specgen.setting_parsing import Settings

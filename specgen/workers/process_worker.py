@@ -12,7 +12,7 @@ import torch
 
 from specgen import factory
 from specgen.decoding.components import Components
-from specgen.decoding.policies import Always, LengthPolicy
+from specgen.decoding.length_policy import Always, LengthPolicy
 from specgen.engine.devices import split_threads
 from specgen.errors import RunError
 from specgen.types import Context, Draft
@@ -108,7 +108,9 @@ class ProcessDrafter:
         self.seconds = 0.0
         self._worker, self._settings, self._components, self._window = worker, settings, components, window
         self._observed: list[tuple[int, int]] = []
-        self.policy: LengthPolicy = _PolicyMirror(factory.make_policy(settings, components.seed), self._observed)
+        self.policy: LengthPolicy = _PolicyMirror(
+            factory.make_policy(settings, components.seed, components.adaptive), self._observed
+        )
         self._process: DraftProcess | None = None
         self._shared = SharedDrafts(components, window)
         self._run = self._slot = 0

@@ -65,7 +65,7 @@ class ThreadDrafter:
     """Drafts for one run (the generation of one output) in the worker's thread. Implements `ParallelDrafter`."""
 
     def __init__(self, worker: ThreadWorker, settings: Settings, components: Components) -> None:
-        self.policy = factory.make_policy(settings, components.seed)
+        self.policy = factory.make_policy(settings, components.seed, components.adaptive)
         self.seconds = 0.0
         self._submit, self._runner, self._stream = worker.submit, worker.runner, worker.stream
         self._model = ModelDrafter(factory.draft_setup(replace(components, draft=worker.runner)))

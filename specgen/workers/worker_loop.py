@@ -17,7 +17,7 @@ import torch
 
 from specgen import factory
 from specgen.decoding.drafters import ModelDrafter
-from specgen.decoding.policies import LengthPolicy
+from specgen.decoding.length_policy import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, describe, load_weights
@@ -122,7 +122,7 @@ class Worker:
         if context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit:
             self._runner.logits(context)
         drafter = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
-        return _Run(context, drafter, factory.make_policy(request.settings, components.seed), shared)
+        return _Run(context, drafter, factory.make_policy(request.settings, components.seed, components.adaptive), shared)
 
 
 @dataclass(slots=True)

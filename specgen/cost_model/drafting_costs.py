@@ -1,0 +1,74 @@
+"""What one more drafted token costs, in units of a target pass over one token. The length policy `adaptive` decides by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specgen.cost_model.round_costs import Curve, RoundCosts
+
+_USUAL = 6  # drafted tokens: the cost of a draft divided by its tokens is taken at this length
+_STAGES = 8  # how many tokens `next_cost` looks ahead
+_CONTINUES = 0.9  # assumed probability that a token is accepted if the one before it was
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingCosts:
+    """The cost of drafting and of verifying, in units of a target pass over one token.
+
+    `draft` is that of one more drafted token (of one more level, for a tree). `verification` maps a number of drafted tokens to
+    what they add to the target's pass; it is 0 for none.
+    """
+
+    draft: float
+    verification: Curve
+    _next_costs: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def linear(cls, draft: float, verify: float) -> DraftingCosts:
+        """Costs that are the same for each token: `draft` to draft it, `verify` to verify it."""
+        return cls(draft, Curve({0: 0.0, 1: verify}))
+
+    @classmethod
+    def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
+        """Converts measured seconds of rounds, at this context length (tokens), to units of a target pass over one token."""
+        table = costs.verification_cost
+        curve = table.curves[min(table.curves, key=lambda length: abs(length - context_length))]
+        single = table.at(1, context_length)
+        points = {tokens - 1: max(0.0, table.at(tokens, context_length) / single - 1) for tokens in curve.points}
+        draft = costs.draft_cost.at(_USUAL, context_length) / _USUAL + costs.signal_cost
+        return cls(draft / single, Curve({0: 0.0} | points))
+
+    def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
+        """Returns these costs with another cost of drafting or of verifying one token; None keeps what they have."""
+        verification = self.verification if verify is None else Curve({0: 0.0, 1: verify})
+        return DraftingCosts(self.draft if draft is None else draft, verification)
+
+    def of_draft(self, levels: int, tokens: int) -> float:
+        """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying `tokens` drafted tokens."""
+        return levels * self.draft + self.verification.at(tokens)
+
+    def next_cost(self, tokens: int, added: int = 1) -> float:
+        """Returns the cost of one more step after `tokens` drafted tokens. A step adds one token, or `added` (a tree's level).
+
+        If the target's pass gets longer in jumps, a step may pay only together with the steps after it. So this is the lowest
+        cost per step of several steps, where a later step counts less, because it is less likely to be of use.
+        """
+        key = tokens, added
+        if (known := self._next_costs.get(key)) is None:
+            known = self._next_costs[key] = min(self._mean_cost(tokens, added, steps) for steps in range(1, _STAGES + 1))
+        return known
+
+    def _mean_cost(self, tokens: int, added: int, steps: int) -> float:
+        verification = self.verification.at(tokens + steps * added) - self.verification.at(tokens)
+        return (steps * self.draft + verification) / sum(_CONTINUES**step for step in range(steps))
+
+    def time_per_token(self, acceptance: float, longest: int = 16) -> float:
+        """Returns the lowest expected cost per output token with drafts of a fixed length, at most `longest` tokens.
+
+        Each drafted token is accepted with probability `acceptance`, independently. At most 1: plain decoding.
+        """
+        tokens, best = 1.0, 1.0
+        for length in range(1, longest + 1):
+            tokens += acceptance**length
+            best = min(best, (1 + self.of_draft(length, length)) / tokens)
+        return best

@@ -1,0 +1,132 @@
+"""Learns from verified drafts how likely a drafted token is accepted, given what its drafter knows about it. Imports no torch.
+
+A prior gives each token a score (log odds of acceptance). What is learned is an offset of the score: one for all tokens and one
+for each interval of the score, both from counts of accepted tokens. Old counts fade, so that it follows a change of the text.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_SMALLEST = 1e-3  # probabilities are kept this far from 0 and 1
+
+
+def log_odds(probability: float) -> float:
+    """Returns ln(p / (1 - p)), with p kept between 0.001 and 0.999."""
+    bounded = min(max(probability, _SMALLEST), 1 - _SMALLEST)
+    return math.log(bounded / (1 - bounded))
+
+
+def probability(odds: float) -> float:
+    """Returns the probability with these log odds."""
+    return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
+
+
+def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
+    """Returns what a drafted token's acceptance is predicted from: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
+
+    p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
+    the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
+    """
+    top = min(max(top_prob, _SMALLEST), 1 - _SMALLEST)
+    chosen = min(max(prob, _SMALLEST), 1 - _SMALLEST)
+    return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """The score of a token before anything is learned, and how fast it is corrected.
+
+    The score is `bias` plus the sum of `weights` times features. `edges` are the bounds of the intervals of scores. `strength`
+    and `interval_strength` are how many tokens the prior counts as, for all tokens and for those of one interval; `rate` is the
+    acceptance rate assumed at the beginning.
+    """
+
+    bias: float
+    weights: Sequence[float]
+    edges: Sequence[float]
+    strength: float
+    interval_strength: float
+    rate: float = 0.8
+
+    def score(self, token: Sequence[float]) -> float:
+        return self.bias + sum(map(float.__mul__, self.weights, token))
+
+
+@dataclass(slots=True)
+class AcceptanceCalibration:
+    """Predicts acceptance from a token's score, and learns from judged tokens.
+
+    `accepted`, `predicted` and `judged` count tokens by interval of the score (`predicted`: the sum of the prior's
+    probabilities); the `all_` fields count all tokens. Counts fade with each judged token.
+    """
+
+    prior: Prior
+    accepted: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    judged: list[float] = field(default_factory=list)
+    all_accepted: float = 0.0
+    all_predicted: float = 0.0
+    all_judged: float = 0.0
+    _offset: float = 0.0  # of all scores
+    _own: list[float] = field(default_factory=list)  # of the scores in each interval, besides
+
+    FADING = 0.998  # of the counts of all tokens, for each judged token
+    INTERVAL_FADING = 0.9994  # of the counts of an interval, for each judged token in it
+
+    def __post_init__(self) -> None:
+        intervals = len(self.prior.edges) + 1
+        for counts in (self.accepted, self.predicted, self.judged):
+            counts.extend([0.0] * (intervals - len(counts)))
+        self._correct_all()
+        self._own = [0.0] * intervals
+        for interval in range(intervals):
+            self._correct(interval)
+
+    def predict(self, score: float) -> float:
+        """Returns the probability that a token with this score is accepted, given that the tokens before it were."""
+        return probability(score + self._offset + self._own[bisect(self.prior.edges, score)])
+
+    def learn(self, score: float, accepted: bool) -> None:
+        """Counts a judged token: one that the target accepted, or the first one that it rejected."""
+        expected, fading = probability(score), self.FADING
+        self.all_accepted = self.all_accepted * fading + accepted
+        self.all_predicted = self.all_predicted * fading + expected
+        self.all_judged = self.all_judged * fading + 1
+        self._correct_all()
+        interval, fading = bisect(self.prior.edges, score), self.INTERVAL_FADING
+        self.accepted[interval] = self.accepted[interval] * fading + accepted
+        self.predicted[interval] = self.predicted[interval] * fading + expected
+        self.judged[interval] = self.judged[interval] * fading + 1
+        self._correct(interval)
+
+    def _correct_all(self) -> None:
+        prior = self.prior
+        weight, assumed = self.all_judged + prior.strength, prior.strength * prior.rate
+        self._offset = log_odds((self.all_accepted + assumed) / weight) - log_odds((self.all_predicted + assumed) / weight)
+
+    def _correct(self, interval: int) -> None:
+        if judged := self.judged[interval]:
+            strength = self.prior.interval_strength
+            expected = log_odds(self.predicted[interval] / judged) + self._offset
+            accepted = self.accepted[interval] + strength * probability(expected)
+            self._own[interval] = log_odds(accepted / (judged + strength)) - expected
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts, rounded, to be saved in a profile."""
+        counts = {"accepted": self.accepted, "predicted": self.predicted, "judged": self.judged}
+        rounded: dict[str, Any] = {name: [round(number, 3) for number in numbers] for name, numbers in counts.items()}
+        return rounded | {"all": [round(number, 3) for number in (self.all_accepted, self.all_predicted, self.all_judged)]}
+
+    @classmethod
+    def of_dict(cls, prior: Prior, counts: Mapping[str, Any]) -> AcceptanceCalibration:
+        """Returns the calibration with the counts that `as_dict` returned."""
+        return cls(prior, *(list(counts[name]) for name in ("accepted", "predicted", "judged")), *counts["all"])
+
+    def copy(self) -> AcceptanceCalibration:
+        counts = list(self.accepted), list(self.predicted), list(self.judged)
+        return AcceptanceCalibration(self.prior, *counts, self.all_accepted, self.all_predicted, self.all_judged)
