@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Literal, Self
@@ -129,7 +129,8 @@ class Draft:
     no penalties, top-k or top-p); both are empty for a drafter without a model.
     `stop_reason` says in a few words why drafting ended; None only for an empty draft.
     `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
-    None.
+    None. `predicted` has the acceptance probability that the length policy predicted for each token of a chain, or for each level of
+    a tree, given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
     """
 
     tokens: Sequence[int] = ()
@@ -141,6 +142,7 @@ class Draft:
     draws: Sequence[int] | None = None
     log_likelihoods: Sequence[float] = ()
     logits: Any = None
+    predicted: Sequence[float] = ()
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
@@ -175,7 +177,15 @@ class Draft:
             top_probs=self.top_probs[start:stop],
             stop_reason=self.stop_reason,
             logits=None if self.logits is None else self.logits[start:stop],
+            predicted=self.predicted[start:stop],
         )
+
+    def with_predictions(self, predictions: Sequence[float]) -> Draft:
+        """Returns this draft with the `predictions` for its first tokens (levels, for a tree) as `predicted`."""
+        if not predictions or not self.tokens:
+            return self
+        levels = self.levels
+        return replace(self, predicted=(*predictions[:levels], *[math.nan] * (levels - len(predictions))))
 
 
 @dataclass(frozen=True, slots=True)

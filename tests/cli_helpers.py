@@ -18,7 +18,7 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseud
 START = "type method settings lossless target draft device dtype prompt_ids sampling versions"
 ROUND = (
     "type index mode draft_ids draft_texts parents accepted_ids token_id token_text source "
-    "stop_reason entropies top_probs policy target_passes seconds"
+    "stop_reason entropies top_probs predicted policy target_passes seconds"
 )
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "

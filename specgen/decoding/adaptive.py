@@ -158,7 +158,7 @@ class Adaptive(LengthPolicy):
         gain = self._survival * learned.first_acceptance * learned.worth * _OPTION
         cost = self._costs.next_cost(0) + self._missed_cost
         if gain <= cost and not self._steps:
-            self.reason = f"no draft: gain {comparison(gain, '<', cost)}"
+            self.reason = f"no draft: gain {comparison(gain, '< cost', cost)}"
             self._is_trial = learned.guard.tries()
             return self._is_trial
         return True
@@ -180,7 +180,7 @@ class Adaptive(LengthPolicy):
         gain = self._survival * learned.following.predict(following_score) * learned.worth * _OPTION
         cost = self._costs.next_cost(self._tokens, token.nodes)
         if gain <= cost:
-            self.reason = f"gain {comparison(gain, '<', cost)}"
+            self.reason = f"gain {comparison(gain, '< cost', cost)}"
             return False
         return self._below(self.max_draft, token)
 

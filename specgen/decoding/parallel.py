@@ -7,6 +7,7 @@ models' pass times, so that both finish together. A flexible window ends with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -168,6 +169,10 @@ def _joined(first: Draft, second: Draft) -> Draft:
     """
     if not first.tokens:
         return second
+    predicted: list[float] = []
+    if first.predicted or second.predicted:
+        for part in (first, second):
+            predicted += part.predicted or [math.nan] * len(part.tokens)
     if not second.tokens:
         return replace(first, stop_reason=second.stop_reason)
     return Draft.chain(
@@ -177,4 +182,5 @@ def _joined(first: Draft, second: Draft) -> Draft:
         top_probs=[*first.top_probs, *second.top_probs],
         stop_reason=second.stop_reason,
         logits=None if second.logits is None else torch.cat((first.logits, second.logits[:1])),
+        predicted=predicted,
     )

@@ -201,7 +201,7 @@ class CaliTS(ThompsonSampling):
         self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
         self._rounds = 0
         self._accepted, self._judged = theta0, 1.0
-        self._scores: list[float] = []  # theta_M of each token of the draft so far
+        self.predictions: list[float] = []  # theta_M of each token of the draft so far
         self._mean_score: float | None = None  # of the last draft
 
     @property
@@ -225,7 +225,7 @@ class CaliTS(ThompsonSampling):
         score = None
         if self.model_prediction:
             score = token["predicted_acceptance"]
-            self._scores.append(score)
+            self.predictions.append(score)
         mean, variance = self.posterior(score)
         return self._continue_with(min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0), token)
 
@@ -234,9 +234,9 @@ class CaliTS(ThompsonSampling):
             self._rounds += 1
             self._accepted += accepted
             self._judged += min(accepted + 1, drafted)
-        if self._scores:
-            self._mean_score = sum(self._scores) / len(self._scores)
-            self._scores.clear()
+        if self.predictions:
+            self._mean_score = sum(self.predictions) / len(self.predictions)
+            self.predictions.clear()
 
     def state(self) -> Mapping[str, float]:
         """theta_hat and the number of verified drafts; also theta's mean and standard deviation at the last mean theta_M.

@@ -20,6 +20,7 @@ def sequential(run: Run) -> Iterator[Round]:
 def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
     draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)  # room for the target's own token
+    draft = draft.with_predictions(run.policy.predictions)
     run.clock.lap("draft")
     run.clock.move(run.policy.take_seconds(), "draft", "policy")
     output = run.target.logits(run.context, draft.tokens, draft.parents)

@@ -17,37 +17,22 @@ from typing import Any, NamedTuple, cast
 
 from specgen.traces.acceptance_bounds import Bounds, DraftedToken, bounds_of, by_entropy
 from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
+from specgen.traces.calibration import AcceptanceBin, Calibration, Prediction, calibration_of, judged_predictions
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
 from specgen.types import Round, TokenStatus
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _LARGEST = 1e12  # of a Beta distribution's parameters, which count tokens
-_Z95 = 1.959964
 _Z90 = 1.644854
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
+class Bin(AcceptanceBin):
     """How many tokens were accepted among the verified (accepted or rejected) tokens whose draft entropy, in nats, is at least
     `low` and below `high`."""
 
-    low: float
-    high: float
-    verified: int
-    accepted: int
     mean_entropy: float
-
-    @property
-    def rate(self) -> float:
-        return self.accepted / self.verified
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Both ends of the 95 % Wilson confidence interval of the acceptance rate."""
-        n, p, z = self.verified, self.rate, _Z95
-        centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
 class DraftOutcome(NamedTuple):
@@ -94,6 +79,7 @@ class TraceStatistics:
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
         self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
+        self.predictions: list[Prediction] = []  # predicted acceptance probabilities of judged tokens
         self.runs = 0
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
         self.accepted_runs = array("l")  # accepted tokens before each rejection
@@ -131,6 +117,7 @@ class TraceStatistics:
         if traced.round.index:
             self.lengths.append(len(draft.tokens))
             self.accepted_lengths.append(len(traced.round.verdict.path))
+        self.predictions += judged_predictions(traced.round)
         if draft.entropies:
             self.has_distributions |= bool(traced.overlap)
             unknown = [math.nan] * len(draft.entropies)
@@ -202,22 +189,29 @@ class TraceStatistics:
         None unless the trace has the acceptance probability and KL(q||p) of at least one token."""
         return bounds_of(self.tokens, self.c)
 
+    def calibration(self) -> Calibration | None:
+        """Compares the acceptance that the length policy predicted with what happened. None if no predictions were recorded."""
+        return calibration_of(self.predictions)
+
     def as_dict(self) -> dict[str, Any]:
         """The statistics as an object for `specgen inspect --json`."""
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
-        bounds, runs = self.bounds(), self.runs_of_accepted()
+        bounds, runs, calibration = self.bounds(), self.runs_of_accepted(), self.calibration()
         return {
             **figures,
             "mean_draft_length": self.summary.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_runs": None if runs is None else asdict(runs),
-            "acceptance_by_entropy": [_bin_dict(found) for found in self.acceptance_by_entropy()],
+            "acceptance_by_entropy": [
+                _without_infinity(found.as_dict().items()) for found in self.acceptance_by_entropy()
+            ],
             "accepted_length_by_entropy": [
                 asdict(found, dict_factory=_without_infinity) for found in self.accepted_length_by_entropy()
             ],
             "length_correlation": self.length_correlation(),
+            "calibration": None if calibration is None else calibration.as_dict(),
             "bounds": None
             if bounds is None
             else {**asdict(bounds, dict_factory=_without_infinity), "pinsker_tighter": bounds.pinsker_tighter},
@@ -236,12 +230,6 @@ def known_number(line: Mapping[str, Any], name: str) -> Any:
     value = line.get(name)
     is_number = type(value) is int or (type(value) is float and name == "seconds")
     return value if is_number and 1e-30 <= cast(float, value) < 1e12 else 0
-
-
-def _bin_dict(found: Bin) -> dict[str, Any]:
-    low, high = found.interval
-    counts = {"low": found.low, "high": found.high, "judged": found.verified, "accepted": found.accepted}
-    return _without_infinity([*counts.items(), ("rate", found.rate), ("rate_low", low), ("rate_high", high)])
 
 
 def _without_infinity(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Annotated, Any, NoReturn, cast
 
@@ -121,6 +121,7 @@ class _RoundLine(_Line):
     stop_reason: str | None
     entropies: _Figures = None
     top_probs: _Figures = None
+    predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None  # one for each level of a tree
     overlap: _Figures = None
     kl: _Figures = None
     policy: dict[str, Any] | None = None
@@ -273,15 +274,22 @@ def _traced_round(line: _RoundLine) -> TracedRound:
         length = len(getattr(line, name) or ())
         if length != count and (length or not is_optional):
             raise ValueError(f"{name} has {length} values for {count} drafted tokens")
-    figures = {name: tuple(math.nan if value is None else value for value in getattr(line, name) or ()) for name in _FIGURES}
+    figures = {
+        name: tuple(math.nan if value is None else value for value in getattr(line, name) or ())
+        for name in (*_FIGURES, "predicted")
+    }
     chain = range(-1, count - 1)
     parents = chain if line.parents == list(chain) else tuple(line.parents)  # a range saves memory
+    verdict = Verdict(_path(line), line.token_id, line.source)
     draft = Draft(line.draft_ids, parents, None, figures["entropies"], figures["top_probs"], line.stop_reason)
+    if predicted := figures["predicted"]:
+        if len(predicted) != draft.levels:
+            raise ValueError(f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
+        draft = replace(draft, predicted=predicted)
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
         seconds[phase if phase in seconds else "other"] += value if value >= _SHORTEST else 0.0  # so that the seconds add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
-    verdict = Verdict(_path(line), line.token_id, line.source)
     round_ = Round(line.index, line.mode, draft, verdict, seconds, policy, line.target_passes)
     return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
 

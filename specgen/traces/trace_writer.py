@@ -3,6 +3,7 @@ README and do not change."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
         "stop_reason": draft.stop_reason,
         "entropies": list(draft.entropies),
         "top_probs": list(draft.top_probs),
+        "predicted": [None if math.isnan(share) else share for share in draft.predicted],
         "policy": round_.policy_state,
         "target_passes": round_.target_passes,
         "seconds": dict(round_.seconds),

@@ -10,6 +10,7 @@ from typing import Any
 from specgen.compare.columns import Column, draft_length
 from specgen.traces.acceptance_bounds import Bounds
 from specgen.traces.accepted_runs import AcceptedRuns
+from specgen.traces.calibration import Calibration
 from specgen.traces.statistics import TraceStatistics
 from specgen.traces.trace_reader import TracedRun
 
@@ -45,6 +46,14 @@ def tightness(bounds: Bounds) -> str:
     how = "tighter" if bounds.pinsker_tighter >= 0 else "looser"
     higher = f"the higher one for {bounds.pinsker_higher:.0%} of the tokens"
     return f"{gaps} Pinsker's bound is {abs(bounds.pinsker_tighter):.0%} {how}, and {higher}."
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """Returns sentences that compare the predicted with the observed acceptance of all judged tokens."""
+    return (
+        f"Predicted {calibration.predicted:.1%} of {calibration.judged:,} tokens, accepted {calibration.rate:.1%}. "
+        f"Calibration error {calibration.error:.3f}: the mean distance of both over the intervals."
+    )
 
 
 def runs_until_rejection(runs: AcceptedRuns) -> dict[str, str]:

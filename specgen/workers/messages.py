@@ -72,7 +72,7 @@ class DraftAnswer(NamedTuple):
     """A drafted chain. Its `probs` and `logits` tensors are not in the message: they go through shared memory, where needed.
 
     `entropies` (nats) and `top_probs` (largest probability) have one number per token. `stop_reason` says why the draft ended;
-    None only for an empty draft. `seconds` is the time that drafting took.
+    None only for an empty draft. `seconds` is the time that drafting took. `predicted` is that of `Draft`.
     """
 
     tokens: Sequence[int]
@@ -80,6 +80,7 @@ class DraftAnswer(NamedTuple):
     top_probs: Sequence[float]
     stop_reason: str | None
     seconds: float
+    predicted: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

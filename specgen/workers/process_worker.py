@@ -146,7 +146,13 @@ class ProcessDrafter:
         assert self._process is not None
         answer: DraftAnswer = self._process.receive(self._serial, self._run)
         self.seconds = answer.seconds
-        draft = Draft.chain(answer.tokens, entropies=answer.entropies, top_probs=answer.top_probs, stop_reason=answer.stop_reason)
+        draft = Draft.chain(
+            answer.tokens,
+            entropies=answer.entropies,
+            top_probs=answer.top_probs,
+            stop_reason=answer.stop_reason,
+            predicted=answer.predicted,
+        )
         return self._shared.read(self._slot, draft) if draft.tokens and self._shared.size else draft
 
     def close(self) -> None:

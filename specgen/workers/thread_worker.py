@@ -117,6 +117,7 @@ class ThreadDrafter:
         start = time.perf_counter()
         with self._on_stream():
             draft = self._model.propose(context, self.policy, limit, unverified, self._show)
+            draft = draft.with_predictions(self.policy.predictions)
             if self._stream is not None:
                 self._stream.synchronize()  # the target's stream reads the distributions next
         self.seconds = time.perf_counter() - start

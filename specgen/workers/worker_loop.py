@@ -147,8 +147,9 @@ class _Run:
         draft = self.drafter.propose(self.context, self.policy, request.limit, request.unverified, show)
         if draft.tokens and self.shared.size:
             self.shared.write(request.slot, draft)
+        predicted = draft.with_predictions(self.policy.predictions).predicted
         seconds = time.perf_counter() - start
-        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds)
+        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds, predicted)
 
 
 def _reportable(error: Exception) -> SpecgenError:

@@ -8,6 +8,7 @@ from typing import Any
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
 from specgen.ui.html.bounds_charts import lengths_chart, ratios_chart, sorted_chart
+from specgen.ui.html.calibration_chart import calibration_chart
 from specgen.ui.html.entropy_chart import entropy_chart
 from specgen.ui.html.methods_table import Line, Scale
 from specgen.ui.html.page import render
@@ -85,6 +86,7 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
         "lengths_chart": lengths_chart(entry.statistics),
         "ratios_chart": ratios_chart(entry.statistics, bounds),
         "sorted_chart": sorted_chart(entry.statistics, bounds),
+        "calibration_chart": calibration_chart(entry.statistics.calibration()),
         "posterior_chart": posterior_chart(posteriors(rounds)),
     }
 

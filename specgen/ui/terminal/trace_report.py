@@ -13,6 +13,7 @@ from rich.text import Text
 from specgen.compare.columns import Column
 from specgen.traces.acceptance_bounds import Bounds, BoundsBin
 from specgen.traces.accepted_runs import AcceptedRuns
+from specgen.traces.calibration import Calibration
 from specgen.traces.statistics import Bin, TraceStatistics, posteriors
 from specgen.types import Round
 from specgen.ui.recorded_methods import (
@@ -21,6 +22,7 @@ from specgen.ui.recorded_methods import (
     LOSSY,
     OVERLAP,
     RecordedMethod,
+    calibration_text,
     conditions,
     correlation_text,
     runs_until_rejection,
@@ -125,6 +127,8 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     if bins := statistics.acceptance_by_entropy():
         yield from _by_entropy(bins, width)
         yield from _accepted_lengths(statistics, width)
+    if calibration := statistics.calibration():
+        yield from _calibration(calibration, width)
     if bounds := statistics.bounds():
         yield from _bounds(bounds, width)
         yield from _ratios(bounds, width)
@@ -215,6 +219,17 @@ def _accepted_lengths(statistics: TraceStatistics, width: int) -> Iterator[Text]
     for found in bins:
         label = f"{_span(found.low, found.high):<10}"
         yield _bar(label, found.mean / top, f"{found.mean:>4.1f} {found.drafts:>6,}", width, "token.accepted")
+    yield Text()
+
+
+def _calibration(calibration: Calibration, width: int) -> Iterator[Text]:
+    """Yields how often tokens were accepted, by the acceptance probability that the length policy predicted for them."""
+    title = "how often tokens were accepted, by the predicted acceptance"
+    yield from _titled(title, "mean prediction, share accepted; number of tokens", width)
+    for found in calibration.bins:
+        figure = f"{found.predicted:>4.0%} {found.rate:>4.0%} {found.verified:>6,}"
+        yield _bar(f"{_span(found.low, found.high):<10}", found.rate, figure, width, "token.accepted")
+    yield from wrapped(Text(calibration_text(calibration), "quiet"), width)
     yield Text()
 
 
