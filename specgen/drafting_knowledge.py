@@ -10,15 +10,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from specgen import measurement_cache
+from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
 from specgen.decoding.length_sweep import WARM_UP, LengthSweep
+from specgen.plan import prepared
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -48,14 +51,19 @@ class DraftingKnowledge:
         self.tuned_costs: Mapping[str, RoundCosts] = {}
         self.tuned_learned: Mapping[str, Learned] = {}
         self._costs: dict[Key, RoundCosts] = {}
+        self._checks: dict[Key, CostCheck] = {}
         self._learned: dict[Key, Learned] = {}
 
     def lacks_costs(self, request: RunRequest) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
-        settings, method = request.settings, request.method
-        if settings.policy != Adaptive.name or method.is_parallel or method.cost_kind in self.tuned_costs:
+        return self._needs_costs(request) and self._tuned_costs(request) is None and self._cost_key(request) not in self._costs
+
+    def _needs_costs(self, request: RunRequest) -> bool:
+        """Whether the run's policy is `adaptive` with costs that are those of the method's rounds."""
+        settings = request.settings
+        if settings.policy != Adaptive.name or request.method.is_parallel:
             return False
-        return any(settings.values[name] == AUTO for name in _COST_SETTINGS) and self._cost_key(request) not in self._costs
+        return any(settings.values[name] == AUTO for name in _COST_SETTINGS)
 
     def measure(self, request: RunRequest, make_run: Callable[[int], Run]) -> None:
         """Times rounds like the request's, or reads their times from the cache.
@@ -70,12 +78,22 @@ class DraftingKnowledge:
             costs = time_rounds(make_run(_context_length(request)))
             measurement_cache.keep("rounds", stored, costs.as_dict())
         self._costs[key] = costs
+        drafting, verification = (partial(_seconds, table) for table in (costs.draft_cost, costs.verification_cost))
+        self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
+
+    def check(self, request: RunRequest) -> CostCheck | None:
+        """Returns the check of the costs that the request's run decides by; None if they were not measured by `measure`.
+
+        If they do not fit the times of rounds, later processes measure again.
+        """
+        needs_costs = self._needs_costs(request) and self._tuned_costs(request) is None
+        return self._checks.get(self._cost_key(request)) if needs_costs else None
 
     def inputs(self, request: RunRequest, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
         """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes, None for others.
 
         A sampled run with a seed gets a copy of what was known at the beginning: its tokens depend on the lengths of drafts, and
-        the same seed has to give the same tokens.
+        the same seed has to give the same tokens. Raises SpecgenError if `measure` has to be called first.
         """
         method, settings, sampling = request.method, request.settings, request.sampling
         given = [settings.values[name] for name in _COST_SETTINGS]
@@ -85,7 +103,7 @@ class DraftingKnowledge:
         elif AUTO not in given:
             costs = DraftingCosts.linear(*map(float, given))
         else:
-            measured = self.tuned_costs.get(method.cost_kind) or self._costs[self._cost_key(request)]
+            measured = self._tuned_costs(request) or prepared(method, self._costs.get(self._cost_key(request)))
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         tuned = self.tuned_learned.get(method.drafter.name)
@@ -94,6 +112,12 @@ class DraftingKnowledge:
             key = *_draft_key(request), sampling.greedy, *given
             initial = self._learned.setdefault(key, initial)
         return AdaptiveInputs(costs, initial, in_parallel=parallel_costs is not None)
+
+    def _tuned_costs(self, request: RunRequest) -> RoundCosts | None:
+        """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""
+        if request.method.drafts_trees(request.settings):
+            return None
+        return self.tuned_costs.get(request.method.cost_kind)
 
     def _cost_key(self, request: RunRequest) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""
@@ -134,19 +158,18 @@ def time_rounds(run: Run, clock: Callable[[], float] = time.perf_counter) -> Rou
     return RoundCosts(_table(drafting, length), _table(verification, length))
 
 
+def _seconds(table: CostTable, tokens: int) -> float:
+    """Returns the seconds for some tokens in a table of one context length."""
+    return next(iter(table.curves.values())).at(tokens)
+
+
 def _table(seconds: Mapping[int, list[float]], length: int) -> CostTable:
     return CostTable({length: Curve({tokens: median(each) for tokens, each in sorted(seconds.items())})})
 
 
 def _costs_of(stored: Any) -> RoundCosts | None:
-    """Returns costs read from the cache, where JSON has made strings of all keys; None if they are missing or not valid."""
+    """Returns costs read from the cache; None if they are missing or not valid."""
     try:
-        tables = []
-        for name in ("drafting", "judging"):
-            curves = {int(length): {int(n): float(each) for n, each in curve.items()} for length, curve in stored[name].items()}
-            tables.append(CostTable({length: Curve(points) for length, points in curves.items()}))
-        costs = RoundCosts(*tables)
-        seconds = [each for table in tables for curve in table.curves.values() for each in curve.points.values()]
-    except (TypeError, ValueError, KeyError, AttributeError):
+        return RoundCosts.of_dict(stored)
+    except (ValueError, TypeError):
         return None
-    return costs if seconds and min(seconds) >= 0 and costs.verification_cost.at(1, 1) > 0 else None

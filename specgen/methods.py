@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from specgen.decoding import drafter_kinds as kinds
+from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.length_policy import Signals
 from specgen.decoding.policies import POLICIES, signals_of
@@ -69,10 +70,9 @@ class Method:
         """Whether the draft model and the target run at the same time."""
         return self.schedule == "parallel"
 
-    @property
-    def may_measure(self) -> bool:
-        """Whether a measurement may be needed before decoding: PEARL's window, or which layers to skip."""
-        return self.is_parallel or self.skips_layers
+    def may_measure(self, settings: Settings) -> bool:
+        """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""
+        return self.is_parallel or self.skips_layers or settings.policy == Adaptive.name
 
     @property
     def cost_kind(self) -> str:
@@ -227,7 +227,7 @@ METHODS: Mapping[str, Method] = {
 
 def default_name(*, has_draft_model: bool) -> str:
     """The name of the method that is used if neither the user nor a saved tuning result (profile) names one."""
-    return "svip" if has_draft_model else "lookup"
+    return "adaptive" if has_draft_model else "lookup"
 
 
 def no_draft_model(method: Method) -> SpecgenError:

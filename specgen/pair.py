@@ -16,6 +16,7 @@ from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.decoding.sequential import Checked
 from specgen.drafting_knowledge import NEW_TOKENS as TIMED_TOKENS
 from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel
@@ -234,6 +235,8 @@ class Pair:
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)
         if measured is not None:
             run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
+        elif (check := self.knowledge.check(request)) is not None:
+            run.schedule = Checked(check)
         info = RunInfo(
             chosen.name,
             settings.as_dict(with_policy=chosen.any_policy),

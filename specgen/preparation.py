@@ -98,7 +98,8 @@ class PearlCosts:
             if max(astuple(costs)) == math.inf:  # the draft model cannot follow this one context
                 return MeasuredCosts(costs, None)
             measurement_cache.keep("costs", key, asdict(costs))
-        return MeasuredCosts(costs, CostCheck(costs, partial(measurement_cache.drop, "costs", key)))
+        drop = partial(measurement_cache.drop, "costs", key)
+        return MeasuredCosts(costs, CostCheck(lambda drafted: drafted * costs.draft_pass, costs.pass_seconds, drop))
 
 
 def conditions(*models: DraftModel) -> dict[str, Any]:

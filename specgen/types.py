@@ -129,8 +129,8 @@ class Draft:
     no penalties, top-k or top-p); both are empty for a drafter without a model.
     `stop_reason` says in a few words why drafting ended; None only for an empty draft.
     `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
-    None. `predicted` has the acceptance probability that the length policy predicted for each token of a chain, or for each level of
-    a tree, given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
+    None. `predicted` has the acceptance probability that the length policy predicted for each token of a chain (each level of a
+    tree), given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
     """
 
     tokens: Sequence[int] = ()

@@ -14,6 +14,7 @@ from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 from specgen import factory
 from specgen.compare.prompts import Prompt
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.adaptive import AdaptiveInputs
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS, resolve
@@ -138,9 +139,9 @@ def test_a_random_policy_draws_other_numbers_in_each_simulated_run(
     seeds: list[int] = []
     make_policy = factory.make_policy
 
-    def recorded(settings: Settings, seed: int) -> LengthPolicy:
+    def recorded(settings: Settings, seed: int, adaptive: AdaptiveInputs | None) -> LengthPolicy:
         seeds.append(seed)
-        return make_policy(settings, seed)
+        return make_policy(settings, seed, adaptive)
 
     monkeypatch.setattr(factory, "make_policy", recorded)
     found = [simulate(measurements, "beta-ts", {"alpha": 2}) for _ in range(2)]
@@ -204,7 +205,7 @@ def test_real_rounds_of_each_length_are_timed(near: Pair) -> None:
 
 
 def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:
-    sweep, lengths = LengthSweep((1, 3), frozenset()), []
+    sweep, lengths = LengthSweep((1, 3), [frozenset()]), []
     sweep.start_run()
     for _ in range(5):
         lengths.append(sweep.length)

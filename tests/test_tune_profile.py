@@ -101,7 +101,11 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     for position in positions:
         free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
         free |= position[:2] == ("chosen", "settings") and len(position) == 3
-        free |= position[-1] in ("perplexity", "prompt_fingerprints") or (position[1:-1] in (("machine",), ("versions",)))
+        free |= (
+            position[-1] in ("perplexity", "prompt_fingerprints", "learned")
+            or position[-2:] == ("learned", "model")
+            or (position[1:-1] in (("machine",), ("versions",)))
+        )
         free |= "costs" in position and (isinstance(position[-1], int) or position[-1] in ("together", "echo", "parallel"))
         for value in (["broken"], None):
             if value is None and free:  # a profile without this method, setting or point is valid

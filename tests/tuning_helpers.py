@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.adaptive import Learned
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import Candidate, TuningOutcome
@@ -42,4 +44,6 @@ def outcome() -> TuningOutcome:
         Candidate("lookup", {"k": 4, "ngram": 2}, 85.0, 32),
         Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
     ]
-    return TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}, None, 0.8)
+    costs = {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}
+    learned = {"model": Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True).as_dict()}
+    return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8, learned=learned)

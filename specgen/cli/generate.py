@@ -49,7 +49,8 @@ def generate(
     from specgen.ui.terminal.loading_line import LoadingLine
 
     if help_method:
-        method_catalogue.method_card(theme.console(no_color=output.no_color), methods.find(method or "svip"))
+        shown = methods.find(method or methods.default_name(has_draft_model=True))
+        method_catalogue.method_card(theme.console(no_color=output.no_color), shown)
         return None
     models = profile_lookup.with_exit(models, profile)
     params = sampling.params(stop or ())
@@ -71,7 +72,9 @@ def generate(
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, pair, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
-        with LoadingLine(err, quiet=quiet or not methods.find(choice.method).may_measure) as loading:
+        decided = methods.find(choice.method)
+        may_measure = decided.may_measure(methods.resolve(decided, choice.settings))
+        with LoadingLine(err, quiet=quiet or not may_measure) as loading:
             loading.still("preparing")
             pair.prepare(formatted, choice.method, params, record=record, **choice.settings)
             plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)

@@ -79,6 +79,7 @@ def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console
     elif (why := _other_sampling(profile, sampling)) is not None:
         _note(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
     else:
+        profile.inform(pair.knowledge)
         return profile
     return None
 

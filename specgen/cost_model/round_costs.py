@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,34 @@ class RoundCosts:
     verification_cost: CostTable
     signal_cost: float = 0.0
     synchronisation_overhead: float = 0.0
+
+    @classmethod
+    def of_dict(cls, saved: Mapping[str, Any]) -> RoundCosts:
+        """Returns the costs that `as_dict` returned, also if JSON has made strings of the keys.
+
+        Raises ValueError if they are not valid.
+        """
+        try:
+            tables = [
+                CostTable(
+                    {
+                        int(length): Curve({int(tokens): float(seconds) for tokens, seconds in curve.items()})
+                        for length, curve in saved[name].items()
+                    }
+                )
+                for name in ("drafting", "judging")
+            ]
+            costs = cls(*tables, float(saved["looking"]), float(saved["together"]))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError("the costs of a round have another form") from error
+        curves = [curve.points for table in tables for curve in table.curves.values()]
+        if not all(table.curves for table in tables) or not all(curves):
+            raise ValueError("costs of a round are missing")
+        numbers = [seconds for points in curves for seconds in points.values()]
+        is_valid = all(0 <= seconds < math.inf for seconds in (*numbers, costs.signal_cost, costs.synchronisation_overhead))
+        if not is_valid or any(costs.verification_cost.at(1, length) <= 0 for length in tables[1].curves):
+            raise ValueError("costs of a round are not positive")
+        return costs
 
     def times(self, factor: float) -> RoundCosts:
         """Returns these costs multiplied by `factor`."""

@@ -10,7 +10,6 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 _SMALLEST = 1e-3  # probabilities are kept this far from 0 and 1
 
@@ -116,15 +115,20 @@ class AcceptanceCalibration:
             accepted = self.accepted[interval] + strength * probability(expected)
             self._own[interval] = log_odds(accepted / (judged + strength)) - expected
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the counts, rounded, to be saved in a profile."""
-        counts = {"accepted": self.accepted, "predicted": self.predicted, "judged": self.judged}
-        rounded: dict[str, Any] = {name: [round(number, 3) for number in numbers] for name, numbers in counts.items()}
-        return rounded | {"all": [round(number, 3) for number in (self.all_accepted, self.all_predicted, self.all_judged)]}
+    def as_dict(self) -> dict[str, list[float]]:
+        """Returns the counts, to be saved in a profile."""
+        total = [self.all_accepted, self.all_predicted, self.all_judged]
+        return {"accepted": self.accepted, "predicted": self.predicted, "judged": self.judged, "all": total}
 
     @classmethod
-    def of_dict(cls, prior: Prior, counts: Mapping[str, Any]) -> AcceptanceCalibration:
-        """Returns the calibration with the counts that `as_dict` returned."""
+    def of_dict(cls, prior: Prior, counts: Mapping[str, Sequence[float]]) -> AcceptanceCalibration:
+        """Returns the calibration with the counts that `as_dict` returned.
+
+        Raises ValueError if more tokens were accepted than judged.
+        """
+        pairs = zip((*counts["accepted"], counts["all"][0]), (*counts["judged"], counts["all"][2]), strict=True)
+        if any(accepted > judged for accepted, judged in pairs):
+            raise ValueError("more tokens were accepted than judged")
         return cls(prior, *(list(counts[name]) for name in ("accepted", "predicted", "judged")), *counts["all"])
 
     def copy(self) -> AcceptanceCalibration:

@@ -11,7 +11,8 @@ in units of a target pass over one token (`DraftingCosts`); the policy never rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -73,6 +74,36 @@ class Learned:
         calibrations = AcceptanceCalibration(priors.token), AcceptanceCalibration(priors.following)
         worth = costs.time_per_token(_RATE)
         return cls(*calibrations, [_FIRST * _RATE, _FIRST], _COST_ROUNDS * worth, _COST_ROUNDS)
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """Returns the numbers to be saved in a profile, by name. The guard is not saved: it is about the latest rounds."""
+        saved = {"first": self.first, "worth": [self.cost, self.tokens]}
+        for name, calibration in (("token", self.token), ("following", self.following)):
+            saved |= {f"{name}_{counts}": numbers for counts, numbers in calibration.as_dict().items()}
+        return saved
+
+    @classmethod
+    def of_dict(cls, saved: Mapping[str, Sequence[float]], *, greedy: bool) -> Learned:
+        """Returns what `as_dict` returned. Raises ValueError if numbers are missing, if there are others, or if they cannot be.
+
+        `greedy`: whether it was learned by greedy decoding.
+        """
+        learned = cls.prior(DraftingCosts.linear(0.0, 0.0), greedy=greedy)
+        expected = learned.as_dict()
+        for name in {**expected, **saved}:
+            if name not in saved or name not in expected:
+                raise ValueError(f"{name} is {'missing' if name in expected else 'unknown'}")
+            if len(saved[name]) != len(expected[name]):
+                raise ValueError(f"{name} has {len(saved[name])} numbers instead of {len(expected[name])}")
+            if not all(0 <= number < math.inf for number in saved[name]):
+                raise ValueError(f"{name} has a negative or infinite number")
+        learned.first, (learned.cost, learned.tokens) = list(saved["first"]), saved["worth"]
+        if min(learned.first[1], learned.cost, learned.tokens) <= 0 or learned.first[0] > learned.first[1]:
+            raise ValueError("first or worth counts no tokens, or more accepted ones than judged ones")
+        for name, calibration in (("token", learned.token), ("following", learned.following)):
+            counts = {key.removeprefix(f"{name}_"): numbers for key, numbers in saved.items() if key.startswith(f"{name}_")}
+            setattr(learned, name, AcceptanceCalibration.of_dict(calibration.prior, counts))
+        return learned
 
     @property
     def worth(self) -> float:
@@ -153,7 +184,7 @@ class Adaptive(LengthPolicy):
         self.predictions = []
         learned = self.learned
         if learned.guard.pauses():
-            self.reason = f"no draft: paused, {learned.guard.left} more"
+            self.reason = "no draft: paused" + (f", {learned.guard.left} more rounds" if learned.guard.left else "")
             return False
         gain = self._survival * learned.first_acceptance * learned.worth * _OPTION
         cost = self._costs.next_cost(0) + self._missed_cost

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from specgen.cost_model.cost_check import CostCheck
 from specgen.decoding.run import Run
 from specgen.engine.inference_mode import inference
 from specgen.types import Round
@@ -14,6 +16,27 @@ def sequential(run: Run) -> Iterator[Round]:
     yield run.prefill()
     while run.finish_reason is None:
         yield _draft_then_verify(run)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The same schedule, which compares the times of its rounds with those that the length policy decides by."""
+
+    check: CostCheck
+
+    def __call__(self, run: Run) -> Iterator[Round]:
+        is_first = True  # the draft model runs over the prompt in the first draft
+        try:
+            for round_ in sequential(run):
+                seconds, drafted = round_.seconds, round_.draft.levels
+                if round_.mode != "prefill":
+                    verification = seconds["verify"] + seconds["sample"] + seconds["other"]
+                    counted = 0 if is_first else drafted
+                    self.check.add(counted, seconds["draft"] + seconds["policy"], len(round_.draft.tokens) + 1, verification)
+                    is_first = is_first and not drafted
+                yield round_
+        finally:
+            self.check.conclude()
 
 
 @inference

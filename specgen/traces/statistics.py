@@ -204,9 +204,7 @@ class TraceStatistics:
             "mean_draft_length": self.summary.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_runs": None if runs is None else asdict(runs),
-            "acceptance_by_entropy": [
-                _without_infinity(found.as_dict().items()) for found in self.acceptance_by_entropy()
-            ],
+            "acceptance_by_entropy": [_without_infinity(found.as_dict().items()) for found in self.acceptance_by_entropy()],
             "accepted_length_by_entropy": [
                 asdict(found, dict_factory=_without_infinity) for found in self.accepted_length_by_entropy()
             ],

@@ -70,7 +70,7 @@ class TuningOutcome:
     `model` (the draft model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single passes, None
     without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token, given that it
     accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that was not
-    tuned.
+    tuned. `learned` is what the length policy `adaptive` has learned in its simulation (`Learned.as_dict`), by drafter.
     """
 
     methods: Sequence[Candidate]
@@ -80,6 +80,7 @@ class TuningOutcome:
     speedup_model: SpeedupModel | None = None
     acceptance_probability: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    learned: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     @property
     def plain(self) -> Candidate:

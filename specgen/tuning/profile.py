@@ -15,6 +15,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specgen import methods
+from specgen.cost_model.round_costs import RoundCosts
+from specgen.decoding.adaptive import Learned
 from specgen.errors import RunError, SpecgenError
 from specgen.files import load_yaml, write_whole
 from specgen.paths import pair_folder, readable
@@ -23,6 +25,7 @@ from specgen.tuning.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
+    from specgen.drafting_knowledge import DraftingKnowledge
     from specgen.engine.deferred_model import DraftModel
     from specgen.pair import Pair
     from specgen.types import SamplingParams
@@ -34,6 +37,7 @@ TUNE_AGAIN = "Tune again: specgen tune"
 _rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
+Number = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), _rounded]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -108,6 +112,14 @@ class DrafterCosts(_StrictModel):
     looking: Seconds
     together: Seconds = 0.0
 
+    @model_validator(mode="after")
+    def _are_costs(self) -> DrafterCosts:
+        self.round_costs()
+        return self
+
+    def round_costs(self) -> RoundCosts:
+        return RoundCosts.of_dict(self.model_dump())
+
 
 class Measured(_StrictModel):
     """What a tuning measured, and on how many prompts and new tokens per prompt.
@@ -115,7 +127,7 @@ class Measured(_StrictModel):
     `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
-    (PEARL).
+    (PEARL). `learned` is what the length policy `adaptive` has learned (`Learned.as_dict`), by drafter; older profiles have none.
     """
 
     prompts: Count
@@ -123,6 +135,7 @@ class Measured(_StrictModel):
     acceptance: Share | None
     costs: dict[Word, DrafterCosts]
     prompt_fingerprints: list[Fingerprint] | None = None
+    learned: dict[Word, dict[Word, Annotated[list[Number], Field(max_length=256)]]] = {}
 
 
 class Profile(_StrictModel):
@@ -151,6 +164,23 @@ class Profile(_StrictModel):
             except SpecgenError as error:
                 raise ValueError(f"{name}: {error.message}") from error
         return self
+
+    @model_validator(mode="after")
+    def _learned_numbers_fit(self) -> Profile:
+        for drafter, numbers in self.measured.learned.items():
+            try:
+                Learned.of_dict(numbers, greedy=self.sampling.temperature == 0)
+            except ValueError as error:
+                raise ValueError(f"measured.learned.{drafter}: {error}") from error
+        return self
+
+    def inform(self, knowledge: DraftingKnowledge) -> None:
+        """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
+        knowledge.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
+        greedy = self.sampling.temperature == 0
+        knowledge.tuned_learned = {
+            drafter: Learned.of_dict(numbers, greedy=greedy) for drafter, numbers in self.measured.learned.items()
+        }
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
         """Returns the tuned settings of a method, None if it was not tuned.
@@ -224,6 +254,9 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prom
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
             costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+            learned={
+                drafter: {name: list(each) for name, each in numbers.items()} for drafter, numbers in outcome.learned.items()
+            },
             prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
         ),
     )

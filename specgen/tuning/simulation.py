@@ -7,12 +7,14 @@ real run would have, and the seconds that it is expected to take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen import factory, methods
+from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import Window, costs_of_rounds
 from specgen.cost_model.round_costs import RoundCosts
+from specgen.decoding.adaptive import Adaptive, AdaptiveInputs, Learned
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import DraftSetup, extend_draft
 from specgen.decoding.length_policy import DraftedToken
@@ -142,6 +144,8 @@ class SimulatedDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def cost(self, length: int, policy: LengthPolicy, context: Context) -> float:
+        if not length:
+            return 0.0
         return self._costs.draft_cost.at(length, len(context)) + (self._costs.signal_cost * length if policy.signals else 0.0)
 
 
@@ -198,7 +202,7 @@ class PairMeasurements:
     at each position of these outputs. `costs` has the costs of a round by kind: `echo` (the target alone), `model` (the draft
     model), `exit` (the exit layer), `parallel` (PEARL). In PEARL the pass over the prompt takes `slowdown` times as long, because
     the draft model processes the prompt at the same time; `flexible_window` says whether its drafts end with the target's pass
-    where the window is `auto`.
+    where the window is `auto`. `learned` is what the length policy `adaptive` has learned in its last simulation, by drafter.
     """
 
     references: Sequence[ReferenceOutput]
@@ -207,6 +211,8 @@ class PairMeasurements:
     slowdown: float = 1.0
     has_predictor: bool = False  # whether the exit layer has a predictor of acceptance
     flexible_window: bool = False
+    greedy: bool = True  # whether the references are the output of greedy decoding
+    learned: dict[str, Learned] = field(default_factory=dict)
 
 
 @inference
@@ -218,6 +224,8 @@ def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, obje
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
     summary = Summary(name)
+    if settings.policy == Adaptive.name:
+        measurements.learned.pop(method.drafter.name, None)
     for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
         for number in range(len(measurements.references)):
             for round_ in _run(measurements, method, settings, number, run_seed(number, repeat)).rounds():
@@ -232,7 +240,8 @@ def run_seed(number: int, repeat: int) -> int:
 
 def _run(measurements: PairMeasurements, method: Method, settings: Settings, number: int, seed: int) -> Run:
     reference, costs, clock = measurements.references[number], measurements.costs[method.cost_kind], SimulatedClock()
-    policy = factory.make_policy(settings, seed)
+    adaptive = _adaptive_inputs(measurements, method, reference) if settings.policy == Adaptive.name else None
+    policy = factory.make_policy(settings, seed, adaptive)
     parallel = method.is_parallel
     target = SimulatedTarget(costs, clock, reference.prefill_seconds * (measurements.slowdown if parallel else 1.0))
     schedule: Schedule = sequential
@@ -246,6 +255,14 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
     else:
         drafter = SimulatedDrafter(measurements.drafts[method.drafter.name][number], costs, clock)
     return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
+
+
+def _adaptive_inputs(measurements: PairMeasurements, method: Method, reference: ReferenceOutput) -> AdaptiveInputs:
+    """Returns what the length policy `adaptive` decides by. It keeps what it learns from prompt to prompt, as in real runs."""
+    length = typical_length(len(reference.prompt_ids), reference.limit)
+    costs = DraftingCosts.of_rounds(measurements.costs[method.cost_kind], length)
+    prior = Learned.prior(costs, greedy=measurements.greedy)
+    return AdaptiveInputs(costs, measurements.learned.setdefault(method.drafter.name, prior))
 
 
 def _window(measurements: PairMeasurements, settings: Settings, reference: ReferenceOutput) -> Window:

@@ -121,7 +121,8 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
     flags = pair.has_predictor, pair.has_flexible_window(sampling)
-    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, *flags)
+    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, *flags, greedy=sampling.greedy)
+    pair.knowledge.tuned_costs = measured.costs
     return selection.without(measured.failures), measurements
 
 
@@ -251,4 +252,5 @@ def outcome_of(
         model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
     probability = next(iter(mean_acceptance(measurements.drafts).values()), None)
     costs = {kind: cost.as_dict() for kind, cost in measurements.costs.items()}
-    return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out)
+    learned = {drafter: each.as_dict() for drafter, each in measurements.learned.items()}
+    return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out, learned)

@@ -21,7 +21,9 @@ def calibration_chart(calibration: Calibration | None) -> dict[str, Any] | None:
         return None
     below = [(share / 4, f"{share / 4:.0%}", "start" if not share else "end" if share == 4 else "middle") for share in range(5)]
     return {
-        "axes": Axes(_HEIGHT, [_y(share / 4) for share in range(5)], [(_y(share), f"{share:.0%}") for share in (0, 0.5, 1)], below),
+        "axes": Axes(
+            _HEIGHT, [_y(share / 4) for share in range(5)], [(_y(share), f"{share:.0%}") for share in (0, 0.5, 1)], below
+        ),
         "exact": polyline([(0.0, _y(0)), (1.0, _y(1))], _HEIGHT),
         "bins": [_point(found) for found in calibration.bins],
         "caption": calibration_text(calibration),
