@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_
 
 def versions() -> dict[str, str]:
     """Returns the versions of specgen, Python, torch and transformers."""
+    return {"specgen": __version__, "python": platform.python_version(), **_libraries()}
+
+
+@cache
+def _libraries() -> dict[str, str]:
     from importlib.metadata import version  # slow to import, and not needed for --help
 
-    libraries = {name: version(name) for name in ("torch", "transformers")}
-    return {"specgen": __version__, "python": platform.python_version(), **libraries}
+    return {name: version(name) for name in ("torch", "transformers")}
 
 
 def machine() -> dict[str, Any]:

@@ -15,8 +15,9 @@ _SHORTEST_DRAFT = 0.05  # of the target's pass; the times of shorter drafts, suc
 class CostCheck:
     """Compares expected seconds with those of drafts and target passes, over the last rounds of all runs that `add` reports.
 
-    `draft_seconds` returns the expected seconds of a draft of some tokens, `pass_seconds` those of a target pass. `on_mismatch` is called once, if the median of either kind of passes is more than `LARGEST_FACTOR` times as long or as short
-    as expected. The costs stay as they are: with sampling, tokens depend on the window, and equal runs have to give equal tokens.
+    `draft_seconds` returns the expected seconds of a draft of some tokens, `pass_seconds` those of a target pass. `on_mismatch`
+    is called once, if the median of either is more than `LARGEST_FACTOR` times as long or as short as expected. What runs decide
+    by stays as it is: with sampling, tokens depend on the lengths of drafts, and equal runs have to give equal tokens.
     """
 
     def __init__(
