@@ -74,7 +74,7 @@ def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
     assert out.endswith(b"\n")
     assert len(out) > 20
     assert b"\x1b" not in out + err
-    assert re.fullmatch(r"svip  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  .*verif.*", err.decode().strip())
+    assert re.fullmatch(r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  .*verif.*", err.decode().strip())
 
 
 def test_json_lines_have_the_promised_keys_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_interruption_keeps_the_text_and_a_complete_trace(tmp_path: Path) -> 
     assert lines[-1]["finish_reason"] == "interrupted"
     assert 1 <= lines[-1]["new_tokens"] < 900
     assert (seen + out).decode() == lines[-1]["text"].rstrip("\n") + "\n"
-    assert err.strip().startswith(b"svip (interrupted)  ")
+    assert err.strip().startswith(b"adaptive (interrupted)  ")
     assert b"Traceback" not in err
 
 

@@ -130,6 +130,34 @@ def test_bounds_ratios_and_lengths_as_text(inspect: Inspect, tmp_path: Path) -> 
     assert [share for _, share in ratios].count("0%") == 5
     assert "median 1.32: c would be 0.16; c = 0.15 assumes 1.3" in out
     assert "--record" not in out
+    assert "predicted" not in out
+
+
+def test_predicted_against_observed_acceptance_as_text_and_on_the_page(inspect: Inspect, tmp_path: Path) -> None:
+    """Five judged predictions: three of accepted tokens, two of rejected ones. The one after a rejected token does not count."""
+    rounds = [
+        traces.round_line(0),
+        traces.round_line(1, (1, 2, 3), 3, 4, "bonus", predicted=[0.9, 0.6, None]),
+        traces.round_line(2, (4, 5, 6), 1, 9, "correction", predicted=[0.8, 0.5, 0.1]),
+        traces.round_line(3, (7,), 0, 9, "correction", predicted=[0.8], stop_reason="gain 0.12 < cost 0.22"),
+        traces.round_line(4, (), 0, 9, None, stop_reason="no draft: gain 0.12 < cost 0.22"),
+    ]
+    path = traces.write(tmp_path / "t.jsonl", traces.start_line(), *rounds, traces.summary_line(rounds))
+    out, _ = inspect(path)
+    assert re.search(r"  3    0/1  .* gain 0\.12 < cost 0\.22\n  4 .* no draft: gain 0\.12 < cost 0\.22\n", out)
+    table = re.findall(r"  ([\d.]+–[\d.]+) +(\d+%) +(\d+%) +(\d+)", out.partition("by the predicted acceptance")[2])
+    assert table == [
+        ("0.5–0.6", "50%", "0%", "1"),
+        ("0.6–0.7", "60%", "100%", "1"),
+        ("0.8–0.9", "80%", "50%", "2"),
+        ("0.9–1", "90%", "100%", "1"),
+    ]
+    # (0.5 + 0.4 + 2 * 0.3 + 0.1) / 5
+    assert "Predicted 72.0% of 5 tokens, accepted 60.0%. Calibration error 0.320: " in " ".join(out.split())
+    inspect(path, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>1 of 2 accepted, 50%; predicted 80%</title>" in page
+    assert "Calibration error 0.320" in page
 
 
 def test_what_is_not_recorded_names_the_option_that_records_it(inspect: Inspect, tmp_path: Path) -> None:
@@ -205,7 +233,9 @@ def test_json_figures_recompute_from_the_trace(inspect: Inspect, tmp_path: Path)
     last = first["posterior"][-1]
     assert last["mean"] == pytest.approx(rounds[-1]["policy"]["alpha"] / sum(rounds[-1]["policy"].values()))
     assert last["low"] < last["mean"] < last["high"]
-    assert second["bounds"] is None
+    assert first["calibration"]["judged"] == sum(found["judged"] for found in first["calibration"]["bins"])
+    assert first["calibration"]["bins"][0].keys() == first["acceptance_by_entropy"][0].keys() | {"predicted"}
+    assert second["bounds"] is second["calibration"] is None
     (bin_,) = second["accepted_length_by_entropy"]  # all entropies are 0.5
     assert (bin_["low"], bin_["drafts"], bin_["mean"], bin_["longest"]) == (0.5, 4, 2.5, 4)
     assert second["length_correlation"] is None

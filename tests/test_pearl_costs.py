@@ -108,7 +108,8 @@ def test_a_simulated_draft_ends_with_the_simulated_pass(near: Pair) -> None:
         reference=SimpleNamespace(eos_ids=frozenset()),
         rollouts={1: [SimpleNamespace(token=token, signals={}) for token in range(20, 40)]},
     )
-    policy = SimpleNamespace(signals=frozenset(), keep_drafting=lambda token: True, reason="", seconds=0.0)
+    policy = SimpleNamespace(signals=frozenset(), starts_draft=lambda: True, keep_drafting=lambda token: True)
+    policy.reason, policy.seconds, policy.predictions = "", 0.0, ()
     drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, policy, target)  # type: ignore[arg-type]
     context = Context([1, 2])
     context.extend([3])

@@ -221,7 +221,7 @@ def test_the_python_interface(demo_pair: Pair) -> None:
     with specgen.load() as pair:
         rounds = list(pair.rounds("User: Hi\nAssistant:", method="sd", sampling=SamplingParams(max_new_tokens=12), k="3"))
         assert all(isinstance(round_, Round) for round_ in rounds)
-        assert pair.generate("def f():", sampling=SamplingParams(max_new_tokens=4)).summary["method"] == "svip"
+        assert pair.generate("def f():", sampling=SamplingParams(max_new_tokens=4)).summary["method"] == "adaptive"
     bad = [
         ({"prompt": ""}, "empty"),
         ({"prompt": "x", "method": "sivp"}, "did you mean svip"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -48,6 +49,28 @@ def test_acceptance_by_entropy_counts_verified_tokens_only(recorded: TracedRun) 
         assert found.mean_entropy == pytest.approx(
             np.mean([entropy for entropy, _ in verified if found.low <= entropy < found.high])
         )
+
+
+def test_calibration_compares_predictions_of_judged_tokens(recorded: TracedRun) -> None:
+    predicted, accepted = [], []
+    for traced in recorded.rounds:
+        count = len(traced.round.verdict.path)
+        for position, share in enumerate(traced.round.draft.predicted):
+            if not math.isnan(share) and (
+                position < count or (position == count and traced.round.verdict.source == "correction")
+            ):
+                predicted.append(share)
+                accepted.append(position < count)
+    found = folded(recorded).calibration()
+    assert found is not None
+    assert (found.judged, found.predicted, found.rate) == pytest.approx((len(predicted), np.mean(predicted), np.mean(accepted)))
+    assert len(predicted) > 300
+    numbers = np.minimum(np.array(predicted) * 10, 9).astype(int)
+    inside = [numbers == number for number in range(10) if (numbers == number).any()]
+    expected = [(chosen.sum(), np.mean(np.array(accepted)[chosen]), np.mean(np.array(predicted)[chosen])) for chosen in inside]
+    assert [(each.verified, each.rate, each.predicted) for each in found.bins] == [pytest.approx(each) for each in expected]
+    assert found.error == pytest.approx(sum(count * abs(rate - mean) for count, rate, mean in expected) / len(predicted))
+    assert folded(replace(recorded, rounds=[])).calibration() is None
 
 
 def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:

@@ -150,6 +150,21 @@ def test_a_random_policy_draws_other_numbers_in_each_simulated_run(
     assert len(set(seeds)) == len(seeds) / 2 == 3 * len(measurements.references)
 
 
+def test_adaptive_learns_from_prompt_to_prompt_of_one_simulation(measurements: PairMeasurements) -> None:
+    found = simulate(measurements, "adaptive", {})
+    assert found.token_ids == [token for reference in measurements.references for token in reference.token_ids]
+    assert found.drafted > 0
+    learned = measurements.learned["model"].as_dict()
+    judged = found.accepted + found.rejections
+    assert 0.9 * judged < learned["token_all"][2] <= judged, "all prompts, with a slow fading"
+    simulate(measurements, "svip", {})
+    assert simulate(measurements, "adaptive", {}).seconds == found.seconds
+    assert measurements.learned["model"].as_dict() == learned
+    assert simulate(measurements, "adaptive", {"draft_cost": 100}).drafted < found.drafted
+    assert grid("adaptive") == [{}]
+    assert set(outcome_of(measurements, [Candidate("ar", {}, 1.0)], GREEDY, {}).learned) == {"model"}
+
+
 def test_an_output_that_ends_early_is_simulated_to_its_end(near: Pair) -> None:
     target, draft = near.runners
     assert draft is not None
@@ -205,7 +220,7 @@ def test_real_rounds_of_each_length_are_timed(near: Pair) -> None:
 
 
 def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:
-    sweep, lengths = LengthSweep((1, 3), [frozenset()]), []
+    sweep, lengths = LengthSweep((1, 3), frozenset()), []
     sweep.start_run()
     for _ in range(5):
         lengths.append(sweep.length)

@@ -178,7 +178,7 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
     assert "tuned: sd:k=3" in generated(pair, *named, "-m", "sd")
     assert "tuned" not in generated(pair, *named, "-m", "sd", "--set", "k=2")
     assert "tuned" not in generated(pair, *named, "-m", "heuristic")
-    assert "tuned" not in generated(pair, *named, "--set", "threshold=0.3")
+    assert "tuned" not in generated(pair, *named, "--set", "draft_cost=0.3")
     said = generated(pair, *named, "--temperature", "1")
     assert "was made for temperature 0, and this run has 1; it is not used" in said
     assert "tuned:" not in said

@@ -100,6 +100,7 @@ def a_recorded_run(rounds: int, seed: int = 0, method: str = "beta-ts", **change
         top_probs = [math.exp(-entropy) for entropy in entropies]
         seconds = {"prefill": 0.0, "draft": 0.002 * len(draft), "verify": 0.006, "sample": 0.0003, "other": 0.0001}
         line |= {"entropies": entropies, "top_probs": top_probs, "overlap": overlap, "kl": kl, "seconds": seconds}
+        line["predicted"] = [*top_probs[:-1], None]
         made.append(line | {"policy": {"alpha": alpha, "beta": beta}, "stop_reason": "bandit θ 0.71"})
     return [start_line(method, **changes), *made, summary_line(made)]
 

@@ -88,7 +88,7 @@ class RoundCosts:
                 )
                 for name in ("drafting", "judging")
             ]
-            costs = cls(*tables, float(saved["looking"]), float(saved["together"]))
+            costs = cls(tables[0], tables[1], float(saved["looking"]), float(saved["together"]))
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError("the costs of a round have another form") from error
         curves = [curve.points for table in tables for curve in table.curves.values()]

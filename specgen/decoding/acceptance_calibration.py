@@ -129,7 +129,8 @@ class AcceptanceCalibration:
         pairs = zip((*counts["accepted"], counts["all"][0]), (*counts["judged"], counts["all"][2]), strict=True)
         if any(accepted > judged for accepted, judged in pairs):
             raise ValueError("more tokens were accepted than judged")
-        return cls(prior, *(list(counts[name]) for name in ("accepted", "predicted", "judged")), *counts["all"])
+        accepted, predicted, judged = (list(counts[name]) for name in ("accepted", "predicted", "judged"))
+        return cls(prior, accepted, predicted, judged, *counts["all"])
 
     def copy(self) -> AcceptanceCalibration:
         counts = list(self.accepted), list(self.predicted), list(self.judged)

@@ -1,0 +1,132 @@
+"""What the length policy `adaptive` knows about a pair: from a profile, or measured, checked and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_models import TableRunner, scripted_run
+from tuning_helpers import outcome
+
+from specgen import drafting_knowledge
+from specgen.cost_model.cost_check import FEWEST_ROUNDS, CostCheck
+from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.adaptive import Learned
+from specgen.decoding.sequential import Checked
+from specgen.errors import SpecgenError
+from specgen.pair import Pair
+from specgen.tuning import profile as profiles
+from specgen.types import SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
+PROMPT = [5, 9, 7, 3]
+
+
+def costs(factor: float = 1.0) -> RoundCosts:
+    drafting, verification = {0: 0.0, 1: 0.002, 8: 0.016}, {1: 0.01, 2: 0.012, 9: 0.02}
+    return RoundCosts(CostTable({128: Curve(drafting)}), CostTable({128: Curve(verification)})).times(factor)
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing is known, with an empty cache of measurements."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    pair = pair_of("llama", "near")
+    monkeypatch.setattr(pair, "knowledge", drafting_knowledge.DraftingKnowledge(dict))
+    return pair
+
+
+def test_what_was_learned_is_saved_and_read_again() -> None:
+    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=False)
+    for number in range(50):
+        learned.token.learn(number / 10, number % 3 > 0)
+        learned.following.learn(number / 20, number % 4 > 0)
+        learned.add_first(number % 2 > 0)
+        learned.add_round(1.4, 1 + number % 3)
+    again = Learned.of_dict(learned.as_dict(), greedy=False)
+    assert again.as_dict() == learned.as_dict()
+    assert (again.worth, again.first_acceptance) == (learned.worth, learned.first_acceptance)
+    copy = learned.copy()  # it corrects all intervals, as reading does; learning corrects only the token's own
+    for score in (-3.0, 0.0, 1.3, 5.0):
+        assert again.token.predict(score) == copy.token.predict(score)
+        assert again.following.predict(score) == copy.following.predict(score)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"first": None}, "first is missing"),
+        ({"surprise": [1.0]}, "surprise is unknown"),
+        ({"first": [1.0]}, "first has 1 numbers instead of 2"),
+        ({"token_judged": [1.0] * 40}, "token_judged has 40 numbers instead of 13"),
+        ({"worth": [float("inf"), 1.0]}, "worth has a negative or infinite number"),
+        ({"worth": [0.0, 1.0]}, "first or worth counts no tokens"),
+        ({"first": [3.0, 2.0]}, "first or worth counts no tokens, or more accepted ones"),
+        ({"following_all": [3.0, 2.0, 2.0]}, "more tokens were accepted than judged"),
+    ],
+)
+def test_saved_numbers_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:
+    saved: dict[str, Any] = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True).as_dict() | changes
+    with pytest.raises(ValueError, match=named):
+        Learned.of_dict({name: numbers for name, numbers in saved.items() if numbers is not None}, greedy=True)
+
+
+def test_a_profile_replaces_the_measurement(near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured"))
+    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True)
+    learned.first = [1.5, 30.0]
+    made = replace(outcome(), costs={"model": costs().as_dict()}, learned={"model": learned.as_dict()})
+    profiles.save(profiles.from_outcome(made, profiles.profile_key_of(near)), tmp_path)
+    found = profiles.load(tmp_path)
+    found.inform(near.knowledge)
+    assert near.knowledge.tuned_costs == {"model": costs()}
+    assert near.knowledge.tuned_learned["model"].first == learned.first
+    assert near.knowledge.tuned_learned["model"].worth == pytest.approx(learned.worth, rel=1e-4)
+    first = next(round_ for round_ in near.generate(PROMPT, "adaptive", SAMPLING).rounds if round_.mode == "sequential")
+    assert (first.draft.stop_reason or "").startswith("no draft: gain 0.0"), "5 % of first tokens were accepted"
+    older = found.model_copy(update={"measured": found.measured.model_copy(update={"learned": {}})})
+    older.inform(near.knowledge)
+    assert near.knowledge.tuned_learned == {}
+
+
+@pytest.mark.parametrize(("factor", "stays"), [(1e6, False), (1e-6, False), (None, True)])
+def test_costs_that_do_not_fit_the_clock_are_measured_again_by_later_processes(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float | None, stays: bool
+) -> None:
+    if factor is None:
+        monkeypatch.setattr(CostCheck, "add", lambda *_: None)  # nothing is known about the rounds
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: costs(factor or 1.0))
+    first = near.generate(PROMPT, "adaptive", SAMPLING)
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured again"))
+    rounds = len(first.rounds) - 1
+    for _ in range(3):
+        rounds += len(near.generate(PROMPT, "adaptive", SAMPLING).rounds) - 1
+    assert rounds > FEWEST_ROUNDS
+    assert len(list((tmp_path / "cache" / "rounds").iterdir())) == stays
+
+
+def test_each_round_is_checked_but_not_the_first_draft() -> None:
+    """The draft model runs over the prompt in the first one."""
+    added: list[tuple[int, float, int, float]] = []
+    concluded: list[int] = []
+    noted: Any = SimpleNamespace(add=lambda *given: added.append(given), conclude=lambda: concluded.append(len(added)))
+    run = scripted_run("sd", {"k": 3}, TableRunner(0), TableRunner(0), SamplingParams(max_new_tokens=20))
+    run.schedule = Checked(noted)
+    rounds = list(run.rounds())[1:]
+    assert [drafted for drafted, *_ in added] == [0, *(len(round_.draft.tokens) for round_ in rounds[1:])]
+    assert [width for _, _, width, _ in added] == [len(round_.draft.tokens) + 1 for round_ in rounds]
+    for (_, drafting, _, verification), round_ in zip(added, rounds, strict=True):
+        assert drafting + verification == pytest.approx(sum(round_.seconds.values()))
+    assert concluded == [len(rounds)]
+
+
+def test_the_default_of_a_pair_needs_prepare_first(near: Pair) -> None:
+    assert near.default_method == "adaptive"
+    with pytest.raises(SpecgenError, match="adaptive is not prepared for this run"):
+        near.plan(PROMPT)
+    assert near.plan(PROMPT, draft_cost=0.2, verify_cost=0.02).method.name == "adaptive"

@@ -1,0 +1,95 @@
+"""Predicted acceptance probabilities in rounds, from the length policy to the trace."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted_models import TableRunner, scripted_run
+
+from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.length_policy import DraftedToken
+from specgen.decoding.parallel import _joined
+from specgen.decoding.policies import Fixed
+from specgen.traces.trace_writer import round_line
+from specgen.types import Draft, SamplingParams
+from specgen.workers.thread_worker import ThreadWorker
+
+GREEDY = SamplingParams(max_new_tokens=30)
+
+
+class Predicting(Fixed):
+    """Predicts 0.1 for the first token of a draft, 0.2 for the second, and so on."""
+
+    def starts_draft(self) -> bool:
+        self.predictions: list[float] = []
+        return True
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        self.predictions.append(token.position / 10)
+        return super().keep_drafting(token)
+
+
+def test_each_judged_token_has_its_prediction() -> None:
+    """A token that ends its draft without the policy, such as the end-of-sequence token, has none."""
+    ended = 0
+    for seed in range(6):
+        run = scripted_run("sd", {"k": 4}, TableRunner(seed), TableRunner(seed), GREEDY, eos={1})
+        for round_ in replace(run, policy=Predicting(4)).rounds():
+            draft, line = round_.draft, round_line(round_, str)
+            expected = [None if token == 1 else position / 10 for position, token in enumerate(draft.tokens, 1)]
+            assert line["predicted"] == (expected if expected != [None] else [])
+            ended += None in expected
+    assert ended, "no draft ended with the end-of-sequence token"
+    trees = scripted_run("sd", {"width": 2, "k": 3}, TableRunner(0), TableRunner(1), GREEDY)
+    for round_ in replace(trees, policy=Predicting(3)).rounds():
+        assert len(round_.draft.predicted) == round_.draft.levels
+
+
+def test_a_policy_without_predictions_records_none() -> None:
+    run = scripted_run("sd", {"k": 4}, TableRunner(0), TableRunner(1), GREEDY)
+    assert all(round_.draft.predicted == () for round_ in run.rounds())
+    run = scripted_run("eesd-cali", {"max_draft": 4}, TableRunner(0), TableRunner(1), GREEDY)
+    for round_ in run.rounds():  # the predictor of `scripted_run` predicts the largest probability
+        assert round_.draft.predicted == pytest.approx(round_.draft.top_probs)
+
+
+def test_pearl_reports_the_predictions_of_drafts_in_parts() -> None:
+    runner = TableRunner(0)
+    with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+        run = scripted_run("pearl", {"window": 3}, runner, runner, GREEDY, worker=worker)
+        drafter: Any = run.schedule.drafter  # type: ignore[attr-defined]
+        drafter.policy = Predicting(9)
+        rounds = [round_ for round_ in run.rounds() if round_.draft.tokens]
+    for round_ in rounds:
+        assert len(round_.draft.predicted) == len(round_.draft.tokens)
+    assert {share for round_ in rounds[1:-1] for share in round_.draft.predicted} == {0.1, 0.2, 0.3}
+
+
+def test_parts_without_predictions_leave_gaps() -> None:
+    first, second = Draft.chain([1, 2]), Draft.chain([3]).with_predictions([0.5])
+    assert [math.isnan(share) for share in _joined(first, second).predicted] == [True, True, False]
+    assert [math.isnan(share) for share in _joined(second, first).predicted] == [False, True, True]
+    assert _joined(first, first).predicted == []
+    assert _joined(second, first).part(0, 1).predicted == [0.5]
+
+
+def test_adaptive_says_why_a_draft_ended_and_why_there_is_none() -> None:
+    costs = DraftingCosts.linear(0.2, 0.02)
+    learned = Learned.prior(costs, greedy=True)
+    policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(costs, learned))
+    assert policy.starts_draft()
+    assert not policy.keep_drafting(DraftedToken(1, {"entropy": 4.0, "top_prob": 0.05, "prob": 0.05}))
+    assert policy.reason.startswith("gain 0.")
+    assert policy.reason.endswith(" < cost 0.22")
+    policy.observe(1, 0)
+    learned.first = [0.1, 1.0]
+    assert not policy.starts_draft()
+    assert policy.reason.startswith("no draft: gain 0.")
+    assert policy.reason.endswith(" < cost 0.22")
+    assert not policy.starts_draft()
+    assert policy.reason == "no draft: paused, 2 more rounds"
