@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -189,7 +189,11 @@ class Pair:
         """Returns a run like the one requested, with the same method and settings, to be timed on a prompt of `length` tokens."""
         sampling = replace(request.sampling, max_new_tokens=TIMED_TOKENS, ignore_eos=True, stop=(), seed=0)
         length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
-        given = {**request.settings.as_dict(with_policy=request.method.any_policy), "draft_cost": 0, "verify_cost": 0}
+        given: dict[str, Any] = {
+            **request.settings.as_dict(with_policy=request.method.any_policy),
+            "draft_cost": 0,
+            "verify_cost": 0,
+        }
         return self.plan([1] * length, request.method.name, sampling, **given).run
 
     def plan(
@@ -229,7 +233,9 @@ class Pair:
                 components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
                 settings = settings.with_value("window", measured.costs.window.size)
         if settings.policy == Adaptive.name:
-            components = replace(components, adaptive=self.knowledge.inputs(request, measured and measured.costs))
+            components = replace(
+                components, adaptive=self.knowledge.inputs(request, None if measured is None else measured.costs)
+            )
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)

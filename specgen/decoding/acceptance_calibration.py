@@ -130,7 +130,8 @@ class AcceptanceCalibration:
         if any(accepted > judged for accepted, judged in pairs):
             raise ValueError("more tokens were accepted than judged")
         accepted, predicted, judged = (list(counts[name]) for name in ("accepted", "predicted", "judged"))
-        return cls(prior, accepted, predicted, judged, *counts["all"])
+        all_accepted, all_predicted, all_judged = counts["all"]
+        return cls(prior, accepted, predicted, judged, all_accepted, all_predicted, all_judged)
 
     def copy(self) -> AcceptanceCalibration:
         counts = list(self.accepted), list(self.predicted), list(self.judged)
