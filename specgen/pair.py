@@ -189,11 +189,8 @@ class Pair:
         """Returns a run like the one requested, with the same method and settings, to be timed on a prompt of `length` tokens."""
         sampling = replace(request.sampling, max_new_tokens=TIMED_TOKENS, ignore_eos=True, stop=(), seed=0)
         length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
-        given: dict[str, Any] = {
-            **request.settings.as_dict(with_policy=request.method.any_policy),
-            "draft_cost": 0,
-            "verify_cost": 0,
-        }
+        given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
+        given |= {"draft_cost": 0, "verify_cost": 0}
         return self.plan([1] * length, request.method.name, sampling, **given).run
 
     def plan(

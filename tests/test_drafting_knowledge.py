@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from rich.console import Console
 from scripted_models import TableRunner, scripted_run
 from tuning_helpers import outcome
 
 from specgen import drafting_knowledge
+from specgen.cli import profile_lookup
 from specgen.cost_model.cost_check import FEWEST_ROUNDS, CostCheck
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
@@ -76,14 +79,37 @@ def test_saved_numbers_that_cannot_be_are_refused(changes: dict[str, Any], named
         Learned.of_dict({name: numbers for name, numbers in saved.items() if numbers is not None}, greedy=True)
 
 
+@pytest.mark.parametrize(
+    ("position", "value", "said"),
+    [
+        (("learned", "model", "first"), [3.0, 2.0], "measured.learned.model: first or worth counts no tokens"),
+        (("learned", "model", "first"), [1.0, -2.0], "measured.learned.model.first.1: "),
+        (("costs", "echo", "judging"), {}, "measured.costs.echo: costs of a round are missing"),
+        (("costs", "echo", "judging", 8), {1: 0.0}, "measured.costs.echo: costs of a round are not positive"),
+    ],
+)
+def test_measured_numbers_that_cannot_be_are_refused(
+    near: Pair, tmp_path: Path, position: tuple[str | int, ...], value: Any, said: str
+) -> None:
+    path = profiles.save(profiles.from_outcome(outcome(), profiles.profile_key_of(near)), tmp_path)
+    document = yaml.safe_load(path.read_text())
+    changed = document["measured"]
+    for key in position[:-1]:
+        changed = changed[key]
+    changed[position[-1]] = value
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(SpecgenError, match=said):
+        profiles.load(tmp_path)
+
+
 def test_a_profile_replaces_the_measurement(near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured"))
     learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True)
     learned.first = [1.5, 30.0]
     made = replace(outcome(), costs={"model": costs().as_dict()}, learned={"model": learned.as_dict()})
     profiles.save(profiles.from_outcome(made, profiles.profile_key_of(near)), tmp_path)
-    found = profiles.load(tmp_path)
-    found.inform(near.knowledge)
+    found = profile_lookup.find(near, SAMPLING, tmp_path, Console(), quiet=True)
+    assert found is not None
     assert near.knowledge.tuned_costs == {"model": costs()}
     assert near.knowledge.tuned_learned["model"].first == learned.first
     assert near.knowledge.tuned_learned["model"].worth == pytest.approx(learned.worth, rel=1e-4)
