@@ -50,6 +50,12 @@ class DraftingKnowledge:
         self._costs: dict[Key, RoundCosts] = {}
         self._learned: dict[Key, Learned] = {}
 
+    @staticmethod
+    def reads_pass_costs(request: RunRequest) -> bool:
+        """Whether the run's policy is `adaptive` in PEARL's window, and reads what the target's passes cost there."""
+        settings = request.settings
+        return request.method.is_parallel and settings.policy == Adaptive.name and settings.values["verify_cost"] == AUTO
+
     def lacks_costs(self, request: RunRequest) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
         settings, method = request.settings, request.method
@@ -72,7 +78,9 @@ class DraftingKnowledge:
         self._costs[key] = costs
 
     def inputs(self, request: RunRequest, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
-        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes, None for others.
+        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
+
+        They are None for other methods, and if the setting `verify_cost` says what verification costs.
 
         A sampled run with a seed gets a copy of what was known at the beginning: its tokens depend on the lengths of drafts, and
         the same seed has to give the same tokens.
@@ -81,7 +89,9 @@ class DraftingKnowledge:
         given = [settings.values[name] for name in _COST_SETTINGS]
         if parallel_costs is not None:
             single = parallel_costs.single_pass
-            costs = DraftingCosts.linear(0.0, parallel_costs.pass_seconds(2) / single - 1)
+            costs = DraftingCosts.linear(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
+        elif method.is_parallel:
+            costs = DraftingCosts.linear(0.0, 0.0)
         elif AUTO not in given:
             costs = DraftingCosts.linear(*map(float, given))
         else:
@@ -90,10 +100,11 @@ class DraftingKnowledge:
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         tuned = self.tuned_learned.get(method.drafter.name)
         initial = Learned.prior(costs, greedy=sampling.greedy) if tuned is None else tuned.copy()
+        key = None
         if sampling.greedy or sampling.seed is None:
             key = *_draft_key(request), sampling.greedy, *given
             initial = self._learned.setdefault(key, initial)
-        return AdaptiveInputs(costs, initial, in_parallel=parallel_costs is not None)
+        return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key)
 
     def _cost_key(self, request: RunRequest) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""

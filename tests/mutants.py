@@ -153,8 +153,8 @@ DRAFTING = [
         POLICY,
         (
             "the doubtful token dropped instead of kept",
-            "return chain.draft(extend_draft(policy, limit, extend))",
-            """reason = extend_draft(policy, limit, extend)
+            "return chain.draft(extend_draft(policy, limit, extend, len(unverified)))",
+            """reason = extend_draft(policy, limit, extend, len(unverified))
         if reason == policy.reason and len(chain.tokens) > 1:
             chain.drop_last()
         return chain.draft(reason)""",
@@ -189,8 +189,8 @@ DRAFTING = [
         LENGTHS,
         (
             "EOS inside a draft ignored by the drafter",
-            'return "eos" if tokens[-1] in self._eos_ids else token if goes_on else "pass ended"',
-            'return token if goes_on else "pass ended"',
+            'return "eos" if tokens[-1] in self._eos_ids else token\n',
+            "return token\n",
         ),
         (
             "prompt lookup drafts after EOS",

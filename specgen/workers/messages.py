@@ -7,7 +7,7 @@ succeed get no answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +72,8 @@ class DraftAnswer(NamedTuple):
     """A drafted chain. Its `probs` and `logits` tensors are not in the message: they go through shared memory, where needed.
 
     `entropies` (nats) and `top_probs` (largest probability) have one number per token. `stop_reason` says why the draft ended;
-    None only for an empty draft. `seconds` is the time that drafting took.
+    None only for an empty draft. `seconds` is the time that drafting took. `policy_state` is what the length policy had learned
+    before it, where this depends on what only the worker knows; otherwise None.
     """
 
     tokens: Sequence[int]
@@ -80,6 +81,7 @@ class DraftAnswer(NamedTuple):
     top_probs: Sequence[float]
     stop_reason: str | None
     seconds: float
+    policy_state: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
