@@ -29,7 +29,7 @@ def policy(costs: DraftingCosts = CHEAP, *, in_parallel: bool = False, explorati
 
 def draft(made: Adaptive, *tokens: dict[str, float], unverified: int = 0) -> int:
     """The number of tokens that the policy drafts of these."""
-    if not made.starts_draft(unverified):
+    if not made.starts_draft(unverified=unverified):
         return 0
     steps = (DraftedToken(position, token) for position, token in enumerate(tokens, 1))
     return next((step.position for step in steps if not made.keep_drafting(step)), len(tokens))
@@ -234,7 +234,7 @@ def test_it_drafts_nothing_where_no_token_is_worth_its_cost() -> None:
         made.observe(drafted[-1], 0)
     assert 0 < sum(drafted) < 8, "few trials"
     assert made.learned.worth == 1
-    assert made.starts_draft(4) is False, "also after tokens that are not verified"
+    assert made.starts_draft(unverified=4) is False, "also after tokens that are not verified"
 
 
 def test_it_learns_from_judged_tokens_only() -> None:
@@ -251,7 +251,7 @@ def test_it_learns_from_judged_tokens_only() -> None:
 
 
 def test_a_draft_whose_last_token_it_did_not_see() -> None:
-    """An end-of-sequence token ends a draft before the policy sees it. It costs as the others do, and nothing is learned of it."""
+    """An end-of-sequence token ends a draft before the policy sees it. It costs as others do, and teaches nothing."""
     made, costs = policy(), policy().learned
     assert draft(made, SURE, SURE) == 2
     made.observe(3, 3)

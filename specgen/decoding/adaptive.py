@@ -147,7 +147,7 @@ class Adaptive(LengthPolicy):
         self._is_trial = False
         self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing
 
-    def starts_draft(self, unverified: int = 0) -> bool:
+    def starts_draft(self, *, unverified: int = 0) -> bool:
         self._is_trial, self._tokens = False, 0
         del self._steps[unverified:]
         self._survival = 1.0

@@ -61,7 +61,7 @@ class DraftSetup:
     acceptance_predictor: AcceptancePredictor | None = None
 
 
-def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str], unverified: int = 0) -> str:
+def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str], *, unverified: int = 0) -> str:
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
     Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
@@ -70,7 +70,7 @@ def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], Draft
     added to `policy.seconds`.
     """
     start = perf_counter()
-    drafts = policy.starts_draft(unverified)
+    drafts = policy.starts_draft(unverified=unverified)
     policy.seconds += perf_counter() - start
     if not drafts:
         return policy.reason
@@ -180,7 +180,7 @@ class ModelDrafter(ModelDrafterBase):
             is_cut = show is not None and not show(position - 1, tokens[-1])
             return "eos" if tokens[-1] in self._eos_ids else token
 
-        return chain.draft(extend_draft(policy, limit, extend, len(unverified)))
+        return chain.draft(extend_draft(policy, limit, extend, unverified=len(unverified)))
 
     def _refusal(self, values: Mapping[str, float]) -> str | None:
         """Says why the last token must be dropped and the draft ended, or returns None to keep the token.

@@ -11,11 +11,11 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 4, 256  # rounds
 class DraftingGuard:
     """Pauses drafting after it has lost more than a budget, and tries again after the pause.
 
-    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain decoding
-    pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, the sum falls by the budget
-    and the next pause is twice as long; below minus the budget the next pause is half as long. So whatever is accepted, n rounds
-    lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding, where b is the larger
-    one of the budget and the loss of one round.
+    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain
+    decoding pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, the sum falls by
+    the budget and the next pause is twice as long; below minus the budget the next pause is half as long. So whatever is
+    accepted, n rounds lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding,
+    where b is the larger one of the budget and the loss of one round.
     A round after a pause is a trial: it drafts even if the predicted acceptance says that this does not pay. Otherwise rejected
     drafts in one part of a text could end drafting for ever, since rounds without a draft teach nothing.
     """

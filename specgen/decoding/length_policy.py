@@ -66,7 +66,7 @@ class LengthPolicy(ABC):
         """The names of the signals that a policy with these settings reads."""
         return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
-    def starts_draft(self, unverified: int = 0) -> bool:
+    def starts_draft(self, *, unverified: int = 0) -> bool:
         """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token.
 
         In PEARL the draft would follow `unverified` drafted tokens.

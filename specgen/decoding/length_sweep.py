@@ -35,7 +35,7 @@ class LengthSweep(LengthPolicy):
     def signals(self) -> Signals:  # type: ignore[override]
         return self.combinations[self._current][1]
 
-    def starts_draft(self, unverified: int = 0) -> bool:
+    def starts_draft(self, *, unverified: int = 0) -> bool:
         return self.length > 0
 
     def keep_drafting(self, token: DraftedToken) -> bool:
