@@ -245,9 +245,9 @@ ADAPTIVE_POLICY = [
         ("adaptive: the rejected token teaches nothing", "min(accepted + 1, drafted)]", "accepted]"),
         ("adaptive: unjudged tokens count as rejected", "min(accepted + 1, drafted)]", "drafted]"),
         (
-            "adaptive: pending tokens survive a rejection",
-            "self._steps[drafted:] if judges_new and not was_rejected else []",
-            "self._steps[drafted:] if judges_new else []",
+            "adaptive: judged tokens are judged again",
+            "del self._steps[:drafted]",
+            "del self._steps[:0]",
         ),
         ("adaptive: tokens that were cut off stay pending", "del self._steps[unverified:]", "pass"),
         ("adaptive: pending tokens are sure to be accepted", "            self._survival *= acceptance\n", "            pass\n"),

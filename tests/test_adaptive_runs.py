@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from scripted_models import TableRunner, ids_of, scripted_run
+from tuning_helpers import GREEDY as GREEDY_SAMPLING
+from tuning_helpers import PROMPTS, PairOf
 
+from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import Window
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
-from specgen.decoding.adaptive import GREEDY
+from specgen.decoding.adaptive import AUTO, GREEDY, Adaptive, AdaptiveInputs, Learned
 from specgen.decoding.parallel import Parallel
 from specgen.methods import METHODS, available_policies
 from specgen.traces.summary import Summary
+from specgen.tuning.recorded_drafts import Recorder, record_reference
+from specgen.tuning.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
 from specgen.types import Round, SamplingParams, TokenStatus
 from specgen.workers.thread_worker import ThreadWorker
+
+
+@contextmanager
+def noted_labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, bool]]]:
+    """The scores and outcomes of the judged tokens from which a greedy run's policy learns, in order."""
+    labels: list[tuple[float, bool]] = []
+    learn = AcceptanceCalibration.learn
+
+    def noted(self: AcceptanceCalibration, score: float, accepted: bool) -> None:
+        if self.prior is GREEDY.token:
+            labels.append((score, accepted))
+        learn(self, score, accepted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AcceptanceCalibration, "learn", noted)
+        yield labels
 
 
 @pytest.mark.parametrize(
@@ -36,22 +58,12 @@ def test_each_judged_token_of_a_run_is_learned_once(
 ) -> None:
     """With its own score and outcome, in order, also where drafts are cut when the target's pass ends."""
     given_ = {**options, **({"policy": "adaptive"} if method == "pearl" else {}), "verify_cost": 0.05}
-    learned: list[tuple[float, bool]] = []
-    learn = AcceptanceCalibration.learn
-
-    def noted(self: AcceptanceCalibration, score: float, accepted: bool) -> None:
-        if self.prior is GREEDY.token:
-            learned.append((score, accepted))
-        learn(self, score, accepted)
-
-    monkeypatch.setattr(AcceptanceCalibration, "learn", noted)
     for seed in range(6):
-        learned.clear()
         target, draft = TableRunner(seed), TableRunner(seed + 1)
         draft.table = torch.where(
             torch.rand(6, 6, 1, generator=torch.Generator().manual_seed(seed)) < 0.7, target.table, draft.table
         )
-        with closing(ThreadWorker(draft)) as worker:  # type: ignore[arg-type]
+        with closing(ThreadWorker(draft)) as worker, noted_labels(monkeypatch) as learned:  # type: ignore[arg-type]
             run = scripted_run(method, given_, target, draft, SamplingParams(max_new_tokens=40), worker=worker)
             if window is not None:
                 assert isinstance(run.schedule, Parallel)
@@ -102,3 +114,34 @@ def test_any_method_can_draft_nothing(name: str, temperature: float) -> None:
     assert all(len(round_.token_ids) == 1 and round_.verdict.source is None for round_ in declined)
     summary, drafted = Summary(name, rounds), [len(round_.draft.tokens) for round_ in rounds if round_.draft.tokens]
     assert summary.mean_draft_length == (sum(drafted) / len(drafted) if drafted else None)
+
+
+def test_simulated_pearl_judges_each_token_once(pair_of: PairOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own signals, though the policy has seen the tokens that are cut off where the target's pass ends."""
+    pair = pair_of("llama", "near")
+    target, draft = pair.runners
+    assert draft is not None
+    reference = record_reference(pair, PROMPTS[0], GREEDY_SAMPLING)
+    recorded = Recorder(target, draft, GREEDY_SAMPLING).record(reference)
+    flat = CostTable({10: Curve({0: 3.0, 8: 3.2})})  # passes that take as long as three drafted tokens
+    costs = RoundCosts(CostTable({10: Curve({0: 0.0, 8: 8.0})}), flat)
+    clock = SimulatedClock()
+    linear = DraftingCosts.linear(0.0, 1e-4)
+    policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(linear, Learned.prior(linear, greedy=True), in_parallel=True))
+    simulated = SimulatedTarget(costs, clock, 0.0)
+    drafter = SimulatedParallelDrafter(recorded, costs, clock, policy, simulated)
+    schedule = Parallel(drafter, Window(6, 6, lead=1, is_flexible=True))
+    with noted_labels(monkeypatch) as learned:
+        rounds = list(make_run(reference, simulated, drafter, policy, SimulatedVerifier(reference), clock, schedule).rounds())
+    assert ids_of(rounds) == reference.token_ids
+    assert any("pass ended" in (round_.draft.stop_reason or "") for round_ in rounds)
+    wanted, generated = [], 0
+    for round_ in rounds:
+        accepted = len(round_.verdict.path)
+        for position in range(accepted + (round_.verdict.source == "correction")):
+            known = recorded.rollouts[generated + position][0].signals
+            score = GREEDY.token.score(features(known["entropy"], known["top_prob"], known["prob"]))
+            wanted.append((score, position < accepted))
+        generated += len(round_.token_ids)
+    assert learned == wanted
+    assert len(wanted) > 10

@@ -10,7 +10,6 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import mul
 from typing import Any
 
 _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
@@ -58,7 +57,7 @@ class Prior:
     rate: float = 0.8
 
     def score(self, token: Sequence[float]) -> float:
-        return self.bias + sum(map(mul, self.weights, token))
+        return self.bias + sum(map(float.__mul__, self.weights, token))
 
 
 @dataclass(slots=True)
@@ -76,8 +75,8 @@ class AcceptanceCalibration:
     all_accepted: float = 0.0
     all_predicted: float = 0.0
     all_judged: float = 0.0
-    _offset: float | None = field(default=None, compare=False)  # of all scores; None after a token was judged
-    _corrections: dict[int, float] = field(default_factory=dict, compare=False)  # by interval, since a token was judged
+    _offset: float | None = field(default=None, init=False, compare=False)  # of all scores; None after a token was judged
+    _corrections: dict[int, float] = field(default_factory=dict, init=False, compare=False)  # by interval, likewise
 
     FADING = 0.998  # of the counts of all tokens, for each judged token
     INTERVAL_FADING = 0.9994  # of the counts of an interval, for each judged token in it

@@ -206,7 +206,7 @@ class Adaptive(LengthPolicy):
         # In PEARL the target's last logits judge a new token, if there is one; otherwise they give a token of the target's own.
         judges_new = self._in_parallel and self._tokens > 0
         self._before = before if judges_new and not was_rejected else None
-        self._steps = self._steps[drafted:] if judges_new and not was_rejected else []
+        del self._steps[:drafted]  # what a rejection makes void is deleted when the next draft starts
         tokens = accepted + (was_rejected or not judges_new)
         cost = 1 + self._costs.of_draft(drafted, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:
