@@ -230,7 +230,7 @@ class Pair:
                 components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
                 settings = settings.with_value("window", measured.costs.window.size)
         if settings.policy == Adaptive.name:
-            components = replace(components, adaptive=self.knowledge.inputs(request, passes and passes.costs))
+            components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)

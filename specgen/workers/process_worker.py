@@ -104,15 +104,14 @@ class ProcessDrafter:
     The length policy (the rule that ends drafts) decides in the worker; `policy` is a copy that follows its state.
     """
 
-    policy: _PolicyMirror
-
     def __init__(self, worker: ProcessWorker, settings: Settings, components: Components, window: int) -> None:
         self.seconds = 0.0
         self._worker, self._settings, self._components, self._window = worker, settings, components, window
         self._observed: list[tuple[int, int]] = []
         # `adaptive` learns from the drafted tokens, which only the worker sees
         copy = None if components.adaptive is not None else factory.make_policy(settings, components.seed)
-        self.policy = _PolicyMirror(copy, self._observed)
+        self._mirror = _PolicyMirror(copy, self._observed)
+        self.policy: LengthPolicy = self._mirror
         self._process: DraftProcess | None = None
         self._shared = SharedDrafts(components, window)
         self._run = self._slot = 0
@@ -148,7 +147,7 @@ class ProcessDrafter:
         assert self._process is not None
         answer: DraftAnswer = self._process.receive(self._serial, self._run)
         self.seconds = answer.seconds
-        self.policy.answered = answer.policy_state
+        self._mirror.answered = answer.policy_state
         draft = Draft.chain(answer.tokens, entropies=answer.entropies, top_probs=answer.top_probs, stop_reason=answer.stop_reason)
         return self._shared.read(self._slot, draft) if draft.tokens and self._shared.size else draft
 
