@@ -244,11 +244,6 @@ ADAPTIVE_POLICY = [
         ),
         ("adaptive: the rejected token teaches nothing", "min(accepted + 1, drafted)]", "accepted]"),
         ("adaptive: unjudged tokens count as rejected", "min(accepted + 1, drafted)]", "drafted]"),
-        (
-            "adaptive: judged tokens are judged again",
-            "del self._steps[:drafted]",
-            "del self._steps[:0]",
-        ),
         ("adaptive: tokens that were cut off stay pending", "del self._steps[unverified:]", "pass"),
         ("adaptive: pending tokens are sure to be accepted", "            self._survival *= acceptance\n", "            pass\n"),
         (
@@ -266,6 +261,11 @@ ADAPTIVE_POLICY = [
             'return "eos" if tokens[-1] in self._eos_ids else token\n',
             'return "eos" if tokens[-1] in self._eos_ids else "pass ended" if is_cut else token\n',
         ),
+    ),
+    *mutants(
+        _ADAPTIVE,
+        ADAPTIVE_RUNS,
+        ("adaptive: judged tokens are judged again", "del self._steps[:drafted]", "del self._steps[:0]"),
     ),
     *mutants(
         _GUARD,
