@@ -54,6 +54,12 @@ class DraftingKnowledge:
         self._checks: dict[Key, CostCheck] = {}
         self._learned: dict[Key, Learned] = {}
 
+    @staticmethod
+    def reads_pass_costs(request: RunRequest) -> bool:
+        """Whether the run's policy is `adaptive` in PEARL's window, and reads what the target's passes cost there."""
+        settings = request.settings
+        return request.method.is_parallel and settings.policy == Adaptive.name and settings.values["verify_cost"] == AUTO
+
     def lacks_costs(self, request: RunRequest) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
         return self._needs_costs(request) and self._tuned_costs(request) is None and self._cost_key(request) not in self._costs
@@ -90,7 +96,9 @@ class DraftingKnowledge:
         return self._checks.get(self._cost_key(request)) if needs_costs else None
 
     def inputs(self, request: RunRequest, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
-        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes, None for others.
+        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
+
+        They are None for other methods, and if the setting `verify_cost` says what verification costs.
 
         A sampled run with a seed gets a copy of what was known at the beginning: its tokens depend on the lengths of drafts, and
         the same seed has to give the same tokens. Raises SpecgenError if `measure` has to be called first.
@@ -99,7 +107,9 @@ class DraftingKnowledge:
         given = [settings.values[name] for name in _COST_SETTINGS]
         if parallel_costs is not None:
             single = parallel_costs.single_pass
-            costs = DraftingCosts.linear(0.0, parallel_costs.pass_seconds(2) / single - 1)
+            costs = DraftingCosts.linear(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
+        elif method.is_parallel:
+            costs = DraftingCosts.linear(0.0, 0.0)
         elif AUTO not in given:
             costs = DraftingCosts.linear(*map(float, given))
         else:
@@ -108,10 +118,11 @@ class DraftingKnowledge:
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         tuned = self.tuned_learned.get(method.drafter.name)
         initial = Learned.prior(costs, greedy=sampling.greedy) if tuned is None else tuned.copy()
+        key = None
         if sampling.greedy or sampling.seed is None:
             key = *_draft_key(request), sampling.greedy, *given
             initial = self._learned.setdefault(key, initial)
-        return AdaptiveInputs(costs, initial, in_parallel=parallel_costs is not None)
+        return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key)
 
     def _tuned_costs(self, request: RunRequest) -> RoundCosts | None:
         """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""

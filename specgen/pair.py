@@ -177,7 +177,7 @@ class Pair:
         if self.drafts_here(request.method):
             self.load_draft()
         if request.method.is_parallel and (worker := self._worker) is not None:
-            if request.settings.values["window"] == "auto":
+            if request.settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
                 self.parallel_costs(request.typical_length, request.sampling, record=record)
             worker.ready()
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
@@ -211,7 +211,7 @@ class Pair:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
-        worker = measured = None
+        worker = measured = passes = None
         if chosen.needs_exit_layer:
             both = self.early_exit(chosen, str(settings.values["exit"]))
             both.reserve(components.capacity)
@@ -224,15 +224,15 @@ class Pair:
         elif chosen.is_parallel and self.draft is not None:
             worker = self._worker
             assert worker is not None
+            if settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
+                passes = prepared(chosen, self._pearl_costs.find(worker, sampling, request.typical_length, record=record))
             if settings.values["window"] == "auto":
-                found = self._pearl_costs.find(worker, sampling, request.typical_length, record=record)
-                measured, is_flexible = prepared(chosen, found), self.has_flexible_window(sampling)
+                measured, is_flexible = passes, self.has_flexible_window(sampling)
+                assert measured is not None
                 components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
                 settings = settings.with_value("window", measured.costs.window.size)
         if settings.policy == Adaptive.name:
-            components = replace(
-                components, adaptive=self.knowledge.inputs(request, None if measured is None else measured.costs)
-            )
+            components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock = Clock(synchronizer(self.target.device))
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)

@@ -198,7 +198,7 @@ class InlineDrafter:
     """Drafts for one run. Implements `ParallelDrafter`. `drafted` is the last draft."""
 
     def __init__(self, settings: Settings, components: Components) -> None:
-        self.policy = factory.make_policy(settings, components.seed)
+        self.policy = factory.make_policy(settings, components.seed, components.adaptive)
         self.seconds = 0.0
         self.drafted = Draft()
         self._model = ModelDrafter(factory.draft_setup(components))

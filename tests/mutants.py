@@ -38,6 +38,8 @@ PEARL_ROUNDS = Selection("test_parallel.py")
 GREEDY = Selection("test_verifiers.py")
 TREE_LEVELS = Selection("test_eesd_signals.py::test_signals_of_a_tree_are_those_of_each_levels_likeliest_node")
 LENGTHS = Selection("test_policies.py")
+ADAPTIVE, ADAPTIVE_RUNS = Selection("test_adaptive.py"), Selection("test_adaptive_runs.py")
+SHARED = Selection("test_adaptive_pairs.py")
 LOSSY = Selection("test_joint.py")
 WARPING = Selection("test_distributions.py::test_warping_is_transformers")
 
@@ -49,7 +51,7 @@ def mutants(file: str, tests: Selection, *changes: tuple[str, str, str]) -> list
 
 _VERIFIERS, _MULTI = "decoding/verifiers.py", "decoding/multi_draft.py"
 _DRAFTERS, _PARALLEL, _RUN = "decoding/drafters.py", "decoding/parallel.py", "decoding/run.py"
-_POLICIES = "decoding/policies.py"
+_POLICIES, _ADAPTIVE, _GUARD = "decoding/policies.py", "decoding/adaptive.py", "decoding/drafting_guard.py"
 
 REJECTION_SAMPLING = [
     *mutants(
@@ -153,8 +155,8 @@ DRAFTING = [
         POLICY,
         (
             "the doubtful token dropped instead of kept",
-            "return chain.draft(extend_draft(policy, limit, extend))",
-            """reason = extend_draft(policy, limit, extend)
+            "return chain.draft(extend_draft(policy, limit, extend, unverified=len(unverified)))",
+            """reason = extend_draft(policy, limit, extend, unverified=len(unverified))
         if reason == policy.reason and len(chain.tokens) > 1:
             chain.drop_last()
         return chain.draft(reason)""",
@@ -189,8 +191,8 @@ DRAFTING = [
         LENGTHS,
         (
             "EOS inside a draft ignored by the drafter",
-            'return "eos" if tokens[-1] in self._eos_ids else token if goes_on else "pass ended"',
-            'return token if goes_on else "pass ended"',
+            'return "eos" if tokens[-1] in self._eos_ids else token\n',
+            "return token\n",
         ),
         (
             "prompt lookup drafts after EOS",
@@ -228,6 +230,78 @@ POLICY_RULES = [
         _RUN,
         PEARL_ROUNDS,
         ("the policy observes tokens that are not verified yet", "draft.levels - unverified, accepted", "draft.levels, accepted"),
+    ),
+]
+
+ADAPTIVE_POLICY = [
+    *mutants(
+        _ADAPTIVE,
+        ADAPTIVE,
+        (
+            "adaptive: only the last token's acceptance counts",
+            "self.predictions.append(acceptance)\n        self._survival *= acceptance",
+            "self.predictions.append(acceptance)\n        self._survival = acceptance",
+        ),
+        ("adaptive: the rejected token teaches nothing", "min(accepted + 1, drafted)]", "accepted]"),
+        ("adaptive: unjudged tokens count as rejected", "min(accepted + 1, drafted)]", "drafted]"),
+        ("adaptive: tokens that were cut off stay pending", "del self._steps[unverified:]", "pass"),
+        ("adaptive: pending tokens are sure to be accepted", "            self._survival *= acceptance\n", "            pass\n"),
+        (
+            "adaptive: a token of the target's own after pending ones",
+            "tokens = accepted + (was_rejected or not judges_new)",
+            "tokens = accepted + was_rejected",
+        ),
+        ("adaptive: a level costs as one token", "self._level = token.nodes", "self._level = 1"),
+    ),
+    *mutants(
+        _DRAFTERS,
+        ADAPTIVE_RUNS,
+        (
+            "adaptive does not see the token before a cut",
+            'return "eos" if tokens[-1] in self._eos_ids else token\n',
+            'return "eos" if tokens[-1] in self._eos_ids else "pass ended" if is_cut else token\n',
+        ),
+    ),
+    *mutants(
+        _ADAPTIVE,
+        ADAPTIVE_RUNS,
+        ("adaptive: judged tokens are judged again", "del self._steps[:drafted]", "del self._steps[:0]"),
+    ),
+    *mutants(
+        _GUARD,
+        ADAPTIVE,
+        ("guard: trials that lose are repeated", "(trial and cost >= tokens)", "(trial and tokens == 1)"),
+        ("guard: pauses of one length", "self.pause = min(2 * self.pause, LONGEST_PAUSE)", "pass"),
+        ("guard: every trial halves the pause", "if self.loss < -budget:", "if trial or self.loss < -budget:"),
+    ),
+    *mutants(
+        "decoding/acceptance_calibration.py",
+        ADAPTIVE,
+        ("calibration: corrections are computed once", "        self._corrections.clear()\n", ""),
+        (
+            "calibration: one correction for all intervals",
+            "interval = bisect(self.prior.edges, score)\n        correction",
+            "interval = 0\n        correction",
+        ),
+    ),
+    *mutants(
+        "cost_model/drafting_costs.py",
+        ADAPTIVE,
+        ("costs: only the next token counts on a step up", "range(1, _STAGES + 1)", "range(1, 2)"),
+    ),
+    *mutants(
+        "drafting_knowledge.py",
+        SHARED,
+        ("adaptive: seeded runs share what they learn", "if sampling.greedy or sampling.seed is None:", "if True:"),
+    ),
+    *mutants(
+        "workers/worker_loop.py",
+        SHARED,
+        (
+            "adaptive: the worker forgets what it learned",
+            "learned=self._learned.setdefault(adaptive.key, adaptive.learned)",
+            "learned=adaptive.learned",
+        ),
     ),
 ]
 
@@ -363,4 +437,4 @@ LOSSY_METHODS = [
     ),
 ]
 
-DECODING_MUTANTS = [*REJECTION_SAMPLING, *DRAFTING, *POLICY_RULES, *PARALLEL, *TREES, *LOSSY_METHODS]
+DECODING_MUTANTS = [*REJECTION_SAMPLING, *DRAFTING, *POLICY_RULES, *ADAPTIVE_POLICY, *PARALLEL, *TREES, *LOSSY_METHODS]

@@ -31,6 +31,7 @@ METHODS = {
     "eesd-tree": {"width": 2, "depth": 4},
     "eesd-tree:3": {"width": 3, "depth": 3, "theta0": 1.0, "sigma_model": 0.001},
     "eesd-tree:4": {"width": 4, "depth": 6},
+    "eesd-tree:adaptive": {"policy": "adaptive", "width": 2, "draft_cost": 0.1, "verify_cost": 0.05},
     "selfsd": {"skip": "1+2"},
     "selfsd:parts": {"skip": "0a+1m+2", "policy": "fixed", "k": 5},
 }

@@ -81,6 +81,10 @@ POLICIES = [  # that read the drawn token or what was accepted before
     Case("sd", {"policy": "heuristic", "k": 1}, 5, seed=1),
     Case("sd", {"policy": "beta-ts", "alpha": 3.0}, 5),
     Case("eesd-cali", {"theta0": 0.9}, 4),
+    Case("adaptive", {"draft_cost": 0.2, "verify_cost": 0.05}, 5),
+    Case("adaptive", {"draft_cost": 0.2, "verify_cost": 0.1, "exploration": 0.1}, 5, THREE, {"top_p": 0.9}, eos=(2,), seed=3),
+    Case("adaptive", {"draft_cost": 0.25, "verify_cost": 0.1, "exploration": 0.5}, 5, THREE, {"top_k": 2}, zero=True, seed=1),
+    Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
 ]
 PARALLEL = [
     Case("pearl", {"window": 1}, 5),
@@ -96,6 +100,8 @@ PARALLEL = [
     Case("pearl", {"window": 4, "post_verify": False}, 6, eos=(1,), seed=1),
     Case("pearl", {"window": 3, "policy": "confidence", "threshold": 0.5}, 5),
     Case("pearl", {"window": 5}, 5, window=Window(3, 3, lead=2, is_flexible=True)),
+    Case("pearl", {"window": 3, "policy": "adaptive", "verify_cost": 0.2, "exploration": 0.1}, 5),
+    Case("pearl", {"window": 3, "policy": "adaptive", "verify_cost": 0.3, "post_verify": False}, 4, seed=1),
     *(Case("pearl", {"window": 3}, limit) for limit in (1, 2, 3, 4)),
 ]
 TREES = [
@@ -104,12 +110,15 @@ TREES = [
     Case("sd", {"depth": 3, "width": 2}, 5, THREE, {"top_k": 2}, eos=(2,)),
     Case("sd", {"policy": "confidence", "width": 3, "depth": 2}, 4, THREE, {"top_p": 0.9}, zero=True),
     Case("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}, 5),
+    Case("eesd-tree", {"width": 2, "policy": "adaptive", "draft_cost": 0.1, "verify_cost": 0.1, "exploration": 0.1}, 5),
+    Case("specinfer", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.1, "max_draft": 2}, 4),
     Case("specinfer", {"k": 2, "drafts": 2}, 4),
     Case("specinfer", {"k": 1, "drafts": 3}, 4, THREE, {"top_p": 0.9}, zero=True),
     Case("specinfer", {"k": 3, "drafts": 2}, 4, eos=(1,)),
     Case("specinfer", {"k": 1, "drafts": 4}, 3),
     Case("spectr", {"k": 2, "drafts": 2}, 4),
     Case("spectr", {"k": 1, "drafts": 4}, 3),
+    Case("spectr", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.3, "verify_cost": 0.1, "max_draft": 2}, 3),
     Case("spectr", {"k": 1, "drafts": 3}, 3, THREE, {"top_p": 0.9}, zero=True),
     Case("spectr", {"k": 2, "drafts": 2}, 4, THREE, {"top_k": 2}, eos=(2,)),
 ]
@@ -123,6 +132,21 @@ def test_chains(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", POLICIES, ids=str)
 def test_length_policies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
+
+
+@pytest.mark.parametrize("case", [case for case in POLICIES if case.method == "adaptive"], ids=str)
+def test_adaptive_decides_by_the_drawn_token_in_these_cases(case: Case) -> None:
+    """First drafts, before anything is learned, end early at different tokens; some rounds draft nothing."""
+    target, draft = case.models
+    first, reasons = set(), set()
+    for seed in range(40):
+        run = scripted_run(case.method, case.settings, target, draft, case.sampling, eos=case.eos, seed=seed, prompt=PROMPT)
+        rounds = list(run.rounds())[1:]
+        reasons |= {(round_.draft.stop_reason or "").split(": ")[0].split(" 0")[0] for round_ in rounds}
+        if rounds and rounds[0].draft.tokens:
+            first.add((rounds[0].draft.stop_reason, len(rounds[0].draft.tokens)))
+    assert len({length for reason, length in first if reason.startswith("gain")}) > 1 or "no draft" in reasons
+    assert "gain" in reasons
 
 
 @pytest.mark.parametrize("case", PARALLEL, ids=str)

@@ -149,6 +149,7 @@ def test_every_policy_that_can_be_fed_ends_drafts(name: str, temperature: float)
     target, draft = TableRunner(1), TableRunner(5)
     plain = ids_of(scripted_run("ar", {}, target, None, sampling).rounds())
     wanted = {"fixed": "limit", "heuristic": "limit", "confidence": "prob", "svip": "√cH", "beta-ts": "bandit", "selfsd": "prob"}
+    wanted["adaptive"] = "gain"
     assert set(methods.available_policies(method)) == {*wanted, "cali-ts"}
     wanted["cali-ts"] = "bandit"
     for policy, reason in wanted.items():

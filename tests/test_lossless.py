@@ -20,7 +20,8 @@ from specgen.types import SamplingParams
 LENGTHS = tuple(range(1, 9))
 DRAFTS = ("unrelated", "near", "itself")
 PEARL = ("pearl", "pearl:pre_verify=false", "pearl:post_verify=false")
-METHODS = ("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "spectr", "specinfer", *PEARL)
+ADAPTIVE = "adaptive:draft_cost=0.3:verify_cost=0.1"  # drafts of all lengths, and none in some rounds
+METHODS = ("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "spectr", "specinfer", ADAPTIVE, *PEARL)
 COUNT = 14
 PROMPTS = 3  # twice as many are run; transformers takes most of the time
 AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS, ("auto", "transformers"))
@@ -112,9 +113,13 @@ def test_any_policy_runs_on_any_drafter_that_feeds_it(pair_of: Callable[..., Pai
     ids = prompt(11)
     expected = plain(make_model("llama"), ids, COUNT)
     combinations_ = [("sd", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
+    combinations_ += [(method, "adaptive") for method in ("sd:width=2", "lookup", "spectr", "specinfer", "pearl")]
     combinations_ += [("pearl", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
     combinations_ += [("lookup", p) for p in ("fixed", "heuristic", "beta-ts")]
     for method, policy in combinations_:
-        window = {"window": 6} if method == "pearl" else {}
-        result = pair.generate(ids, method, SamplingParams(max_new_tokens=COUNT), policy=policy, **window)
+        name, *fixed = method.split(":")
+        given: dict[str, object] = {**parse_pairs(fixed), **({"window": 6} if method == "pearl" else {})}
+        if policy == "adaptive":
+            given |= {"draft_cost": 0.1, "verify_cost": 0.05}
+        result = pair.generate(ids, name, SamplingParams(max_new_tokens=COUNT), policy=policy, **given)
         assert result.token_ids == expected, (method, policy)

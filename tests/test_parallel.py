@@ -53,7 +53,7 @@ def decode(name: str, target: RandomRunner, draft: RandomRunner, limit: int, eos
     eos=st.sets(st.integers(0, 8), max_size=2),
     pre=st.booleans(),
     post=st.booleans(),
-    policy=st.sampled_from([None, "fixed", "heuristic", "svip", "beta-ts"]),
+    policy=st.sampled_from([None, "fixed", "heuristic", "svip", "beta-ts", "adaptive"]),
 )
 def test_random_cases_give_plain_decodings_tokens(
     vocabulary: int, seed: int, noise: float, window: int, limit: int, eos: set[int], pre: bool, post: bool, policy: str | None
@@ -78,7 +78,7 @@ def test_random_cases_give_plain_decodings_tokens(
     lead=st.integers(0, 5),
     limit=st.integers(1, 20),
     eos=st.sets(st.integers(0, 8), max_size=2),
-    policy=st.sampled_from([None, "fixed", "svip"]),
+    policy=st.sampled_from([None, "fixed", "svip", "adaptive"]),
 )
 def test_a_flexible_window_gives_plain_decodings_tokens(
     vocabulary: int, seed: int, noise: float, size: int, lead: int, limit: int, eos: set[int], policy: str | None

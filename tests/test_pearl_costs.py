@@ -23,6 +23,7 @@ from specgen.cost_model.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostChe
 from specgen.cost_model.pearl_window import ParallelCosts, Window, costs_of_rounds
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.cost_model.speedup import SpeedupModel
+from specgen.decoding.length_policy import Always
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.methods import METHODS, resolve
@@ -108,9 +109,7 @@ def test_a_simulated_draft_ends_with_the_simulated_pass(near: Pair) -> None:
         reference=SimpleNamespace(eos_ids=frozenset()),
         rollouts={1: [SimpleNamespace(token=token, signals={}) for token in range(20, 40)]},
     )
-    policy = SimpleNamespace(signals=frozenset(), starts_draft=lambda: True, keep_drafting=lambda token: True)
-    policy.reason, policy.seconds, policy.predictions = "", 0.0, ()
-    drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, policy, target)  # type: ignore[arg-type]
+    drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, Always(), target)  # type: ignore[arg-type]
     context = Context([1, 2])
     context.extend([3])
     drafter.start(context, (), 20)

@@ -11,12 +11,16 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-_SMALLEST = 1e-3  # probabilities are kept this far from 0 and 1
+_SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
+
+
+def _bounded(probability: float) -> float:
+    return _SMALLEST if probability < _SMALLEST else _LARGEST if probability > _LARGEST else probability
 
 
 def log_odds(probability: float) -> float:
     """Returns ln(p / (1 - p)), with p kept between 0.001 and 0.999."""
-    bounded = min(max(probability, _SMALLEST), 1 - _SMALLEST)
+    bounded = _bounded(probability)
     return math.log(bounded / (1 - bounded))
 
 
@@ -31,8 +35,7 @@ def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float
     p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
     the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
     """
-    top = min(max(top_prob, _SMALLEST), 1 - _SMALLEST)
-    chosen = min(max(prob, _SMALLEST), 1 - _SMALLEST)
+    top, chosen = _bounded(top_prob), _bounded(prob)
     return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
 
 
@@ -71,8 +74,8 @@ class AcceptanceCalibration:
     all_accepted: float = 0.0
     all_predicted: float = 0.0
     all_judged: float = 0.0
-    _offset: float = 0.0  # of all scores
-    _own: list[float] = field(default_factory=list)  # of the scores in each interval, besides
+    _offset: float | None = field(default=None, init=False, compare=False)  # of all scores; None after a token was judged
+    _corrections: dict[int, float] = field(default_factory=dict, init=False, compare=False)  # by interval, likewise
 
     FADING = 0.998  # of the counts of all tokens, for each judged token
     INTERVAL_FADING = 0.9994  # of the counts of an interval, for each judged token in it
@@ -81,14 +84,14 @@ class AcceptanceCalibration:
         intervals = len(self.prior.edges) + 1
         for counts in (self.accepted, self.predicted, self.judged):
             counts.extend([0.0] * (intervals - len(counts)))
-        self._correct_all()
-        self._own = [0.0] * intervals
-        for interval in range(intervals):
-            self._correct(interval)
 
     def predict(self, score: float) -> float:
         """Returns the probability that a token with this score is accepted, given that the tokens before it were."""
-        return probability(score + self._offset + self._own[bisect(self.prior.edges, score)])
+        interval = bisect(self.prior.edges, score)
+        correction = self._corrections.get(interval)
+        if correction is None:
+            correction = self._corrections[interval] = self._correction(interval)
+        return probability(score + correction)
 
     def learn(self, score: float, accepted: bool) -> None:
         """Counts a judged token: one that the target accepted, or the first one that it rejected."""
@@ -96,24 +99,25 @@ class AcceptanceCalibration:
         self.all_accepted = self.all_accepted * fading + accepted
         self.all_predicted = self.all_predicted * fading + expected
         self.all_judged = self.all_judged * fading + 1
-        self._correct_all()
         interval, fading = bisect(self.prior.edges, score), self.INTERVAL_FADING
         self.accepted[interval] = self.accepted[interval] * fading + accepted
         self.predicted[interval] = self.predicted[interval] * fading + expected
         self.judged[interval] = self.judged[interval] * fading + 1
-        self._correct(interval)
+        self._offset = None
+        self._corrections.clear()
 
-    def _correct_all(self) -> None:
-        prior = self.prior
-        weight, assumed = self.all_judged + prior.strength, prior.strength * prior.rate
-        self._offset = log_odds((self.all_accepted + assumed) / weight) - log_odds((self.all_predicted + assumed) / weight)
-
-    def _correct(self, interval: int) -> None:
-        if judged := self.judged[interval]:
-            strength = self.prior.interval_strength
-            expected = log_odds(self.predicted[interval] / judged) + self._offset
-            accepted = self.accepted[interval] + strength * probability(expected)
-            self._own[interval] = log_odds(accepted / (judged + strength)) - expected
+    def _correction(self, interval: int) -> float:
+        """Returns what to add to the scores in an interval: the offset of all tokens, corrected by the interval's own."""
+        prior, judged = self.prior, self.judged[interval]
+        if self._offset is None:
+            weight, assumed = self.all_judged + prior.strength, prior.strength * prior.rate
+            rates = (self.all_accepted + assumed) / weight, (self.all_predicted + assumed) / weight
+            self._offset = log_odds(rates[0]) - log_odds(rates[1])
+        if not judged:
+            return self._offset
+        predicted, strength = log_odds(self.predicted[interval] / judged), prior.interval_strength
+        accepted = self.accepted[interval] + strength * probability(predicted + self._offset)
+        return log_odds(accepted / (judged + strength)) - predicted
 
     def as_dict(self) -> dict[str, list[float]]:
         """Returns the counts, to be saved in a profile."""

@@ -12,10 +12,9 @@ in units of a target pass over one token (`DraftingCosts`); the policy never rea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features
@@ -132,19 +131,18 @@ class AdaptiveInputs:
     """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
 
     `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost nothing.
+    Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
+    nothing.
     """
 
     costs: DraftingCosts
     learned: Learned
     in_parallel: bool = False
+    key: Hashable = None
 
 
-class _Step(NamedTuple):
-    """A drafted token (a level of a tree) that is not judged yet: its scores and the probability that it is accepted."""
-
-    score: float
-    following_score: float
-    acceptance: float
+# A drafted token (a level of a tree) that is not judged yet: its two scores and the probability that it is accepted.
+_Step = tuple[float, float, float]
 
 
 class Adaptive(LengthPolicy):
@@ -172,23 +170,30 @@ class Adaptive(LengthPolicy):
         self._priors = self.learned.token.prior, self.learned.following.prior
         self.signals = self.preferred_signals
         self.predictions: list[float] = []
-        self._steps: list[_Step] = []
+        self._steps: list[_Step] = []  # in PEARL those of earlier rounds too, if they are not judged yet
+        self._before: float | None = None  # the following score of the drafted token before them, if there is one
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
-        self._is_trial = self._was_asked = False
+        self._level = 1  # tokens that one more step adds: more than one in a tree
+        self._is_trial = False
         self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing
 
-    def starts_draft(self) -> bool:
-        self._was_asked, self._is_trial, self._tokens = True, False, 0
-        self._survival = prod(step.acceptance for step in self._steps)
+    def starts_draft(self, *, unverified: int = 0) -> bool:
+        self._is_trial, self._tokens = False, 0
+        del self._steps[unverified:]
+        self._survival = 1.0
+        for _, _, acceptance in self._steps:
+            self._survival *= acceptance
         self.predictions = []
         learned = self.learned
         if learned.guard.pauses():
             self.reason = "no draft: paused" + (f", {learned.guard.left} more rounds" if learned.guard.left else "")
             return False
-        gain = self._survival * learned.first_acceptance * learned.worth * _OPTION
-        cost = self._costs.next_cost(0) + self._missed_cost
-        if gain <= cost and not self._steps:
+        if self._in_parallel:  # the first token costs nothing: the target's pass that runs now judges it
+            return True
+        gain = learned.first_acceptance * learned.worth * _OPTION
+        cost = self._costs.next_cost(0, self._level) + self._missed_cost
+        if gain <= cost:
             self.reason = f"no draft: gain {comparison(gain, '< cost', cost)}"
             self._is_trial = learned.guard.tries()
             return self._is_trial
@@ -200,35 +205,41 @@ class Adaptive(LengthPolicy):
         return self._missed * self._costs.draft * self._costs.verification.at(1)
 
     def keep_drafting(self, token: DraftedToken) -> bool:
-        learned, (prior, following) = self.learned, self._priors
-        known = features(token.signals.get("entropy", 0.5), token.signals.get("top_prob", 0.8), token.signals.get("prob", 0.8))
-        score, following_score = prior.score(known), following.score(known)
+        learned, (prior, following), known = self.learned, self._priors, token.signals.get
+        read = features(known("entropy", 0.5), known("top_prob", 0.8), known("prob", 0.8))
+        score, following_score = prior.score(read), following.score(read)
         acceptance = learned.token.predict(score)
-        self._steps.append(_Step(score, following_score, acceptance))
+        self._steps.append((score, following_score, acceptance))
         self.predictions.append(acceptance)
         self._survival *= acceptance
-        self._tokens += token.nodes
+        self._level = token.nodes
+        self._tokens += self._level
         gain = self._survival * learned.following.predict(following_score) * learned.worth * _OPTION
-        cost = self._costs.next_cost(self._tokens, token.nodes)
+        cost = self._costs.next_cost(self._tokens - self._in_parallel, self._level)
         if gain <= cost:
             self.reason = f"gain {comparison(gain, '< cost', cost)}"
             return False
-        return self._below(self.max_draft, token)
+        if token.position < self.max_draft:
+            return True
+        self.reason = f"limit {self.max_draft}"
+        return False
 
     def observe(self, drafted: int, accepted: int) -> None:
-        if not self._was_asked:  # the pass over the prompt, or no room for a draft
-            return
-        learned, was_rejected = self.learned, accepted < drafted
-        for position, step in enumerate(self._steps[: min(accepted + 1, drafted)]):
+        learned, before, was_rejected = self.learned, self._before, accepted < drafted
+        for position, (score, following_score, _) in enumerate(self._steps[: min(accepted + 1, drafted)]):
             is_accepted = position < accepted
-            learned.token.learn(step.score, is_accepted)
-            if position:
-                learned.following.learn(self._steps[position - 1].following_score, is_accepted)
-            else:
+            learned.token.learn(score, is_accepted)
+            if before is None:
                 learned.add_first(is_accepted)
-        self._steps = [] if was_rejected or not self._in_parallel else self._steps[drafted:]
-        tokens = accepted + (was_rejected or not self._in_parallel)
-        cost = 1 + self._costs.of_draft(drafted, max(self._tokens, drafted))
+            else:
+                learned.following.learn(before, is_accepted)
+            before = following_score
+        # In PEARL the target's last logits judge a new token, if there is one; otherwise they give a token of the target's own.
+        judges_new = self._in_parallel and self._tokens > 0
+        self._before = before if judges_new and not was_rejected else None
+        del self._steps[:drafted]  # what a rejection makes void is deleted when the next draft starts
+        tokens = accepted + (was_rejected or not judges_new)
+        cost = 1 + self._costs.of_draft(drafted, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:
             cost += self._missed_cost
             self._missed = 0
@@ -236,7 +247,7 @@ class Adaptive(LengthPolicy):
         else:
             self._missed += tokens
         learned.add_round(cost, tokens)
-        self._was_asked = False
+        self._tokens = 0
 
     def state(self) -> Mapping[str, float]:
         return {"worth": self.learned.worth, "first_acceptance": self.learned.first_acceptance}

@@ -61,15 +61,16 @@ class DraftSetup:
     acceptance_predictor: AcceptancePredictor | None = None
 
 
-def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]) -> str:
+def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str], *, unverified: int = 0) -> str:
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
     Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
     returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
-    At `limit` the reason is `length`. The time that the policy takes is added to `policy.seconds`.
+    At `limit` the reason is `length`. The draft follows `unverified` drafted tokens (PEARL). The time that the policy takes is
+    added to `policy.seconds`.
     """
     start = perf_counter()
-    drafts = policy.starts_draft()
+    drafts = policy.starts_draft(unverified=unverified)
     policy.seconds += perf_counter() - start
     if not drafts:
         return policy.reason
@@ -160,8 +161,12 @@ class ModelDrafter(ModelDrafterBase):
             return Draft()
         chain = DraftChain(self._setup, self._generator, policy.signals, self._own_signals, keep_probs=self._keeps_probs)
         scores = AcceptanceScores.wanted(self._setup, policy, context)
+        is_cut = False
 
         def extend(position: int) -> DraftedToken | str:
+            nonlocal is_cut
+            if is_cut:  # after the policy has seen the last token, from which it may learn later
+                return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))
             score = None
             if scores is not None and output.hidden_states is not None:
@@ -172,10 +177,10 @@ class ModelDrafter(ModelDrafterBase):
                 chain.drop_last()
                 return refusal
             tokens.append(chain.tokens[-1])
-            goes_on = show is None or show(position - 1, tokens[-1])
-            return "eos" if tokens[-1] in self._eos_ids else token if goes_on else "pass ended"
+            is_cut = show is not None and not show(position - 1, tokens[-1])
+            return "eos" if tokens[-1] in self._eos_ids else token
 
-        return chain.draft(extend_draft(policy, limit, extend))
+        return chain.draft(extend_draft(policy, limit, extend, unverified=len(unverified)))
 
     def _refusal(self, values: Mapping[str, float]) -> str | None:
         """Says why the last token must be dropped and the draft ended, or returns None to keep the token.

@@ -11,10 +11,11 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 4, 256  # rounds
 class DraftingGuard:
     """Pauses drafting after it has lost more than a budget, and tries again after the pause.
 
-    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain decoding
-    pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, and the next pause is
-    twice as long; below minus the budget the next pause is half as long. So n tokens lose at most about
-    (budget + one round) * (1 + log2(n / `SHORTEST_PAUSE`)) units against plain decoding.
+    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain
+    decoding pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, the sum falls by
+    the budget and the next pause is twice as long; below minus the budget the next pause is half as long. So whatever is
+    accepted, n rounds lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding,
+    where b is the larger one of the budget and the loss of one round.
     A round after a pause is a trial: it drafts even if the predicted acceptance says that this does not pay. Otherwise rejected
     drafts in one part of a text could end drafting for ever, since rounds without a draft teach nothing.
     """
@@ -44,14 +45,14 @@ class DraftingGuard:
     def count(self, cost: float, tokens: int, budget: float, *, trial: bool) -> None:
         """Counts a round with a draft: its cost in units, the tokens that it gave, and whether it was a trial.
 
-        After a trial that gave more than the target's own token, the next round may be another; otherwise a pause begins.
+        After a trial that paid, the next round may be another; after one that did not, a pause begins.
         """
         self.loss += cost - tokens
-        if self.loss > budget or (trial and tokens == 1):
+        if self.loss > budget or (trial and cost >= tokens):
             self.left, self.may_try = self.pause, False
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
-            self.loss = min(self.loss, 0.0)
-        elif trial or self.loss < -budget:
-            self.pause = max(self.pause // 2, SHORTEST_PAUSE)
-            self.loss = max(self.loss, 0.0)
-            self.may_try = trial
+            self.loss -= min(max(self.loss, 0.0), budget)
+            return
+        self.may_try |= trial
+        if self.loss < -budget:
+            self.pause, self.loss = max(self.pause // 2, SHORTEST_PAUSE), 0.0

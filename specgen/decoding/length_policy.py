@@ -66,8 +66,11 @@ class LengthPolicy(ABC):
         """The names of the signals that a policy with these settings reads."""
         return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
-    def starts_draft(self) -> bool:
-        """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token."""
+    def starts_draft(self, *, unverified: int = 0) -> bool:
+        """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token.
+
+        In PEARL the draft would follow `unverified` drafted tokens.
+        """
         return True
 
     @abstractmethod
@@ -75,7 +78,11 @@ class LengthPolicy(ABC):
         """Whether to draft another token after this one."""
 
     def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027  most policies learn nothing
-        """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted."""
+        """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted.
+
+        Called after each round but the pass over the prompt, also after one without a draft. In PEARL the draft's last tokens may
+        be verified in later rounds.
+        """
 
     def state(self) -> Mapping[str, float] | None:
         """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""

@@ -25,7 +25,7 @@ class LengthSweep(LengthPolicy):
         self.longest = max(lengths)
 
     def start_run(self) -> None:
-        self._warm_up_left = WARM_UP
+        self._warm_up_left = WARM_UP - 1  # without the pass over the prompt
 
     @property
     def length(self) -> int:
@@ -35,7 +35,7 @@ class LengthSweep(LengthPolicy):
     def signals(self) -> Signals:  # type: ignore[override]
         return self.combinations[self._current][1]
 
-    def starts_draft(self) -> bool:
+    def starts_draft(self, *, unverified: int = 0) -> bool:
         return self.length > 0
 
     def keep_drafting(self, token: DraftedToken) -> bool:

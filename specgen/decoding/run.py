@@ -118,7 +118,8 @@ class Run:
             tokens.append(verdict.token)
         self.context.extend(tokens)
         self.clock.lap("other")
-        self.policy.observe(draft.levels - unverified, accepted)
+        if mode != "prefill":
+            self.policy.observe(draft.levels - unverified, accepted)
         self.clock.lap("policy")
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"

@@ -140,7 +140,7 @@ class SimulatedDrafter:
             tokens.append(drafted.token if index < len(rollout) else _NO_TOKEN)  # a rollout ends after a rejected token
             return "eos" if drafted.token in self._recorded.reference.eos_ids else DraftedToken(position, drafted.signals)
 
-        reason = extend_draft(policy, limit, extend)
+        reason = extend_draft(policy, limit, extend, unverified=unverified)
         return Draft.chain(tokens, stop_reason=reason)
 
     def cost(self, length: int, policy: LengthPolicy, context: Context) -> float:

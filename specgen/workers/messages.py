@@ -7,7 +7,7 @@ succeed get no answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +72,8 @@ class DraftAnswer(NamedTuple):
     """A drafted chain. Its `probs` and `logits` tensors are not in the message: they go through shared memory, where needed.
 
     `entropies` (nats) and `top_probs` (largest probability) have one number per token. `stop_reason` says why the draft ended;
-    None only for an empty draft. `seconds` is the time that drafting took. `predicted` is that of `Draft`.
+    None only for an empty draft. `seconds` is the time that drafting took. `predicted` is that of `Draft`. `policy_state` is what the
+    length policy had learned before it, where this depends on what only the worker knows; otherwise None.
     """
 
     tokens: Sequence[int]
@@ -81,6 +82,7 @@ class DraftAnswer(NamedTuple):
     stop_reason: str | None
     seconds: float
     predicted: Sequence[float] = ()
+    policy_state: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

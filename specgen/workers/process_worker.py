@@ -108,9 +108,10 @@ class ProcessDrafter:
         self.seconds = 0.0
         self._worker, self._settings, self._components, self._window = worker, settings, components, window
         self._observed: list[tuple[int, int]] = []
-        self.policy: LengthPolicy = _PolicyMirror(
-            factory.make_policy(settings, components.seed, components.adaptive), self._observed
-        )
+        # `adaptive` learns from the drafted tokens, which only the worker sees
+        copy = None if components.adaptive is not None else factory.make_policy(settings, components.seed)
+        self._mirror = _PolicyMirror(copy, self._observed)
+        self.policy: LengthPolicy = self._mirror
         self._process: DraftProcess | None = None
         self._shared = SharedDrafts(components, window)
         self._run = self._slot = 0
@@ -146,6 +147,7 @@ class ProcessDrafter:
         assert self._process is not None
         answer: DraftAnswer = self._process.receive(self._serial, self._run)
         self.seconds = answer.seconds
+        self._mirror.answered = answer.policy_state
         draft = Draft.chain(
             answer.tokens,
             entropies=answer.entropies,
@@ -168,15 +170,18 @@ class ProcessDrafter:
 class _PolicyMirror(Always):
     """A copy of a length policy that decides in the worker process.
 
-    Adds each observation, the numbers of drafted and accepted tokens, to `observed`, to be sent to the worker.
+    Adds each observation, the numbers of drafted and accepted tokens, to `observed`, to be sent to the worker. `policy` is None
+    if its state does not follow from observations; then its state is `answered`: that before the last draft, from the worker.
     """
 
-    def __init__(self, policy: LengthPolicy, observed: list[tuple[int, int]]) -> None:
+    def __init__(self, policy: LengthPolicy | None, observed: list[tuple[int, int]]) -> None:
         self._policy, self._observed = policy, observed
+        self.answered: Mapping[str, float] | None = None
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self._policy.observe(drafted, accepted)
+        if self._policy is not None:
+            self._policy.observe(drafted, accepted)
         self._observed.append((drafted, accepted))
 
     def state(self) -> Mapping[str, float] | None:
-        return self._policy.state()
+        return self.answered if self._policy is None else self._policy.state()

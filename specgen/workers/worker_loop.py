@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from specgen import factory
+from specgen.decoding.adaptive import Adaptive, Learned
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
@@ -63,6 +64,7 @@ class Worker:
         self._model: Any = None
         self._runner: ModelRunner | None = None
         self._runs: dict[int, _Run] = {}
+        self._learned: dict[Hashable, Learned] = {}  # by `AdaptiveInputs.key`
 
     def handle(self, serial: int, request: object) -> DraftAnswer | None:
         """Handles a request with its serial number. Returns the answer to a `DraftRequest`, otherwise None."""
@@ -122,7 +124,9 @@ class Worker:
         if context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit:
             self._runner.logits(context)
         drafter = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
-        return _Run(context, drafter, factory.make_policy(request.settings, components.seed, components.adaptive), shared)
+        if (adaptive := components.adaptive) is not None and adaptive.key is not None:
+            adaptive = replace(adaptive, learned=self._learned.setdefault(adaptive.key, adaptive.learned))
+        return _Run(context, drafter, factory.make_policy(request.settings, components.seed, adaptive), shared)
 
 
 @dataclass(slots=True)
@@ -144,12 +148,13 @@ class _Run:
             self.context.extend(request.committed)
         for drafted, accepted in request.observed:
             self.policy.observe(drafted, accepted)
+        state = self.policy.state() if isinstance(self.policy, Adaptive) else None
         draft = self.drafter.propose(self.context, self.policy, request.limit, request.unverified, show)
         if draft.tokens and self.shared.size:
             self.shared.write(request.slot, draft)
         predicted = draft.with_predictions(self.policy.predictions).predicted
         seconds = time.perf_counter() - start
-        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds, predicted)
+        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds, predicted, state)
 
 
 def _reportable(error: Exception) -> SpecgenError:
