@@ -18,10 +18,12 @@ from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.drafter_kinds import LOOKUP, DraftSource
 from specgen.decoding.length_sweep import WARM_UP, LengthSweep
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
+    from specgen.methods import Method
     from specgen.plan import RunRequest
 
 LENGTHS = (0, 1, 4, 8)  # tokens in the timed drafts
@@ -38,22 +40,30 @@ Key = tuple[Any, ...]
 class DraftingKnowledge:
     """The costs of drafting and what `adaptive` has learned, for one pair of models.
 
-    `conditions` returns everything about the models and the machine that changes the costs. `tuned_costs` are seconds of rounds
+    `conditions` returns everything about the models and the machine that changes the costs; `has_draft_model` says whether the
+    pair has a draft model, which `adaptive` can do without. `tuned_costs` are seconds of rounds
     by `Method.cost_kind`, and `tuned_learned` what `adaptive` learned during tuning, by the drafter's name; both come from a
     profile, and are empty without one.
     """
 
-    def __init__(self, conditions: Callable[[], Mapping[str, Any]]) -> None:
-        self._conditions = conditions
+    def __init__(self, conditions: Callable[[], Mapping[str, Any]], *, has_draft_model: bool) -> None:
+        self._conditions, self._has_draft_model = conditions, has_draft_model
         self.tuned_costs: Mapping[str, RoundCosts] = {}
         self.tuned_learned: Mapping[str, Learned] = {}
         self._costs: dict[Key, RoundCosts] = {}
         self._learned: dict[Key, Learned] = {}
 
+    def drafts_with_model(self, method: Method) -> bool:
+        """Whether the method's drafts, or some of them, are a model's. Otherwise they are all prompt lookup's."""
+        return method.drafter.source is not DraftSource.NOTHING and (self._has_draft_model or not method.uses_draft_model)
+
+    def _cost_kind(self, method: Method) -> str:
+        return method.cost_kind if self.drafts_with_model(method) else LOOKUP.cost_kind
+
     def lacks_costs(self, request: RunRequest) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
         settings, method = request.settings, request.method
-        if settings.policy != Adaptive.name or method.is_parallel or method.cost_kind in self.tuned_costs:
+        if settings.policy != Adaptive.name or method.is_parallel or self._cost_kind(method) in self.tuned_costs:
             return False
         return any(settings.values[name] == AUTO for name in _COST_SETTINGS) and self._cost_key(request) not in self._costs
 
@@ -85,13 +95,14 @@ class DraftingKnowledge:
         elif AUTO not in given:
             costs = DraftingCosts.linear(*map(float, given))
         else:
-            measured = self.tuned_costs.get(method.cost_kind) or self._costs[self._cost_key(request)]
+            measured = self.tuned_costs.get(self._cost_kind(method)) or self._costs[self._cost_key(request)]
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         tuned = self.tuned_learned.get(method.drafter.name)
-        initial = Learned.prior(costs, greedy=sampling.greedy) if tuned is None else tuned.copy()
+        prior = Learned.prior(costs, greedy=sampling.greedy, has_model=self.drafts_with_model(method))
+        initial = prior if tuned is None else tuned.copy()
         if sampling.greedy or sampling.seed is None:
-            key = *_draft_key(request), sampling.greedy, *given
+            key = *_draft_key(request), settings.values.get("lookup"), settings.values.get("ngram"), sampling.greedy, *given
             initial = self._learned.setdefault(key, initial)
         return AdaptiveInputs(costs, initial, in_parallel=parallel_costs is not None)
 

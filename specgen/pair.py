@@ -14,6 +14,7 @@ from specgen import factory, methods, preparation
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.components import Components
+from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.drafting_knowledge import NEW_TOKENS as TIMED_TOKENS
@@ -64,7 +65,7 @@ class Pair:
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
         models = [model for model in (target, draft) if model is not None]
-        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models))
+        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
     @property
@@ -85,7 +86,7 @@ class Pair:
     def drafts_here(self, method: Method) -> bool:
         """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
         in_worker = method.is_parallel and self._process_worker is not None
-        return self.draft is not None and method.needs_draft_model and not in_worker
+        return self.draft is not None and method.uses_draft_model and not in_worker
 
     @property
     def exit_layer(self) -> Exit | None:
@@ -107,7 +108,7 @@ class Pair:
 
     def _models(self, method: Method) -> list[DraftModel | LoadedModel]:
         """The target and, if the method uses it, the draft model."""
-        return [self.target, *([self.draft] if self.draft is not None and method.needs_draft_model else [])]
+        return [self.target, *([self.draft] if self.draft is not None and method.uses_draft_model else [])]
 
     @property
     def all_devices(self) -> list[torch.device]:
@@ -189,7 +190,11 @@ class Pair:
         sampling = replace(request.sampling, max_new_tokens=TIMED_TOKENS, ignore_eos=True, stop=(), seed=0)
         length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
         given = {**request.settings.as_dict(with_policy=request.method.any_policy), "draft_cost": 0, "verify_cost": 0}
-        return self.plan([1] * length, request.method.name, sampling, **given).run
+        has_model = self.knowledge.drafts_with_model(request.method)
+        if has_model and "lookup" in given:
+            given["lookup"] = False
+        run = self.plan([1] * length, request.method.name, sampling, **given).run
+        return run if has_model else replace(run, drafter=RepeatDrafter())
 
     def plan(
         self,
@@ -239,7 +244,7 @@ class Pair:
             settings.as_dict(with_policy=chosen.any_policy),
             chosen.lossless,
             self.target.name,
-            self.draft.name if self.draft is not None and chosen.needs_draft_model else None,
+            self.draft.name if self.draft is not None and chosen.uses_draft_model else None,
             str(self.target.device),
             self.target.dtype_name,
             prompt_ids,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from specgen import factory, methods
+from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.decoding.adaptive import AUTO, AdaptiveInputs, Learned
 from specgen.decoding.components import Components
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
@@ -19,6 +22,7 @@ VOCAB = 6
 PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
 LENGTH_SETTINGS = {
     "sd": "k",
+    "adaptive": "max_draft",
     "heuristic": "k",
     "lookup": "k",
     "confidence": "max_draft",
@@ -34,6 +38,9 @@ LENGTH_SETTINGS = {
     "eesd-tree": "depth",
     "selfsd": "k",
 }  # the setting that limits a draft's length
+
+
+COSTS = ("draft_cost", "verify_cost")  # settings of `adaptive`
 
 
 class TableRunner:
@@ -87,6 +94,11 @@ def scripted_run(
         target, draft, sampling, frozenset(eos), target.vocab_size, seed, acceptance_predictor=TopProbPredictor()
     )
     resolved, context = methods.resolve(method, settings), Context(prompt)
+    if resolved.policy == "adaptive":
+        drafting, verification = (0.1 if resolved.values[name] == AUTO else float(resolved.values[name]) for name in COSTS)
+        costs = DraftingCosts.linear(drafting, verification)
+        learned = Learned.prior(costs, greedy=sampling.greedy)
+        components = replace(components, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
     return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
 
 

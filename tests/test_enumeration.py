@@ -81,6 +81,8 @@ POLICIES = [  # that read the drawn token or what was accepted before
     Case("sd", {"policy": "heuristic", "k": 1}, 5, seed=1),
     Case("sd", {"policy": "beta-ts", "alpha": 3.0}, 5),
     Case("eesd-cali", {"theta0": 0.9}, 4),
+    # prompt lookup's drafts, which are not drawn, take turns with the draft model's
+    Case("adaptive", {"draft_cost": 0.3, "verify_cost": 0.02, "max_draft": 2}, 5),
 ]
 PARALLEL = [
     Case("pearl", {"window": 1}, 5),

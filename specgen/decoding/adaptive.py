@@ -7,6 +7,7 @@ probability that a drafted token was rejected). After the tokens drafted so far,
 
 The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
 in units of a target pass over one token (`DraftingCosts`); the policy never reads the clock, so that equal runs stay equal.
+Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more (`lookup_gain`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from typing import ClassVar, NamedTuple
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features
 from specgen.decoding.drafting_guard import DraftingGuard
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, comparison
+from specgen.decoding.length_policy import MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
+from specgen.decoding.lookup_gain import LearnedLookup, LookupPlan, best_plan
 from specgen.setting_parsing import Setting, Value
 
 AUTO = "auto"
 _EDGES = (-2.0, -1.2, -0.6, -0.2, 0.2, 0.6, 1.0, 1.5, 2.0, 2.7, 3.5, 4.5)
 _NEXT_EDGES = (1.2, 1.6, 2.0, 2.4)
-_RATE = 0.8  # assumed acceptance rate at the beginning
+_RATE = 0.8  # assumed acceptance rate of a model's drafts at the beginning
+_LOOKUP_RATE = 0.5  # the same for prompt lookup
 _FIRST = 10.0  # judged tokens that the assumed rate counts as, for the first token of a draft
 _FIRST_FADING = 0.99
 _COST_FADING = 0.98  # of the costs and tokens from which the worth of a token is computed, for each round
 _COST_ROUNDS = 10.0  # tokens that the assumed worth counts as
+_GAIN_FADING = 0.98  # of what the draft model's drafts gained, for each
 _OPTION = 1.1  # one more token also shows whether the tokens after it are worth drafting, which the rule does not count
 
 
@@ -56,7 +60,9 @@ class Learned:
 
     `token` predicts the acceptance of a drafted token, `following` that of the token after it, both given that the tokens before
     were accepted. `first` counts accepted and judged first tokens of drafts. `cost` and `tokens` are sums over rounds, from
-    which the worth of a token is computed. All counts fade.
+    which the worth of a token is computed. All counts fade. All this is about a drafter that runs a model, and `lookup` about
+    prompt lookup. `gains` are what the model's drafts gained (the worth of their accepted tokens minus their cost), summed, and
+    their number, in rounds in which prompt lookup would have gained too: text that occurred before is easier than other text.
     """
 
     token: AcceptanceCalibration
@@ -64,15 +70,21 @@ class Learned:
     first: list[float]
     cost: float
     tokens: float
+    gains: list[float]
     guard: DraftingGuard = field(default_factory=DraftingGuard)
+    lookup: LearnedLookup = field(default_factory=LearnedLookup)
 
     @classmethod
-    def prior(cls, costs: DraftingCosts, *, greedy: bool) -> Learned:
-        """Returns what is assumed before anything is learned, for decoding at these costs, greedily or by sampling."""
+    def prior(cls, costs: DraftingCosts, *, greedy: bool, has_model: bool = True) -> Learned:
+        """Returns what is assumed before anything is learned, for decoding at these costs, greedily or by sampling.
+
+        `has_model`: the drafter, or one of two, runs a model.
+        """
         priors = GREEDY if greedy else SAMPLING
         calibrations = AcceptanceCalibration(priors.token), AcceptanceCalibration(priors.following)
-        worth = costs.time_per_token(_RATE)
-        return cls(*calibrations, [_FIRST * _RATE, _FIRST], _COST_ROUNDS * worth, _COST_ROUNDS)
+        worth = costs.time_per_token(_RATE if has_model else _LOOKUP_RATE)
+        gains = [_COST_ROUNDS * (1 - worth), _COST_ROUNDS]  # 1 - worth: by which a round is cheaper than its tokens alone
+        return cls(*calibrations, [_FIRST * _RATE, _FIRST], _COST_ROUNDS * worth, _COST_ROUNDS, gains)
 
     @property
     def worth(self) -> float:
@@ -86,14 +98,22 @@ class Learned:
     def add_first(self, accepted: bool) -> None:
         self.first = [_FIRST_FADING * self.first[0] + accepted, _FIRST_FADING * self.first[1] + 1]
 
+    @property
+    def gain(self) -> float:
+        """What a draft of the model gains on average where prompt lookup would gain too, in units of a target pass."""
+        return self.gains[0] / self.gains[1]
+
+    def add_gain(self, gain: float) -> None:
+        self.gains = [_GAIN_FADING * self.gains[0] + gain, _GAIN_FADING * self.gains[1] + 1]
+
     def add_round(self, cost: float, tokens: int) -> None:
         self.cost = _COST_FADING * self.cost + cost
         self.tokens = _COST_FADING * self.tokens + tokens
 
     def copy(self) -> Learned:
-        return replace(
-            self, token=self.token.copy(), following=self.following.copy(), first=list(self.first), guard=replace(self.guard)
-        )
+        first, gains, guard, lookup = list(self.first), list(self.gains), replace(self.guard), self.lookup.copy()
+        calibrations = self.token.copy(), self.following.copy()
+        return Learned(*calibrations, first, self.cost, self.tokens, gains, guard, lookup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,7 @@ class Adaptive(LengthPolicy):
 
     `inputs` are the costs on this machine and what is known about the drafter; the settings `draft_cost` and `verify_cost`
     replace the costs. `predictions` are the acceptance probabilities that were predicted for the tokens of the last draft.
+    A token with the signal `match_length` is prompt lookup's; others are a model's.
     """
 
     name = "adaptive"
@@ -144,19 +165,23 @@ class Adaptive(LengthPolicy):
         self._steps: list[_Step] = []
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
+        self._plan: LookupPlan | None = None  # of this round, if prompt lookup drafts
+        self._competes = False  # whether prompt lookup would gain in this round, and the model drafts
         self._is_trial = self._was_asked = False
         self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing
 
-    def starts_draft(self) -> bool:
+    def starts_draft(self, *, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         self._was_asked, self._is_trial, self._tokens = True, False, 0
+        self.predictions, self._plan = [], None
+        if MATCH_LENGTH in signals:
+            return self._starts_lookup(int(signals[MATCH_LENGTH]), 0.0 if is_last else self._model_gain)
         self._survival = prod(step.acceptance for step in self._steps)
-        self.predictions = []
         learned = self.learned
         if learned.guard.pauses():
             self.reason = f"no draft: paused, {learned.guard.left} more"
             return False
         gain = self._survival * learned.first_acceptance * learned.worth * _OPTION
-        cost = self._costs.next_cost(0) + self._missed_cost
+        cost = self._costs.next_cost(0)
         if gain <= cost and not self._steps:
             self.reason = f"no draft: gain {comparison(gain, '<', cost)}"
             self._is_trial = learned.guard.tries()
@@ -168,7 +193,33 @@ class Adaptive(LengthPolicy):
         """The cost of the draft model's pass over the tokens that it missed: as much per token as the target's, relatively."""
         return self._missed * self._costs.draft * self._costs.verification.at(1)
 
+    def _starts_lookup(self, match_length: int, other_gain: float) -> bool:
+        """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in units of a target pass."""
+        lookup = self.learned.lookup
+        if not match_length:
+            self.reason = "no match"
+        elif lookup.guard.pauses():
+            self.reason = f"no draft: paused, {lookup.guard.left} more"
+        else:
+            plan = best_plan(lookup, match_length, self.learned.worth, self._costs, self.max_draft)
+            if plan.gain > other_gain:
+                self._plan = plan
+            self._competes = self._plan is None and plan.gain > 0
+            self.reason = f"no draft: {plan.reason}"
+        return self._plan is not None
+
+    @property
+    def _model_gain(self) -> float:
+        """What a draft of the model is expected to gain in this round: nothing if it would draft nothing."""
+        learned = self.learned
+        gain = learned.first_acceptance * learned.worth * _OPTION
+        return 0.0 if learned.guard.left or gain <= self._costs.next_cost(0) else max(0.0, learned.gain)
+
     def keep_drafting(self, token: DraftedToken) -> bool:
+        if self._plan is not None:
+            self.predictions.append(self._plan.acceptances[token.position - 1])
+            self.reason = self._plan.reason
+            return token.position < len(self._plan.acceptances)
         learned, (prior, following) = self.learned, self._priors
         known = features(token.signals.get("entropy", 0.5), token.signals.get("top_prob", 0.8), token.signals.get("prob", 0.8))
         score, following_score = prior.score(known), following.score(known)
@@ -197,15 +248,24 @@ class Adaptive(LengthPolicy):
                 learned.add_first(is_accepted)
         self._steps = [] if was_rejected or not self._in_parallel else self._steps[drafted:]
         tokens = accepted + (was_rejected or not self._in_parallel)
-        cost = 1 + self._costs.of_draft(drafted, max(self._tokens, drafted))
-        if drafted:
+        by_lookup = self._plan is not None
+        cost = 1 + self._costs.of_draft(0 if by_lookup else drafted, max(self._tokens, drafted))
+        if drafted and by_lookup:
+            self._missed += tokens
+            learned.lookup.guard.count(cost, tokens, self._exploration, trial=False)
+        elif drafted:
+            if self._competes:
+                learned.add_gain(accepted * learned.worth - cost + 1)
             cost += self._missed_cost
             self._missed = 0
             learned.guard.count(cost, tokens, self._exploration, trial=self._is_trial)
         else:
             self._missed += tokens
         learned.add_round(cost, tokens)
-        self._was_asked = False
+        self._was_asked, self._competes, self._plan = False, False, None
+
+    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
+        self.learned.lookup.learn(match_length, agreed, ended=ended)
 
     def state(self) -> Mapping[str, float]:
         return {"worth": self.learned.worth, "first_acceptance": self.learned.first_acceptance}

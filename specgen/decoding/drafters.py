@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from specgen.decoding import logits_ops, signals
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
@@ -61,15 +61,23 @@ class DraftSetup:
     acceptance_predictor: AcceptancePredictor | None = None
 
 
-def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]) -> str:
+def extend_draft(
+    policy: LengthPolicy,
+    limit: int,
+    extend: Callable[[int], DraftedToken | str],
+    *,
+    known: Mapping[str, float] = NO_SIGNALS,
+    is_last: bool = True,
+) -> str:
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
     Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
     returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
     At `limit` the reason is `length`. The time that the policy takes is added to `policy.seconds`.
+    `known` are the first token's signals that are known before it is drafted; for `is_last` see `LengthPolicy.starts_draft`.
     """
     start = perf_counter()
-    drafts = policy.starts_draft()
+    drafts = policy.starts_draft(signals=known, is_last=is_last)
     policy.seconds += perf_counter() - start
     if not drafts:
         return policy.reason
@@ -305,7 +313,11 @@ class PromptLookupDrafter:
     This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
     the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
     not depend on the context's length.
+    A token's signal `match_length` is the number of tokens before it that equal those before the token that it copies, at most
+    `LONGEST_MATCH` and the tokens of the draft. The policy learns from each match whether it was drafted or not.
     """
+
+    LONGEST_MATCH = 32
 
     def __init__(self, ngram: int, eos_ids: Collection[int]) -> None:
         self._ngram = ngram
@@ -313,26 +325,53 @@ class PromptLookupDrafter:
         self._continuations: dict[tuple[int, ...], int] = {}
         self._context: Context | None = None
         self._indexed = 0
+        self._last: tuple[int, int, int] | None = None  # the context's length, the match's end and its length
 
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+    def propose(self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True) -> Draft:
+        """Drafts as `Drafter.propose` does. For `is_last` see `LengthPolicy.starts_draft`."""
         self._index(context)
+        self._compare_last(context, policy)
         start = self._match(context)
-        if start is None or limit < 1:
+        if limit < 1:
             return Draft()
+        if start is None:
+            policy.starts_draft(signals={MATCH_LENGTH: 0}, is_last=is_last)  # so that it counts the round
+            return Draft()
+        matched = self._matching_tokens(context, start)
+        self._last = len(context), start, matched
         tokens: list[int] = []
 
         def extend(position: int) -> DraftedToken | str:
             source = start + position - 1
             tokens.append(context.ids[source] if source < len(context) else tokens[source - len(context)])
-            return "eos" if tokens[-1] in self._eos_ids else DraftedToken(position)
+            eos = tokens[-1] in self._eos_ids
+            return "eos" if eos else DraftedToken(position, {MATCH_LENGTH: matched + position - 1})
 
-        reason = extend_draft(policy, limit, extend)
+        reason = extend_draft(policy, limit, extend, known={MATCH_LENGTH: matched}, is_last=is_last)
         return Draft.chain(tokens, stop_reason=reason)
+
+    def _compare_last(self, context: Context, policy: LengthPolicy) -> None:
+        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        if self._last is None:
+            return
+        length, start, matched = self._last
+        self._last = None
+        joined = len(context) - length
+        agreed = next((count for count in range(joined) if context.ids[start + count] != context.ids[length + count]), joined)
+        begin = perf_counter()
+        policy.observe_match(matched, agreed, ended=agreed < joined)
+        policy.seconds += perf_counter() - begin
+
+    def _matching_tokens(self, context: Context, start: int) -> int:
+        """Returns how many tokens at the context's end equal those before position `start`, at most `LONGEST_MATCH`."""
+        ids, end = context.ids, len(context)
+        longest = min(start, self.LONGEST_MATCH)
+        return next((count for count in range(longest) if ids[start - 1 - count] != ids[end - 1 - count]), longest)
 
     def _index(self, context: Context) -> None:
         """Adds the context's new tokens to the index: each is the continuation of the n-grams that end just before it."""
         if context is not self._context:
-            self._context, self._indexed = context, 0
+            self._context, self._indexed, self._last = context, 0, None
             self._continuations.clear()
         for position in range(self._indexed, len(context)):
             for length in range(1, min(self._ngram, position) + 1):

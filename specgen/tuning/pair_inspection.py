@@ -256,7 +256,7 @@ def _readiness(
         return Readiness(False, why, "take a draft model, or lookup")
     if method.needs_exit_layer and no_exit is not None:
         return Readiness(False, *no_exit)
-    if not method.needs_draft_model:
+    if not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
         return Readiness(True, "needs no draft model")
     if tokenizers is None:
         return Readiness(False, "no draft model", "name one with --draft")

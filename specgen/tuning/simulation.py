@@ -14,7 +14,8 @@ from specgen import factory, methods
 from specgen.cost_model.pearl_window import Window, costs_of_rounds
 from specgen.cost_model.round_costs import RoundCosts
 from specgen.decoding.drafter_kinds import DraftSource
-from specgen.decoding.drafters import DraftSetup, extend_draft
+from specgen.decoding.drafters import DraftSetup, PromptLookupDrafter, extend_draft
+from specgen.decoding.hybrid_drafter import HybridDrafter
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.policies import is_random
@@ -245,6 +246,8 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
         drafter = method.drafter.make(DraftSetup(None, eos_ids=reference.eos_ids), settings)
     else:
         drafter = SimulatedDrafter(measurements.drafts[method.drafter.name][number], costs, clock)
+        if settings.values.get("lookup"):
+            drafter = HybridDrafter(PromptLookupDrafter(int(settings.values["ngram"]), reference.eos_ids), drafter)
     return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
 
 

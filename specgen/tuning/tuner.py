@@ -85,7 +85,7 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
     method = methods.METHODS[name]
     if method.is_yardstick:
         return "it is always slower than plain decoding" if named else None
-    if method.needs_draft_model and pair.draft is None:
+    if method.uses_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
