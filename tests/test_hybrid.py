@@ -99,7 +99,7 @@ def learned(*, lookup: float, gain: float, first: float = 0.8) -> Learned:
     for count in range(200):
         agrees = count % 100 < 100 * lookup
         found.lookup.learn(4, 3 * agrees, ended=not agrees)
-    found.gains, found.first, found.cost, found.tokens = [gain, 1.0], [10 * first, 10.0], 5.0, 10.0
+    found.gains, found.first, found.cost, found.tokens = [100 * gain, 100.0], [10 * first, 10.0], 5.0, 10.0
     return found
 
 
@@ -139,13 +139,25 @@ def test_rounds_of_both_parts_are_counted() -> None:
     assert known.lookup.guard.loss == pytest.approx(1 + 6 * 0.02 - 3)
     assert known.guard.loss == 0
     assert known.cost == pytest.approx(0.98 * 5 + 1 + 6 * 0.02)
-    known.gains = [9.0, 1.0]
+    assert known.gains == pytest.approx([0.9 * 50, 0.9 * 100])
+    known.gains = [900.0, 100.0]
     assert policy.starts_draft(signals={"match_length": 4}, is_last=False) is False
     assert policy.starts_draft()
     worth = known.worth
     policy.observe(3, 3)
     assert known.guard.loss == pytest.approx(1 + 3 * 0.22 + 3 * 0.2 * 0.02 - 4), "it reads three tokens that it missed"
-    assert known.gains == pytest.approx([0.98 * 9 + 3 * worth - 3 * 0.22, 1.98])
+    assert known.gains == pytest.approx([0.9 * 900 + 3 * worth - 3 * 0.22, 91])
+
+
+def test_a_model_that_drafted_badly_is_tried_again() -> None:
+    """What it gained once counts less with each draft of prompt lookup; then it is assumed to gain as much as others."""
+    known = learned(lookup=0.4, gain=-1.0)
+    policy = Adaptive(AUTO, AUTO, 1000, 6, AdaptiveInputs(COSTS, known))
+    drafts = 0
+    while drafts < 100 and policy.starts_draft(signals={"match_length": 4}, is_last=False):
+        policy.observe(4, 2)
+        drafts += 1
+    assert 5 < drafts < 100
 
 
 def test_losses_of_prompt_lookup_pause_it_alone() -> None:

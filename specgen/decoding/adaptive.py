@@ -33,7 +33,8 @@ _FIRST = 10.0  # judged tokens that the assumed rate counts as, for the first to
 _FIRST_FADING = 0.99
 _COST_FADING = 0.98  # of the costs and tokens from which the worth of a token is computed, for each round
 _COST_ROUNDS = 10.0  # tokens that the assumed worth counts as
-_GAIN_FADING = 0.98  # of what the draft model's drafts gained, for each
+_GAIN_FADING = 0.9  # of what the model's drafts gained, for each draft of the model or of prompt lookup
+_GAIN_ROUNDS = 5.0  # drafts that their assumed gain counts as
 _OPTION = 1.1  # one more token also shows whether the tokens after it are worth drafting, which the rule does not count
 
 
@@ -62,7 +63,7 @@ class Learned:
     were accepted. `first` counts accepted and judged first tokens of drafts. `cost` and `tokens` are sums over rounds, from
     which the worth of a token is computed. All counts fade. All this is about a drafter that runs a model, and `lookup` about
     prompt lookup. `gains` are what the model's drafts gained (the worth of their accepted tokens minus their cost), summed, and
-    their number, in rounds in which prompt lookup would have gained too: text that occurred before is easier than other text.
+    their number.
     """
 
     token: AcceptanceCalibration
@@ -70,9 +71,9 @@ class Learned:
     first: list[float]
     cost: float
     tokens: float
-    gains: list[float]
     guard: DraftingGuard = field(default_factory=DraftingGuard)
     lookup: LearnedLookup = field(default_factory=LearnedLookup)
+    gains: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @classmethod
     def prior(cls, costs: DraftingCosts, *, greedy: bool, has_model: bool = True) -> Learned:
@@ -83,8 +84,7 @@ class Learned:
         priors = GREEDY if greedy else SAMPLING
         calibrations = AcceptanceCalibration(priors.token), AcceptanceCalibration(priors.following)
         worth = costs.time_per_token(_RATE if has_model else _LOOKUP_RATE)
-        gains = [_COST_ROUNDS * (1 - worth), _COST_ROUNDS]  # 1 - worth: by which a round is cheaper than its tokens alone
-        return cls(*calibrations, [_FIRST * _RATE, _FIRST], _COST_ROUNDS * worth, _COST_ROUNDS, gains)
+        return cls(*calibrations, [_FIRST * _RATE, _FIRST], _COST_ROUNDS * worth, _COST_ROUNDS)
 
     @property
     def worth(self) -> float:
@@ -100,11 +100,15 @@ class Learned:
 
     @property
     def gain(self) -> float:
-        """What a draft of the model gains on average where prompt lookup would gain too, in units of a target pass."""
-        return self.gains[0] / self.gains[1]
+        """What a draft of the model is expected to gain, in units of a target pass.
 
-    def add_gain(self, gain: float) -> None:
-        self.gains = [_GAIN_FADING * self.gains[0] + gain, _GAIN_FADING * self.gains[1] + 1]
+        It is assumed to gain as much as the run's average round, which is 1 - `worth`. This counts more the longer prompt lookup
+        drafts alone, so that the model is tried again.
+        """
+        return (self.gains[0] + _GAIN_ROUNDS * (1 - self.worth)) / (self.gains[1] + _GAIN_ROUNDS)
+
+    def add_gains(self, gain: float, drafts: int) -> None:
+        self.gains = [_GAIN_FADING * self.gains[0] + gain, _GAIN_FADING * self.gains[1] + drafts]
 
     def add_round(self, cost: float, tokens: int) -> None:
         self.cost = _COST_FADING * self.cost + cost
@@ -113,7 +117,7 @@ class Learned:
     def copy(self) -> Learned:
         first, gains, guard, lookup = list(self.first), list(self.gains), replace(self.guard), self.lookup.copy()
         calibrations = self.token.copy(), self.following.copy()
-        return Learned(*calibrations, first, self.cost, self.tokens, gains, guard, lookup)
+        return Learned(*calibrations, first, self.cost, self.tokens, guard, lookup, gains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,6 @@ class Adaptive(LengthPolicy):
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
         self._plan: LookupPlan | None = None  # of this round, if prompt lookup drafts
-        self._competes = False  # whether prompt lookup would gain in this round, and the model drafts
         self._is_trial = self._was_asked = False
         self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing
 
@@ -204,7 +207,6 @@ class Adaptive(LengthPolicy):
             plan = best_plan(lookup, match_length, self.learned.worth, self._costs, self.max_draft)
             if plan.gain > other_gain:
                 self._plan = plan
-            self._competes = self._plan is None and plan.gain > 0
             self.reason = f"no draft: {plan.reason}"
         return self._plan is not None
 
@@ -252,17 +254,17 @@ class Adaptive(LengthPolicy):
         cost = 1 + self._costs.of_draft(0 if by_lookup else drafted, max(self._tokens, drafted))
         if drafted and by_lookup:
             self._missed += tokens
+            learned.add_gains(0.0, 0)
             learned.lookup.guard.count(cost, tokens, self._exploration, trial=False)
         elif drafted:
-            if self._competes:
-                learned.add_gain(accepted * learned.worth - cost + 1)
+            learned.add_gains(accepted * learned.worth - cost + 1, 1)
             cost += self._missed_cost
             self._missed = 0
             learned.guard.count(cost, tokens, self._exploration, trial=self._is_trial)
         else:
             self._missed += tokens
         learned.add_round(cost, tokens)
-        self._was_asked, self._competes, self._plan = False, False, None
+        self._was_asked, self._plan = False, None
 
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
         self.learned.lookup.learn(match_length, agreed, ended=ended)
