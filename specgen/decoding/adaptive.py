@@ -240,6 +240,9 @@ class Adaptive(LengthPolicy):
     def observe(self, drafted: int, accepted: int) -> None:
         if not self._was_asked:  # the pass over the prompt, or no room for a draft
             return
+        if self._plan is not None:
+            self._observe_lookup(drafted, accepted)
+            return
         learned, was_rejected = self.learned, accepted < drafted
         for position, step in enumerate(self._steps[: min(accepted + 1, drafted)]):
             is_accepted = position < accepted
@@ -250,19 +253,23 @@ class Adaptive(LengthPolicy):
                 learned.add_first(is_accepted)
         self._steps = [] if was_rejected or not self._in_parallel else self._steps[drafted:]
         tokens = accepted + (was_rejected or not self._in_parallel)
-        by_lookup = self._plan is not None
-        cost = 1 + self._costs.of_draft(0 if by_lookup else drafted, max(self._tokens, drafted))
-        if drafted and by_lookup:
-            self._missed += tokens
-            learned.add_gains(0.0, 0)
-            learned.lookup.guard.count(cost, tokens, self._exploration, trial=False)
-        elif drafted:
+        cost = 1 + self._costs.of_draft(drafted, max(self._tokens, drafted))
+        if drafted:
             learned.add_gains(accepted * learned.worth - cost + 1, 1)
             cost += self._missed_cost
             self._missed = 0
             learned.guard.count(cost, tokens, self._exploration, trial=self._is_trial)
         else:
             self._missed += tokens
+        learned.add_round(cost, tokens)
+        self._was_asked = False
+
+    def _observe_lookup(self, drafted: int, accepted: int) -> None:
+        """Counts a round that prompt lookup drafted. What it learns from its tokens comes with `observe_match`."""
+        learned, tokens, cost = self.learned, accepted + 1, 1 + self._costs.of_draft(0, drafted)
+        self._missed += tokens
+        learned.add_gains(0.0, 0)
+        learned.lookup.guard.count(cost, tokens, self._exploration, trial=False)
         learned.add_round(cost, tokens)
         self._was_asked, self._plan = False, None
 
