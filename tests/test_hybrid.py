@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from operator import mul
 from random import Random
@@ -10,14 +10,17 @@ from random import Random
 import pytest
 from scripted_models import TableRunner, ids_of, scripted_run
 
+from specgen import drafting_knowledge, measurement_cache
 from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.round_costs import Curve
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
 from specgen.decoding.drafters import PromptLookupDrafter
 from specgen.decoding.hybrid_drafter import HybridDrafter
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.lookup_gain import LearnedLookup, best_plan
+from specgen.decoding.run import Run
 from specgen.errors import SpecgenError
+from specgen.pair import Pair
 from specgen.types import Context, Draft, SamplingParams
 
 STEPS = Curve({0: 0.0, 1: 0.3, 3: 0.3, 4: 0.7, 7: 0.7, 8: 1.0})  # a target pass gets longer in jumps
@@ -189,3 +192,23 @@ def test_matches_teach_whichever_part_drafts() -> None:
         assert len(list(run.rounds())) > 10
         assert isinstance(run.policy, Adaptive)
         assert run.policy.learned.lookup.predict(4) > LearnedLookup().predict(4) + 0.1, "this target's text repeats"
+
+
+def test_timed_rounds_draft_with_the_model_or_copy_a_token(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup draft costs nothing, and whether there is a match must not change what is timed."""
+    timed: list[str] = []
+    table = CostTable({1: Curve({0: 0.0, 1: 1.0})})
+
+    def time_rounds(run: Run) -> RoundCosts:
+        timed.append(type(run.drafter).__name__)
+        return RoundCosts(table, table)
+
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
+    monkeypatch.setattr(measurement_cache, "find", lambda *_: None)
+    monkeypatch.setattr(measurement_cache, "keep", lambda *_: None)
+    shared = pair_of("llama", "near")
+    for draft in (shared.draft, None):
+        pair = Pair(shared.target, draft)
+        pair.prepare([1, 2, 3], "adaptive")
+        pair.prepare([1, 2, 3], "lookup", policy="adaptive")
+    assert timed == ["ModelDrafter", *["RepeatDrafter"] * 3]
