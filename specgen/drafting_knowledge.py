@@ -20,11 +20,13 @@ from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.drafter_kinds import LOOKUP, DraftSource
 from specgen.decoding.length_sweep import WARM_UP, LengthSweep
 from specgen.plan import prepared
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
+    from specgen.methods import Method
     from specgen.plan import RunRequest
 
 LENGTHS = (0, 1, 4, 8)  # tokens in the timed drafts
@@ -41,18 +43,26 @@ Key = tuple[Any, ...]
 class DraftingKnowledge:
     """The costs of drafting and what `adaptive` has learned, for one pair of models.
 
-    `conditions` returns everything about the models and the machine that changes the costs. `tuned_costs` are seconds of rounds
+    `conditions` returns everything about the models and the machine that changes the costs; `has_draft_model` says whether the
+    pair has a draft model, which `adaptive` can do without. `tuned_costs` are seconds of rounds
     by `Method.cost_kind`, and `tuned_learned` what `adaptive` learned during tuning, by the drafter's name; both come from a
     profile, and are empty without one.
     """
 
-    def __init__(self, conditions: Callable[[], Mapping[str, Any]]) -> None:
-        self._conditions = conditions
+    def __init__(self, conditions: Callable[[], Mapping[str, Any]], *, has_draft_model: bool) -> None:
+        self._conditions, self._has_draft_model = conditions, has_draft_model
         self.tuned_costs: Mapping[str, RoundCosts] = {}
         self.tuned_learned: Mapping[str, Learned] = {}
         self._costs: dict[Key, RoundCosts] = {}
         self._checks: dict[Key, CostCheck] = {}
         self._learned: dict[Key, Learned] = {}
+
+    def drafts_with_model(self, method: Method) -> bool:
+        """Whether the method's drafts, or some of them, are a model's. Otherwise they are all prompt lookup's."""
+        return method.drafter.source is not DraftSource.NOTHING and (self._has_draft_model or not method.uses_draft_model)
+
+    def _cost_kind(self, method: Method) -> str:
+        return method.cost_kind if self.drafts_with_model(method) else LOOKUP.cost_kind
 
     @staticmethod
     def reads_pass_costs(request: RunRequest) -> bool:
@@ -117,10 +127,11 @@ class DraftingKnowledge:
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         tuned = self.tuned_learned.get(method.drafter.name)
-        initial = Learned.prior(costs, greedy=sampling.greedy) if tuned is None else tuned.copy()
+        prior = Learned.prior(costs, sampling.temperature, has_model=self.drafts_with_model(method))
+        initial = prior if tuned is None else tuned.copy()
         key = None
         if sampling.greedy or sampling.seed is None:
-            key = *_draft_key(request), sampling.greedy, *given
+            key = *_draft_key(request), settings.values.get("lookup"), settings.values.get("ngram"), sampling.temperature, *given
             initial = self._learned.setdefault(key, initial)
         return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key)
 
@@ -128,7 +139,7 @@ class DraftingKnowledge:
         """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""
         if request.method.drafts_trees(request.settings):
             return None
-        return self.tuned_costs.get(request.method.cost_kind)
+        return self.tuned_costs.get(self._cost_kind(request.method))
 
     def _cost_key(self, request: RunRequest) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""

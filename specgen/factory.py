@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 def make_drafter(method: Method, settings: Settings, components: Components) -> Drafter:
     """Constructs the method's drafter. Raises SpecgenError if its draft model, exit layer or predictor is missing."""
-    if components.draft is None and method.drafter.source is not DraftSource.NOTHING:
+    copies = method.drafts_without_model and settings.values["lookup"]
+    if components.draft is None and method.drafter.source is not DraftSource.NOTHING and not copies:
         raise no_exit_layer(method, None) if method.needs_exit_layer else no_draft_model(method)
     if "predicted_acceptance" in signals_of(settings) and components.acceptance_predictor is None:
         raise no_predictor(method)

@@ -33,6 +33,7 @@ class Method:
     settings of `policy`. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor.
     A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than plain decoding: `tune` and the
     default `compare` leave it out. The schedule `joint` decodes greedily only.
+    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model.
     """
 
     name: str
@@ -47,10 +48,15 @@ class Method:
     defaults: Mapping[str, Value] = field(default_factory=dict)
     policy_without_predictor: str | None = None
     is_yardstick: bool = False
+    drafts_without_model: bool = False
+
+    @property
+    def uses_draft_model(self) -> bool:
+        return self.drafter.source is DraftSource.DRAFT_MODEL
 
     @property
     def needs_draft_model(self) -> bool:
-        return self.drafter.source is DraftSource.DRAFT_MODEL
+        return self.uses_draft_model and not self.drafts_without_model
 
     @property
     def needs_exit_layer(self) -> bool:
@@ -95,6 +101,10 @@ _DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
 _WIDTH = "candidates at each position; above 1, drafts are trees"
 
 
+def _ngram(default: int) -> dict[str, Setting]:
+    return {"ngram": Setting(default, "longest n-gram to look up", 1, 32)}
+
+
 def _draft_model(name: str, paper: str) -> Method:
     return Method(name, kinds.MODEL, name, paper)
 
@@ -122,7 +132,14 @@ METHODS: Mapping[str, Method] = {
         _draft_model("heuristic", "transformers' assisted generation"),
         _draft_model("confidence", "transformers' assisted generation"),
         _draft_model("svip", "SVIP"),
-        _draft_model("adaptive", "optimal stopping; SpecDec++, Huang et al. 2024"),
+        Method(
+            "adaptive",
+            kinds.HYBRID,
+            "adaptive",
+            "optimal stopping; SpecDec++, Huang et al. 2024",
+            settings={"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **_ngram(5)},
+            drafts_without_model=True,
+        ),
         _draft_model("beta-ts", "EESD, Table 5"),
         Method(
             "lookup",
@@ -130,7 +147,7 @@ METHODS: Mapping[str, Method] = {
             "fixed",
             "prompt lookup, Saxena 2023",
             any_policy=True,
-            settings={"ngram": Setting(3, "longest n-gram to look up", 1, 32)},
+            settings=_ngram(3),
             defaults={"k": 10},
         ),
         Method(
@@ -231,6 +248,9 @@ def default_name(*, has_draft_model: bool) -> str:
 
 
 def no_draft_model(method: Method) -> SpecgenError:
+    if method.drafts_without_model:
+        message = f"{method.name} with lookup=false needs a draft model, and there is none"
+        return SpecgenError(message, "Name one with --draft, or take lookup=true")
     return SpecgenError(f"{method.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
 
 

@@ -14,6 +14,7 @@ from specgen import factory, methods, preparation
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.components import Components
+from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.decoding.sequential import Checked
@@ -26,7 +27,7 @@ from specgen.engine.exit_files import Exit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.exits import Exits
 from specgen.methods import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
@@ -65,7 +66,7 @@ class Pair:
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
         models = [model for model in (target, draft) if model is not None]
-        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models))
+        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
     @property
@@ -86,7 +87,7 @@ class Pair:
     def drafts_here(self, method: Method) -> bool:
         """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
         in_worker = method.is_parallel and self._process_worker is not None
-        return self.draft is not None and method.needs_draft_model and not in_worker
+        return self.draft is not None and method.uses_draft_model and not in_worker
 
     @property
     def exit_layer(self) -> Exit | None:
@@ -108,7 +109,7 @@ class Pair:
 
     def _models(self, method: Method) -> list[DraftModel | LoadedModel]:
         """The target and, if the method uses it, the draft model."""
-        return [self.target, *([self.draft] if self.draft is not None and method.needs_draft_model else [])]
+        return [self.target, *([self.draft] if self.draft is not None and method.uses_draft_model else [])]
 
     @property
     def all_devices(self) -> list[torch.device]:
@@ -191,7 +192,11 @@ class Pair:
         length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
         given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
         given |= {"draft_cost": 0, "verify_cost": 0}
-        return self.plan([1] * length, request.method.name, sampling, **given).run
+        has_model = self.knowledge.drafts_with_model(request.method)
+        if has_model and "lookup" in given:
+            given["lookup"] = False
+        run = self.plan([1] * length, request.method.name, sampling, **given).run
+        return run if has_model else replace(run, drafter=RepeatDrafter())
 
     def plan(
         self,
@@ -245,7 +250,7 @@ class Pair:
             settings.as_dict(with_policy=chosen.any_policy),
             chosen.lossless,
             self.target.name,
-            self.draft.name if self.draft is not None and chosen.needs_draft_model else None,
+            self.draft.name if self.draft is not None and chosen.uses_draft_model else None,
             str(self.target.device),
             self.target.dtype_name,
             prompt_ids,
@@ -360,20 +365,11 @@ class Pair:
         If the target is on the CPU, also sets torch's number of threads (`torch.set_num_threads`) to what suits this pair. This
         changes the whole process, so a library that uses specgen should not call it; specgen's command line does.
         """
-        target, draft = self._target_runner, self._draft_runner
-
-        def a_round() -> None:
-            context = Context([0, 1])
-            if draft is not None:
-                for length in range(4):
-                    draft.logits(context, [1] * length, start=length)
-            target.logits(context)
-            target.logits(context, [1] * 4)
-
+        some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
         if self.target.device.type == "cpu":
-            self.thread_choice = pick_threads(a_round)
+            self.thread_choice = pick_threads(some_passes)
         else:
-            a_round()
+            some_passes()
         self.forget()
 
     def forget(self) -> None:

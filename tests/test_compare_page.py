@@ -22,7 +22,7 @@ def page(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Pat
     arguments = ["-m", "svip,lookup,transformers,sd:k=3", "--prompts", str(folder / "p.jsonl")]
     arguments += ["-n", "20", "--repeats", "1", "-q", "--html", str(written)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specgen.decoding.drafters.PromptLookupDrafter.propose", _broken)
+        patch.setattr("specgen.decoding.prompt_lookup.PromptLookupDrafter.propose", _broken)
         patch.setattr(sys, "argv", ["specgen", "compare", *pair, "--device", "cpu", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

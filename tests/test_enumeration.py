@@ -85,6 +85,8 @@ POLICIES = [  # that read the drawn token or what was accepted before
     Case("adaptive", {"draft_cost": 0.2, "verify_cost": 0.1, "exploration": 0.1}, 5, THREE, {"top_p": 0.9}, eos=(2,), seed=3),
     Case("adaptive", {"draft_cost": 0.25, "verify_cost": 0.1, "exploration": 0.5}, 5, THREE, {"top_k": 2}, zero=True, seed=1),
     Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
+    # prompt lookup's drafts, which are not drawn, take turns with the draft model's
+    Case("adaptive", {"draft_cost": 0.3, "verify_cost": 0.02, "max_draft": 2}, 5),
 ]
 PARALLEL = [
     Case("pearl", {"window": 1}, 5),

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from specgen.decoding.drafters import DraftSetup, ModelDrafter, PromptLookupDrafter
+from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, Fixed, Heuristic, SelfSD
+from specgen.decoding.prompt_lookup import PromptLookupDrafter
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context, SamplingParams

@@ -172,7 +172,7 @@ def test_a_target_alone(inspect: Inspect, strangers: tuple[str, str]) -> None:
     out, _ = inspect("-t", strangers[0])
     assert "draft" not in out.splitlines()[1]
     assert "no draft model: name one with --draft" in out
-    assert "✓ ar, lookup" in out
+    assert "✓ ar, adaptive, lookup" in out
 
 
 def test_what_is_no_model_is_refused(inspect: Inspect, tmp_path: Path) -> None:

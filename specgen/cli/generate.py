@@ -65,7 +65,7 @@ def generate(
     check_outputs({"--trace": output.trace}, [("--profile", profile)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
-    sequential = chosen.needs_draft_model and not parallel
+    sequential = chosen.uses_draft_model and not parallel
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
         pair = opened.enter_context(open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential))

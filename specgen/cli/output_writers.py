@@ -142,7 +142,7 @@ class OutputWriter:
             notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
         elif "window" in plan.settings.values and not self._tuned:  # `tuned` contains the window
             notes.append(f"window {plan.settings.values['window']}")
-        if plan.method.name == "lookup" and self._pair.draft is None:
+        if (plan.method.name == "lookup" or plan.method.drafts_without_model) and self._pair.draft is None:
             notes.append("no draft model")
         if plan.context_ends and finish_reason == "length":
             notes.append(f"the context of {len(plan.run.context):,} tokens is full")

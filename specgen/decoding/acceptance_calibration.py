@@ -1,27 +1,19 @@
 """Learns from verified drafts how likely a drafted token is accepted, given what its drafter knows about it. Imports no torch.
 
-A prior gives each token a score (log odds of acceptance). What is learned is an offset of the score: one for all tokens and one
-for each interval of the score, both from counts of accepted tokens. Old counts fade, so that it follows a change of the text.
+A prior gives each token a score (log odds of acceptance). Offsets of the score are learned, each by a Newton step of logistic
+regression after each judged token: one for all tokens, one for each interval of the score, and one for the last tokens only.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import mul
+from typing import ClassVar
 
-_SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
-
-
-def _bounded(probability: float) -> float:
-    return _SMALLEST if probability < _SMALLEST else _LARGEST if probability > _LARGEST else probability
-
-
-def log_odds(probability: float) -> float:
-    """Returns ln(p / (1 - p)), with p kept between 0.001 and 0.999."""
-    bounded = _bounded(probability)
-    return math.log(bounded / (1 - bounded))
+_SMALLEST = 1e-3  # probabilities are kept this far from 0 and 1
 
 
 def probability(odds: float) -> float:
@@ -35,7 +27,8 @@ def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float
     p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
     the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
     """
-    top, chosen = _bounded(top_prob), _bounded(prob)
+    top = min(max(top_prob, _SMALLEST), 1 - _SMALLEST)
+    chosen = min(max(prob, _SMALLEST), 1 - _SMALLEST)
     return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
 
 
@@ -44,8 +37,8 @@ class Prior:
     """The score of a token before anything is learned, and how fast it is corrected.
 
     The score is `bias` plus the sum of `weights` times features. `edges` are the bounds of the intervals of scores. `strength`
-    and `interval_strength` are how many tokens the prior counts as, for all tokens and for those of one interval; `rate` is the
-    acceptance rate assumed at the beginning.
+    and `interval_strength` are the weights of the prior, in the unit of p (1 - p) summed over tokens, against what all tokens and
+    those of one interval say. `recent_strength` is the same for the last tokens; 0: they have no offset of their own.
     """
 
     bias: float
@@ -53,90 +46,61 @@ class Prior:
     edges: Sequence[float]
     strength: float
     interval_strength: float
-    rate: float = 0.8
+    recent_strength: float = 0.0
 
     def score(self, token: Sequence[float]) -> float:
-        return self.bias + sum(map(float.__mul__, self.weights, token))
+        return self.bias + sum(map(mul, self.weights, token))
+
+    def mixed(self, other: Prior, share: float) -> Prior:
+        """Returns a prior whose bias and weights are between these (share 0) and those of the `other` (share 1)."""
+        weights = [own + share * (its - own) for own, its in zip(self.weights, other.weights, strict=True)]
+        return replace(self, bias=self.bias + share * (other.bias - self.bias), weights=weights)
 
 
 @dataclass(slots=True)
 class AcceptanceCalibration:
     """Predicts acceptance from a token's score, and learns from judged tokens.
 
-    `accepted`, `predicted` and `judged` count tokens by interval of the score (`predicted`: the sum of the prior's
-    probabilities); the `all_` fields count all tokens. Counts fade with each judged token.
+    `offset` is added to all scores, `offsets` to those of each interval. `information` and `informations` are the sums of
+    p (1 - p) over the tokens that they were learned from, fading with each further one. `recent` are the sums of the last tokens'
+    residuals (accepted - p) and of their p (1 - p); they fade fast.
     """
 
     prior: Prior
-    accepted: list[float] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
-    judged: list[float] = field(default_factory=list)
-    all_accepted: float = 0.0
-    all_predicted: float = 0.0
-    all_judged: float = 0.0
-    _offset: float | None = field(default=None, init=False, compare=False)  # of all scores; None after a token was judged
-    _corrections: dict[int, float] = field(default_factory=dict, init=False, compare=False)  # by interval, likewise
+    offset: float = 0.0
+    information: float = 0.0
+    offsets: list[float] = field(default_factory=list)
+    informations: list[float] = field(default_factory=list)
+    recent: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    FADING = 0.998  # of the counts of all tokens, for each judged token
-    INTERVAL_FADING = 0.9994  # of the counts of an interval, for each judged token in it
+    FADING: ClassVar[float] = 0.999
+    RECENT_FADING: ClassVar[float] = 0.95
 
     def __post_init__(self) -> None:
         intervals = len(self.prior.edges) + 1
-        for counts in (self.accepted, self.predicted, self.judged):
-            counts.extend([0.0] * (intervals - len(counts)))
+        self.offsets += [0.0] * (intervals - len(self.offsets))
+        self.informations += [0.0] * (intervals - len(self.informations))
 
     def predict(self, score: float) -> float:
         """Returns the probability that a token with this score is accepted, given that the tokens before it were."""
-        interval = bisect(self.prior.edges, score)
-        correction = self._corrections.get(interval)
-        if correction is None:
-            correction = self._corrections[interval] = self._correction(interval)
-        return probability(score + correction)
+        odds = score + self.offset + self.offsets[bisect(self.prior.edges, score)]
+        if strength := self.prior.recent_strength:
+            residuals, information = self.recent
+            odds += residuals / (information + strength)
+        return probability(odds)
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Counts a judged token: one that the target accepted, or the first one that it rejected."""
-        expected, fading = probability(score), self.FADING
-        self.all_accepted = self.all_accepted * fading + accepted
-        self.all_predicted = self.all_predicted * fading + expected
-        self.all_judged = self.all_judged * fading + 1
-        interval, fading = bisect(self.prior.edges, score), self.INTERVAL_FADING
-        self.accepted[interval] = self.accepted[interval] * fading + accepted
-        self.predicted[interval] = self.predicted[interval] * fading + expected
-        self.judged[interval] = self.judged[interval] * fading + 1
-        self._offset = None
-        self._corrections.clear()
-
-    def _correction(self, interval: int) -> float:
-        """Returns what to add to the scores in an interval: the offset of all tokens, corrected by the interval's own."""
-        prior, judged = self.prior, self.judged[interval]
-        if self._offset is None:
-            weight, assumed = self.all_judged + prior.strength, prior.strength * prior.rate
-            rates = (self.all_accepted + assumed) / weight, (self.all_predicted + assumed) / weight
-            self._offset = log_odds(rates[0]) - log_odds(rates[1])
-        if not judged:
-            return self._offset
-        predicted, strength = log_odds(self.predicted[interval] / judged), prior.interval_strength
-        accepted = self.accepted[interval] + strength * probability(predicted + self._offset)
-        return log_odds(accepted / (judged + strength)) - predicted
-
-    def as_dict(self) -> dict[str, list[float]]:
-        """Returns the counts, to be saved in a profile."""
-        total = [self.all_accepted, self.all_predicted, self.all_judged]
-        return {"accepted": self.accepted, "predicted": self.predicted, "judged": self.judged, "all": total}
-
-    @classmethod
-    def of_dict(cls, prior: Prior, counts: Mapping[str, Sequence[float]]) -> AcceptanceCalibration:
-        """Returns the calibration with the counts that `as_dict` returned.
-
-        Raises ValueError if more tokens were accepted than judged.
-        """
-        pairs = zip((*counts["accepted"], counts["all"][0]), (*counts["judged"], counts["all"][2]), strict=True)
-        if any(accepted > judged for accepted, judged in pairs):
-            raise ValueError("more tokens were accepted than judged")
-        accepted, predicted, judged = (list(counts[name]) for name in ("accepted", "predicted", "judged"))
-        all_accepted, all_predicted, all_judged = counts["all"]
-        return cls(prior, accepted, predicted, judged, all_accepted, all_predicted, all_judged)
+        """Learns from a judged token: one that the target accepted, or the first one that it rejected."""
+        prior, interval, fading = self.prior, bisect(self.prior.edges, score), self.FADING
+        expected = probability(score + self.offset + self.offsets[interval])
+        residual, information = accepted - expected, expected * (1 - expected)
+        if prior.recent_strength:
+            residuals, informations = self.recent
+            self.recent = [residuals * self.RECENT_FADING + residual, informations * self.RECENT_FADING + information]
+        self.information = self.information * fading + information
+        self.offset += residual / (self.information + prior.strength)
+        self.informations[interval] = self.informations[interval] * fading + information
+        self.offsets[interval] += residual / (self.informations[interval] + prior.interval_strength)
 
     def copy(self) -> AcceptanceCalibration:
-        counts = list(self.accepted), list(self.predicted), list(self.judged)
-        return AcceptanceCalibration(self.prior, *counts, self.all_accepted, self.all_predicted, self.all_judged)
+        return replace(self, offsets=list(self.offsets), informations=list(self.informations), recent=list(self.recent))

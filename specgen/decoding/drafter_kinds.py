@@ -11,7 +11,7 @@ from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specgen.decoding.length_policy import SIGNALS, Signals
+from specgen.decoding.length_policy import MATCH_LENGTH, MODEL_SIGNALS, Signals
 from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
@@ -63,7 +63,14 @@ def _model_drafter(setup: DraftSetup, settings: Settings) -> Any:
 
 
 def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Any:
-    return _module("drafters").PromptLookupDrafter(settings.values["ngram"], setup.eos_ids)
+    return _module("prompt_lookup").PromptLookupDrafter(settings.values["ngram"], setup.eos_ids)
+
+
+def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
+    """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
+    model = None if setup.runner is None else _model_drafter(setup, settings)
+    lookup = _prompt_lookup(setup, settings) if settings.values["lookup"] else None
+    return _module("hybrid_drafter").HybridDrafter(lookup, model) if lookup is not None else model
 
 
 def _multi_draft(setup: DraftSetup, settings: Settings) -> Any:
@@ -79,15 +86,16 @@ def _bild(setup: DraftSetup, settings: Settings) -> Any:
     return _module("bild").BildDrafter(setup, fallback=settings.values["fallback"])
 
 
-_MODEL_SIGNALS = SIGNALS - {"predicted_acceptance"}
+_MODEL_SIGNALS = MODEL_SIGNALS - {"predicted_acceptance"}
 
 NONE = DrafterKind("none", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), cost_kind="echo")
-LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, cost_kind="echo")
+LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, frozenset({MATCH_LENGTH}), cost_kind="echo")
 SEARCH = DrafterKind("search", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), drafts_trees=True, recorded=False)
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
+HYBRID = DrafterKind(MODEL.name, DraftSource.DRAFT_MODEL, _hybrid, _MODEL_SIGNALS | {MATCH_LENGTH})  # recorded as MODEL
 MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, _MODEL_SIGNALS, drafts_trees=True, recorded=False)
 BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, _MODEL_SIGNALS, recorded=False)
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
-EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, SIGNALS, title="the exit layer")
-EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, SIGNALS, drafts_trees=True, recorded=False)
+EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, title="the exit layer")
+EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, drafts_trees=True, recorded=False)
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from specgen.decoding import logits_ops, signals
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
@@ -61,16 +61,25 @@ class DraftSetup:
     acceptance_predictor: AcceptancePredictor | None = None
 
 
-def extend_draft(policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str], *, unverified: int = 0) -> str:
+def extend_draft(
+    policy: LengthPolicy,
+    limit: int,
+    extend: Callable[[int], DraftedToken | str],
+    *,
+    unverified: int = 0,
+    known: Mapping[str, float] = NO_SIGNALS,
+    is_last: bool = True,
+) -> str:
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
     Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
     returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
-    At `limit` the reason is `length`. The draft follows `unverified` drafted tokens (PEARL). The time that the policy takes is
+    At `limit` the reason is `length`. The draft follows `unverified` drafted tokens (PEARL). `known` are the first token's
+    signals that are known before it is drafted; for `is_last` see `LengthPolicy.starts_draft`. The time that the policy takes is
     added to `policy.seconds`.
     """
     start = perf_counter()
-    drafts = policy.starts_draft(unverified=unverified)
+    drafts = policy.starts_draft(unverified=unverified, signals=known, is_last=is_last)
     policy.seconds += perf_counter() - start
     if not drafts:
         return policy.reason
@@ -302,55 +311,6 @@ def draft_statistics(logits: torch.Tensor) -> tuple[list[float], list[float]]:
     if math.isnan(sum(entropies)):
         raise nan_logits("draft")
     return entropies, top_probs
-
-
-class PromptLookupDrafter:
-    """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
-
-    This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
-    the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
-    not depend on the context's length.
-    """
-
-    def __init__(self, ngram: int, eos_ids: Collection[int]) -> None:
-        self._ngram = ngram
-        self._eos_ids = eos_ids
-        self._continuations: dict[tuple[int, ...], int] = {}
-        self._context: Context | None = None
-        self._indexed = 0
-
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        self._index(context)
-        start = self._match(context)
-        if start is None or limit < 1:
-            return Draft()
-        tokens: list[int] = []
-
-        def extend(position: int) -> DraftedToken | str:
-            source = start + position - 1
-            tokens.append(context.ids[source] if source < len(context) else tokens[source - len(context)])
-            return "eos" if tokens[-1] in self._eos_ids else DraftedToken(position)
-
-        reason = extend_draft(policy, limit, extend)
-        return Draft.chain(tokens, stop_reason=reason)
-
-    def _index(self, context: Context) -> None:
-        """Adds the context's new tokens to the index: each is the continuation of the n-grams that end just before it."""
-        if context is not self._context:
-            self._context, self._indexed = context, 0
-            self._continuations.clear()
-        for position in range(self._indexed, len(context)):
-            for length in range(1, min(self._ngram, position) + 1):
-                self._continuations[tuple(context.ids[position - length : position])] = position
-        self._indexed = len(context)
-
-    def _match(self, context: Context) -> int | None:
-        """Finds the longest n-gram at the context's end that occurred before. Returns the position after its latest occurrence.
-
-        None if not even the last token occurred before.
-        """
-        grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
-        return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
 
 
 class NoDrafter:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 from specgen.setting_parsing import Setting, Value
 
 Signals = frozenset[str]
-SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`
+MODEL_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`
+MATCH_LENGTH = "match_length"  # of prompt lookup: how many tokens before this one equal those before the token that it copies
+SIGNALS: Signals = MODEL_SIGNALS | {MATCH_LENGTH}
+NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 
 def comparison(value: float, sign: str, limit: float) -> str:
@@ -66,10 +70,12 @@ class LengthPolicy(ABC):
         """The names of the signals that a policy with these settings reads."""
         return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
-    def starts_draft(self, *, unverified: int = 0) -> bool:
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token.
 
-        In PEARL the draft would follow `unverified` drafted tokens.
+        In PEARL the draft would follow `unverified` drafted tokens. `signals` are those of the first token that are known before
+        it is drafted. If not `is_last`, another drafter of this round follows, for which the policy decides again if the answer is
+        no.
         """
         return True
 
@@ -82,6 +88,13 @@ class LengthPolicy(ABC):
 
         Called after each round but the pass over the prompt, also after one without a draft. In PEARL the draft's last tokens may
         be verified in later rounds.
+        """
+
+    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:  # noqa: B027  most policies learn nothing
+        """Learns from what prompt lookup found in the last round, also if nothing of it was drafted.
+
+        The first `agreed` tokens of the copied text, found after `match_length` equal tokens, equal the tokens that followed in
+        the context. `ended`: the copied token after them did not.
         """
 
     def state(self) -> Mapping[str, float] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
+from specgen.types import Context, Draft
 
 WARM_UP = 2  # rounds at the beginning of a run that are not counted
 
@@ -35,7 +37,7 @@ class LengthSweep(LengthPolicy):
     def signals(self) -> Signals:  # type: ignore[override]
         return self.combinations[self._current][1]
 
-    def starts_draft(self, *, unverified: int = 0) -> bool:
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         return self.length > 0
 
     def keep_drafting(self, token: DraftedToken) -> bool:
@@ -46,3 +48,13 @@ class LengthSweep(LengthPolicy):
             self._warm_up_left -= 1
         else:
             self._current = (self._current + 1) % len(self.combinations)
+
+
+class RepeatDrafter:
+    """Drafts copies of the last token. This takes no time, so a round takes as long as the target's pass.
+
+    The policy has to be a `LengthSweep`, which sets the number of copies.
+    """
+
+    def propose(self, context: Context, policy: Any, limit: int) -> Draft:
+        return Draft.chain([context.ids[-1]] * min(policy.length, limit))

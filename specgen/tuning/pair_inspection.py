@@ -14,6 +14,7 @@ from safetensors import safe_open
 from specgen import methods
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.decoding.adaptive import Adaptive
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import find_exit
@@ -256,7 +257,7 @@ def _readiness(
         return Readiness(False, why, "take a draft model, or lookup")
     if method.needs_exit_layer and no_exit is not None:
         return Readiness(False, *no_exit)
-    if not method.needs_draft_model:
+    if not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
         return Readiness(True, "needs no draft model")
     if tokenizers is None:
         return Readiness(False, "no draft model", "name one with --draft")
@@ -304,6 +305,7 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
         try:
             # settings that are `auto` by default would have to be measured: they are given
             given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
+            given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
             checked[name] = found[name]
         except SpecgenError as error:

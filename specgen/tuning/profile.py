@@ -169,7 +169,7 @@ class Profile(_StrictModel):
     def _learned_numbers_fit(self) -> Profile:
         for drafter, numbers in self.measured.learned.items():
             try:
-                Learned.of_dict(numbers, greedy=self.sampling.temperature == 0)
+                Learned.of_dict(numbers, self.sampling.temperature)
             except ValueError as error:
                 raise ValueError(f"measured.learned.{drafter}: {error}") from error
         return self
@@ -177,9 +177,8 @@ class Profile(_StrictModel):
     def inform(self, knowledge: DraftingKnowledge) -> None:
         """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
         knowledge.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
-        greedy = self.sampling.temperature == 0
         knowledge.tuned_learned = {
-            drafter: Learned.of_dict(numbers, greedy=greedy) for drafter, numbers in self.measured.learned.items()
+            drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
         }
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specgen.decoding import logits_ops, signals
-from specgen.decoding.length_policy import SIGNALS
+from specgen.decoding.length_policy import MODEL_SIGNALS
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.errors import SpecgenError
@@ -222,7 +222,7 @@ def _with_signals(
     `probs` [n, vocabulary] are the probabilities that the tokens were drawn from, None in greedy decoding. `unpenalised` are the
     logits without penalties, None if `logits` have none.
     """
-    found = signals.compute(SIGNALS, logits, tokens, probs, unpenalised=unpenalised)
+    found = signals.compute(MODEL_SIGNALS, logits, tokens, probs, unpenalised=unpenalised)
     computed = {name: value.tolist() for name, value in found.items()}
     return [
         Drafted(token, dict(zip(computed, values, strict=True)))

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.decoding.length_policy import Signals
-from specgen.decoding.length_sweep import WARM_UP, LengthSweep
+from specgen.decoding.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
 from specgen.decoding.parallel import Parallel
 from specgen.errors import SpecgenError
 from specgen.tuning.request import Deadline
-from specgen.types import Context, Draft, Round, SamplingParams
+from specgen.types import Round, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -39,16 +39,6 @@ PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
 SHORT_PROMPT = 48  # tokens of the shorter context
 _TURNS = 2  # each kind of rounds is timed in this many turns
 _LABELS = {"echo": "the target alone", "parallel": "pearl"} | {kind.cost_kind: f"with {kind.title}" for kind in (MODEL, EXIT)}
-
-
-class RepeatDrafter:
-    """Drafts copies of the last token. This takes no time, so a round takes as long as the target's pass.
-
-    The policy has to be a `LengthSweep`, which sets the number of copies.
-    """
-
-    def propose(self, context: Context, policy: Any, limit: int) -> Draft:
-        return Draft.chain([context.ids[-1]] * min(policy.length, limit))
 
 
 Samples = dict[Any, list[float]]  # measured seconds, by what was measured (such as a number of tokens)

@@ -15,6 +15,7 @@ import torch
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
+from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.forward_pass import ModelOutput
@@ -23,7 +24,7 @@ from specgen.traces.summary import Summary
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
 from specgen.tuning.request import ClockFunction, Deadline
-from specgen.tuning.round_timing import RepeatDrafter, RoundProbe
+from specgen.tuning.round_timing import RoundProbe
 from specgen.tuning.simulation import RANDOM_RUNS, SimulatedClock, SimulatedTarget, SimulatedVerifier, make_run, run_seed
 from specgen.types import Context
 

@@ -17,9 +17,11 @@ from specgen.cost_model.round_costs import RoundCosts
 from specgen.decoding.adaptive import Adaptive, AdaptiveInputs, Learned
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import DraftSetup, extend_draft
+from specgen.decoding.hybrid_drafter import HybridDrafter
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.policies import is_random
+from specgen.decoding.prompt_lookup import PromptLookupDrafter
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
 from specgen.decoding.verifiers import match_argmax_path
@@ -211,7 +213,7 @@ class PairMeasurements:
     slowdown: float = 1.0
     has_predictor: bool = False  # whether the exit layer has a predictor of acceptance
     flexible_window: bool = False
-    greedy: bool = True  # whether the references are the output of greedy decoding
+    temperature: float = 0.0  # with which the references were decoded
     learned: dict[str, Learned] = field(default_factory=dict)
 
 
@@ -254,6 +256,8 @@ def _run(measurements: PairMeasurements, method: Method, settings: Settings, num
         drafter = method.drafter.make(DraftSetup(None, eos_ids=reference.eos_ids), settings)
     else:
         drafter = SimulatedDrafter(measurements.drafts[method.drafter.name][number], costs, clock)
+        if settings.values.get("lookup"):
+            drafter = HybridDrafter(PromptLookupDrafter(int(settings.values["ngram"]), reference.eos_ids), drafter)
     return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
 
 
@@ -261,8 +265,9 @@ def _adaptive_inputs(measurements: PairMeasurements, method: Method, reference: 
     """Returns what the length policy `adaptive` decides by. It keeps what it learns from prompt to prompt, as in real runs."""
     length = typical_length(len(reference.prompt_ids), reference.limit)
     costs = DraftingCosts.of_rounds(measurements.costs[method.cost_kind], length)
-    prior = Learned.prior(costs, greedy=measurements.greedy)
-    return AdaptiveInputs(costs, measurements.learned.setdefault(method.drafter.name, prior))
+    prior = Learned.prior(costs, measurements.temperature, has_model=method.drafter.source is not DraftSource.NOTHING)
+    learned = measurements.learned.setdefault(method.drafter.name, prior)
+    return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel)
 
 
 def _window(measurements: PairMeasurements, settings: Settings, reference: ReferenceOutput) -> Window:

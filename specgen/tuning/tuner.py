@@ -85,7 +85,7 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
     method = methods.METHODS[name]
     if method.is_yardstick:
         return "it is always slower than plain decoding" if named else None
-    if method.needs_draft_model and pair.draft is None:
+    if method.uses_draft_model and pair.draft is None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
@@ -121,7 +121,9 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
     flags = pair.has_predictor, pair.has_flexible_window(sampling)
-    measurements = PairMeasurements(references, drafts, measured.costs, measured.slowdown, *flags, greedy=sampling.greedy)
+    measurements = PairMeasurements(
+        references, drafts, measured.costs, measured.slowdown, *flags, temperature=sampling.temperature
+    )
     pair.knowledge.tuned_costs = measured.costs
     return selection.without(measured.failures), measurements
 

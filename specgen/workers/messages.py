@@ -72,8 +72,8 @@ class DraftAnswer(NamedTuple):
     """A drafted chain. Its `probs` and `logits` tensors are not in the message: they go through shared memory, where needed.
 
     `entropies` (nats) and `top_probs` (largest probability) have one number per token. `stop_reason` says why the draft ended;
-    None only for an empty draft. `seconds` is the time that drafting took. `predicted` is that of `Draft`. `policy_state` is what the
-    length policy had learned before it, where this depends on what only the worker knows; otherwise None.
+    None only for an empty draft. `seconds` is the time that drafting took. `predicted` is that of `Draft`. `policy_state` is what
+    the length policy had learned before it, where this depends on what only the worker knows; otherwise None.
     """
 
     tokens: Sequence[int]
