@@ -181,6 +181,9 @@ def test_pauses_double_while_drafts_lose_and_halve_while_they_win() -> None:
 
 
 def test_drafting_returns_after_a_stretch_of_rejections() -> None:
+    lost = DraftingGuard()
+    lost.count(2.5, 2, 3.0, trial=True)
+    assert lost.pauses(), "a trial that gives a token, and costs more than it is worth, is no success"
     guard = DraftingGuard()
     total_loss(guard, [(4.5, 1, False)], 1000, 3.0)
     assert guard.pause >= 128
