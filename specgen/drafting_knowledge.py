@@ -19,8 +19,9 @@ from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.drafter_kinds import LOOKUP, DraftSource
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_sweep import WARM_UP, LengthSweep
 from specgen.plan import prepared
 

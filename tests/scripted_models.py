@@ -10,8 +10,9 @@ import torch
 
 from specgen import factory, methods
 from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.decoding.adaptive import AUTO, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import AUTO, AdaptiveInputs
 from specgen.decoding.components import Components
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import Method

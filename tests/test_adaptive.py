@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features, probability
-from specgen.decoding.adaptive import _OPTION, AUTO, GREEDY, SAMPLING, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import _OPTION, AUTO, GREEDY, SAMPLING, Adaptive, AdaptiveInputs
 from specgen.decoding.drafting_guard import LONGEST_PAUSE, SHORTEST_PAUSE, DraftingGuard
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import DraftedToken
 
 SURE, UNSURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}, {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}

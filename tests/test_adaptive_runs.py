@@ -16,7 +16,8 @@ from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import Window
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
-from specgen.decoding.adaptive import AUTO, GREEDY, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import AUTO, GREEDY, Adaptive, AdaptiveInputs
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.parallel import Parallel
 from specgen.methods import METHODS, available_policies
 from specgen.traces.summary import Summary

@@ -19,7 +19,7 @@ from specgen.cli import profile_lookup
 from specgen.cost_model.cost_check import FEWEST_ROUNDS, CostCheck
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.adaptive import Learned
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.sequential import Checked
 from specgen.errors import SpecgenError
 from specgen.pair import Pair

@@ -13,8 +13,9 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from specgen import drafting_knowledge, measurement_cache
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.hybrid_drafter import HybridDrafter
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.lookup_gain import LearnedLookup, best_plan
 from specgen.decoding.prompt_lookup import PromptLookupDrafter

@@ -11,7 +11,8 @@ import pytest
 from scripted_models import TableRunner, scripted_run
 
 from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.parallel import _joined
 from specgen.decoding.policies import Fixed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.adaptive import Learned
+from specgen.decoding.learned_drafting import Learned
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import Candidate, TuningOutcome

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import ClassVar
 
-_SMALLEST = 1e-3  # probabilities are kept this far from 0 and 1
+_SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
+_LARGEST_OFFSET = 1000  # in log odds
+
+
+def _bounded(probability: float) -> float:
+    return _SMALLEST if probability < _SMALLEST else _LARGEST if probability > _LARGEST else probability
 
 
 def probability(odds: float) -> float:
@@ -27,8 +32,7 @@ def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float
     p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
     the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
     """
-    top = min(max(top_prob, _SMALLEST), 1 - _SMALLEST)
-    chosen = min(max(prob, _SMALLEST), 1 - _SMALLEST)
+    top, chosen = _bounded(top_prob), _bounded(prob)
     return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
 
 
@@ -49,7 +53,7 @@ class Prior:
     recent_strength: float = 0.0
 
     def score(self, token: Sequence[float]) -> float:
-        return self.bias + sum(map(mul, self.weights, token))
+        return self.bias + float(sum(map(mul, self.weights, token)))
 
     def mixed(self, other: Prior, share: float) -> Prior:
         """Returns a prior whose bias and weights are between these (share 0) and those of the `other` (share 1)."""
@@ -101,6 +105,21 @@ class AcceptanceCalibration:
         self.offset += residual / (self.information + prior.strength)
         self.informations[interval] = self.informations[interval] * fading + information
         self.offsets[interval] += residual / (self.informations[interval] + prior.interval_strength)
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """Returns the learned numbers, to be saved in a profile."""
+        sums = [self.offset, self.information, *self.recent]
+        return {"offsets": self.offsets, "informations": self.informations, "sums": sums}
+
+    @classmethod
+    def of_dict(cls, prior: Prior, saved: Mapping[str, Sequence[float]]) -> AcceptanceCalibration:
+        """Returns the calibration with the numbers that `as_dict` returned. Raises ValueError for impossible ones."""
+        offset, information, *recent = saved["sums"]
+        if min(information, recent[1], *saved["informations"]) < 0:
+            raise ValueError("a sum of p (1 - p) is negative")
+        if max(abs(number) for number in (offset, recent[0], *saved["offsets"])) > _LARGEST_OFFSET:
+            raise ValueError(f"an offset is larger than {_LARGEST_OFFSET}")
+        return cls(prior, offset, information, list(saved["offsets"]), list(saved["informations"]), list(recent))
 
     def copy(self) -> AcceptanceCalibration:
         return replace(self, offsets=list(self.offsets), informations=list(self.informations), recent=list(self.recent))

@@ -29,7 +29,7 @@ class FirstAcceptance:
 
     @property
     def mean(self) -> float:
-        return sum(map(mul, LEVELS, self.weights))
+        return float(sum(map(mul, LEVELS, self.weights)))
 
     def add(self, accepted: bool | None) -> None:
         """Adds a round: whether the first drafted token was accepted; None without a draft."""

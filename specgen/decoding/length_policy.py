@@ -74,8 +74,7 @@ class LengthPolicy(ABC):
         """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token.
 
         In PEARL the draft would follow `unverified` drafted tokens. `signals` are those of the first token that are known before
-        it is drafted. If not `is_last`, another drafter of this round follows, for which the policy decides again if the answer is
-        no.
+        it is drafted. If not `is_last`, another drafter of this round follows, for which the policy decides again after a no.
         """
         return True
 

@@ -19,7 +19,7 @@ _UNLIKELY = 0.01  # a draft ends before a token that is accepted less likely tha
 _AHEAD = 8  # tokens that a draft may have to grow by before it gains more, if the target's pass gets longer in jumps
 _BIAS, _WEIGHT = -1.2, 0.8  # log odds of acceptance are at least about _BIAS + _WEIGHT ln(match length) with the bundled target
 _EDGES = tuple(_BIAS + _WEIGHT * math.log(length) for length in (1.5, 2.5, 3.5, 5.5, 8.5, 12.5, 20.5))
-PRIOR = Prior(_BIAS, (_WEIGHT,), _EDGES, 10, 10)
+PRIOR = Prior(_BIAS, (_WEIGHT,), _EDGES, 10, 10, 5)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from specgen import methods
 from specgen.cost_model.round_costs import RoundCosts
-from specgen.decoding.adaptive import Learned
+from specgen.decoding.learned_drafting import Learned
 from specgen.errors import RunError, SpecgenError
 from specgen.files import load_yaml, write_whole
 from specgen.paths import pair_folder, readable

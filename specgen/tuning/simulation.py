@@ -14,10 +14,11 @@ from specgen import factory, methods
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import Window, costs_of_rounds
 from specgen.cost_model.round_costs import RoundCosts
-from specgen.decoding.adaptive import Adaptive, AdaptiveInputs, Learned
+from specgen.decoding.adaptive import Adaptive, AdaptiveInputs
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import DraftSetup, extend_draft
 from specgen.decoding.hybrid_drafter import HybridDrafter
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.policies import is_random

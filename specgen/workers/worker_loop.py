@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from specgen import factory
-from specgen.decoding.adaptive import Adaptive, Learned
+from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
