@@ -360,11 +360,12 @@ class Pair:
             self._process_worker.forget()
 
     def close(self) -> None:
-        """Ends the process or thread that runs the draft model."""
+        """Ends the process or thread that runs the draft model, and the process that renders the chat template."""
         for worker in (self._process_worker, self._thread_worker):
             if worker is not None:
                 worker.close()
         self._thread_worker = None
+        self.tokenizer.templates.close()
 
     def __enter__(self) -> Pair:
         return self

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from specgen.engine import template_process
 from specgen.engine.extra_tensors import check_no_extra
-from specgen.engine.template_process import TemplateError, rendered
+from specgen.engine.template_process import Limits
 from specgen.errors import SpecgenError
 
 Refusal = Callable[..., str]
@@ -158,7 +158,7 @@ CUT_OFF = {
 @pytest.fixture
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that never ends is cut off after any time; the others end before."""
-    monkeypatch.setattr(template_process, "SECONDS", 100.0)
+    monkeypatch.setattr(template_process, "LIMITS", Limits(seconds=100.0))
 
 
 @pytest.mark.usefixtures("_patience")
@@ -171,18 +171,10 @@ def test_a_template_that_takes_too_much_is_refused(folder: Path, refusal: Refusa
 
 
 def test_a_template_that_never_ends_is_cut_off(folder: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    monkeypatch.setattr(template_process, "LIMITS", Limits(seconds=0.5))
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
     assert "it takes more than 0.5 seconds" in refusal("--chat")
-
-
-@pytest.mark.usefixtures("_patience")
-def test_a_template_of_another_process_gives_the_same_text() -> None:
-    messages = [{"role": "user", "content": "é 日本 \ud83d"}]
-    assert rendered("{{ bos_token }}{{ messages[0].content }}\n\n", messages, {"bos_token": "<s>"}) == "<s>é 日本 \ud83d\n"
-    with pytest.raises(TemplateError, match=r"^unexpected 'end of template'"):
-        rendered("{% if", messages, {})
 
 
 @pytest.mark.usefixtures("_patience")

@@ -67,7 +67,8 @@ def generate(
     sequential = chosen.needs_draft_model and not parallel
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
-        pair = opened.enter_context(open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential))
+        loading_pair = open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential, chat=chat)
+        pair = opened.enter_context(loading_pair)
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, pair, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
