@@ -43,9 +43,14 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
-    """A link to a device that is always full: broken code would replace the link, not the device."""
-    (tmp_path / "full").symlink_to("/dev/full")
-    return tmp_path / "full"
+    """A device that is always full, of this test alone: broken code that root runs would replace it, also through a link."""
+    device, link = tmp_path / "device", tmp_path / "full"
+    try:
+        os.mknod(device, 0o666 | stat.S_IFCHR, os.stat("/dev/full").st_rdev)
+    except PermissionError:  # only root may make one, and only root may replace the system's
+        device = Path("/dev/full")
+    link.symlink_to(device)
+    return link
 
 
 # ------------------------------------------------------------------ replaced, or written to
@@ -71,13 +76,12 @@ def test_a_link_stays_and_its_file_is_replaced_with_its_permissions(main: Main, 
 
 @FULL
 def test_a_device_is_written_to_and_stays(main: Main, trace: Path, full: Path) -> None:
-    code, _, err = main("inspect", trace, "--html", full)
-    assert code == 1
-    assert err == f"error: cannot write {full}: No space left on device\n"
-    assert full.is_symlink()
-    assert stat.S_ISCHR(full.stat().st_mode)
-    assert main("inspect", trace, "--html", "/dev/null", "-q")[0] == 0
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    inode = full.stat().st_ino
+    for path in (full, full.resolve()):
+        assert main("inspect", trace, "--html", path) == (1, "", f"error: cannot write {path}: No space left on device\n")
+        assert full.is_symlink()
+        assert full.stat().st_ino == inode
+        assert stat.S_ISCHR(full.stat().st_mode)
 
 
 @POSIX
