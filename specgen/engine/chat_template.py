@@ -91,7 +91,8 @@ def _next_answer(seconds: float, memory: int, longest: int) -> _Answer | None:
         if not request:
             return None
         _set_timer(2 * seconds)  # the parent process counts the seconds, but it may have ended
-        return _Answer.of("text", render(*json.loads(request), longest))
+        template, messages, special_tokens = json.loads(request)
+        return _Answer.of("text", render(template, messages, special_tokens, longest))
     except MemoryError:
         return _Answer.of("error", f"it needs more than {memory >> 20} MiB of memory", exceeds=True)
     except TooMuchTextError as error:
