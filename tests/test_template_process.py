@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +232,29 @@ else:
 """
 
 
-def parent(doing: str, seconds: float) -> subprocess.Popen[bytes]:
+@contextmanager
+def parent(doing: str, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that uses a TemplateProcess. It and what it forked are killed at the end, or after a minute."""
     command = [sys.executable, "-c", PARENT, doing, str(seconds)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as started:
+
+        def kill() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+
+        timer = threading.Timer(60, kill)
+        timer.start()
+        try:
+            yield started
+        finally:
+            timer.cancel()
+            kill()
 
 
 def test_it_ends_with_the_interpreter() -> None:
-    out, err = parent("exit", SLOW_MACHINE).communicate(timeout=60)
+    with parent("exit", SLOW_MACHINE) as ended:
+        out, err = ended.communicate()
     assert err == b""
     assert not Path(f"/proc/{out.split()[1].decode()}").exists()
 

@@ -127,11 +127,9 @@ class TemplateProcess:
     def _after_fork(self) -> None:
         """Leaves the process to the parent. Closes its pipes here, because it ends when all their other ends are closed."""
         self._lock = Lock()  # a thread that does not exist here may have held it
-        if self._finalizer is not None:
-            self._finalizer.detach()
         if self._process is not None:
             _close_pipes(self._process)
-            self._process.returncode = 0  # this process cannot wait for it
+            self._process.returncode = 0  # so that it is neither killed nor waited for here
         self._process = self._finalizer = None
 
 
