@@ -189,8 +189,8 @@ def test_outputs_that_are_inputs_or_each_other_are_refused_before_torch_is_impor
 
 def test_a_trace_may_lie_in_the_models_folder(tmp_path: Path, pair: tuple[str, ...], main: Main) -> None:
     trace = Path(pair[1]) / "t.jsonl"
-    for _ in range(2):  # the second run replaces the first one's trace
-        assert main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", "3", "--trace", trace)[0] == 0
+    for tokens in (5, 1):  # the second run replaces the first one's longer trace
+        assert main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", tokens, "--trace", trace)[0] == 0
     assert len(list(read_trace(trace))) == 1
     trace.unlink()
 
@@ -342,6 +342,8 @@ def test_half_a_character_in_a_category_costs_no_result(compare: Compare, tmp_pa
     assert [row["category"] for row in csv.DictReader(table.open(encoding="utf-8"))] == ["", "a�b"] * 2
     line = parsed(compare(*options, "--json")[1])[0]
     assert set(line["by_category"]) == {"a�b"}
+    files.write_pieces(table, ["a\ud800b"])
+    assert table.read_bytes() == b"a?b", "what no other function has looked at"
 
 
 @POSIX
@@ -350,7 +352,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path
     (tmp_path / "out" / "profile.yaml").mkdir(parents=True)
     wrong = [["--out", str(tmp_path / "file" / "out")], ["--out", str(tmp_path / "out")], ["--train", "--out", "/proc/out"]]
     assert [(ended.code, ended.has_torch) for ended in one_by_one(*(["tune", *given] for given in wrong))] == [(2, False)] * 3
-    environment = {**os.environ, "SPECGEN_DATA": str(tmp_path / "file" / "data")}
+    environment = {**os.environ, "SPECGEN_DATA": "/proc"}  # it exists, and root cannot write there either
     (ended,) = one_by_one(["tune"], environment=environment)
     assert (ended.code, ended.has_torch) == (2, False)
     assert "cannot write to the folder" in ended.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from cli_helpers import POSIX, run_main
 from processes import is_running, wait_until
 from tokenizer_helpers import LLAMA, byte_level, load, write
 
-from specgen.engine import template_process
+from specgen.engine import chat_template, template_process
 from specgen.engine.template_process import LIMITS, Limits, TemplateError, TemplateProcess
 
 pytestmark = POSIX
@@ -284,6 +287,21 @@ def test_a_rendering_without_end_ends_some_time_after_its_parent_was_killed(temp
         first.kill()
         first.wait()
         assert wait_until(lambda: not is_running(process))
+
+
+def test_its_own_timer_runs_while_it_renders_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[float] = []
+    monkeypatch.setattr(chat_template, "_set_timer", timers.append)
+    monkeypatch.setattr(chat_template, "_limit_address_space", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["chat_template.py", "3", str(MIB), str(MIB)])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'["x", [], {}]\n["{{ 1 / 0 }}", [], {}]\n')))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=(out := io.BytesIO())))
+    chat_template.main()
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [
+        {"is_last": False, "text": "x"},
+        {"is_last": False, "error": "division by zero"},
+    ]
+    assert timers == [6, 0, 6, 0]
 
 
 def test_generate_starts_it_before_it_loads_models_and_ends_it(
