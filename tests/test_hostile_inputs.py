@@ -85,7 +85,7 @@ def test_summaries_of_other_programs_with_impossible_figures_are_shown(
     ("value", "why"),
     [
         pytest.param("9" * 400, "99999999999999999999… is too large", id="400 digits"),
-        ("-" + "9" * 20, "is too large"),
+        ("-" + "9" * 19, "is too large"),  # below -2^63
         ("1e400", "1e400 is too large"),
         ("[" * 600 + "]" * 600, "more than 100 levels of nesting"),
         ('{"a":' * 600 + "1" + "}" * 600, "more than 100 levels of nesting"),
@@ -112,13 +112,21 @@ def test_depth_counts_levels() -> None:
 
 
 class Counted(list[int]):
-    """A list that counts how often its elements are read one after the other."""
+    """A list that counts how often many of its elements are read, one after the other or as a part."""
 
     passes = 0
 
     def __iter__(self) -> Any:
         self.passes += 1
         return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.passes += isinstance(index, slice)
+        return super().__getitem__(index)
+
+    def count(self, value: int) -> int:
+        self.passes += 1
+        return super().count(value)
 
 
 def test_a_large_tree_is_read_once_for_each_view() -> None:

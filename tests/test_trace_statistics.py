@@ -14,7 +14,7 @@ import traces
 from scipy import stats
 
 from specgen.traces import acceptance_bounds, statistics
-from specgen.traces.statistics import TraceStatistics, beta_quantile, posteriors
+from specgen.traces.statistics import TraceStatistics, beta_quantile, known_number, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.types import Draft, Round, Verdict
 
@@ -124,6 +124,9 @@ def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None
     for wrong in ("1.5", -1.5, 1e12, None):
         run = next(read_trace(traces.write(tmp_path / "t.jsonl", start, summary | {"seconds": wrong})))
         assert folded(run).summary.tokens_per_second is None, wrong
+    for wrong in (2.5, True, "3", -1, 10**12):
+        assert known_number({"drafted": wrong}, "drafted") == 0, wrong
+    assert known_number({"drafted": 3}, "drafted") == 3
 
 
 def test_beta_quantiles_are_scipys() -> None:
