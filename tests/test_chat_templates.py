@@ -26,11 +26,11 @@ TEMPLATES = {
     "{% for m in messages %}{{ one(m) }}\n{% endfor %}",
     "loop controls": "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
     "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}|{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }} "
+    "{% endgeneration %}|{% else %}{{ m.content }}{% endif %}{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}"
     "{{ {'a': '<é>'} | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
-    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}",
+    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}{{ dict.keys }}",
     "whitespace": "  {% if true %}\n    {{ messages[-1].content }}   \n  {% endif %}\n\n{# note #}\n  end  ",
     "tokens": "{{ bos_token }}|{{ unk_token is defined }}|{{ pad_token is defined }}|{{ image_token }}|{{ cls_token is none }}",
     "undefined": "{{ nothing }}{{ messages[0].nothing }}{{ nothing.attribute }}",
