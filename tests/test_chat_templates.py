@@ -30,7 +30,8 @@ TEMPLATES = {
     "{% endgeneration %}|{% else %}{{ m.content }}{% endif %}{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}"
     "{{ {'a': '<é>'} | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
-    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}{{ dict.keys }}",
+    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}"
+    "{{ dict.__class__ }}{{ dict.mro }}{{ dict.keys }}",
     "whitespace": "  {% if true %}\n    {{ messages[-1].content }}   \n  {% endif %}\n\n{# note #}\n  end  ",
     "tokens": "{{ bos_token }}|{{ unk_token is defined }}|{{ pad_token is defined }}|{{ image_token }}|{{ cls_token is none }}",
     "undefined": "{{ nothing }}{{ messages[0].nothing }}{{ nothing.attribute }}",
@@ -128,7 +129,7 @@ def chat_template_cases(folder: Path) -> None:
         ("config", "file {{ messages[0].content }}\r\n{{ bos_token }}", {}),
         ([{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
         ([{"name": "other", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
-        ({"default": "A", "rag": "B"}, None, {}),
+        ({"rag": "B", "default": "A"}, None, {}),
         ([{"name": "other", "template": "A"}], "file", {}),
         ("config", None, {"other": "A", "tool_use": "B"}),
         ("config", "file", {"tool_use": "B"}),

@@ -308,7 +308,7 @@ def test_a_fifo_is_read_after_a_note(main: Main, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [("--help",), ("generate", "--help"), ("--version",), ()])
 def test_help_on_a_full_disk_is_one_line(command: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        code, _, err = run(*command, stdout=full)
+        code, _, err = run(*command, stdout=full, environment={"PYTHONUNBUFFERED": ""})
     assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
 
 
@@ -316,7 +316,7 @@ def test_help_on_a_full_disk_is_one_line(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("command", [("generate", "--no-such-option"), ("generate", "abc", "-m", "no-such-method")])
 def test_an_error_that_cannot_be_written_keeps_its_exit_code(command: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        assert run(*command, stderr=full)[:2] == (2, b"")
+        assert run(*command, stderr=full, environment={"PYTHONUNBUFFERED": ""})[:2] == (2, b"")
 
 
 @POSIX
@@ -326,11 +326,18 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code(command: tuple[str,
 def test_without_a_home_folder_and_with_an_accent_in_a_locale_without_any(
     tmp_path: Path, pair: tuple[str, ...], home: str | None
 ) -> None:
-    """Both in one process: HOME unset, empty or missing, LC_ALL=C, an accent on standard input."""
+    """All in one process: HOME unset, empty or missing and the user unknown, LC_ALL=C, an accent on standard input, marks that
+    the locale lacks on standard output."""
+    trace = traces.write(tmp_path / "t.jsonl", *traces.a_run())
+    generate = ["generate", "-q", "-n", "3", "-m", "ar", "--device", "cpu", *pair]
     code = (
-        "import os, sys; [os.environ.pop(name, None) for name in ('HOME', 'SPECGEN_DATA', 'SPECGEN_CACHE')]; "
-        f"home = {home!r}; home is None or os.environ.update(HOME=home); from specgen.cli.app import main; "
-        f"sys.argv = ['specgen', 'generate', '-q', '-n', '3', '-m', 'ar', '--device', 'cpu', *{pair!r}]; main()"
+        "import os, pwd, sys; [os.environ.pop(name, None) for name in ('HOME', 'SPECGEN_DATA', 'SPECGEN_CACHE')]\n"
+        f"home = {home!r}; home is None or os.environ.update(HOME=home); from specgen.cli.app import main\n"
+        "pwd.getpwuid = lambda _: {}[()]\n"
+        f"for arguments in ['inspect', {str(trace)!r}], {generate!r}:\n"
+        "    sys.argv = ['specgen', *arguments]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 0\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code],
@@ -340,4 +347,6 @@ def test_without_a_home_folder_and_with_an_accent_in_a_locale_without_any(
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert ended.stdout
+    shown, generated = ended.stdout[:-4], ended.stdout[-4:]
+    assert b"?rejected" in shown
+    assert generated.strip().isalpha()
