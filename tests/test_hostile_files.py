@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tuning_helpers import outcome
 from typer.testing import CliRunner
 
 from specgen import demo, files
-from specgen.cli.app import app
+from specgen.cli.app import app, compare, generate, inspect, tune
 from specgen.errors import RunError, SpecgenError
 from specgen.traces.trace_reader import read_trace
 from specgen.traces.trace_writer import TraceWriter
@@ -223,6 +224,34 @@ def test_a_path_that_is_too_long_is_a_wrong_option(main: Main, trace: Path, comm
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1
     assert len(err) < 1100
+
+
+def _paths_and_models() -> list[tuple[str, ...]]:
+    """A command line for each option and argument of each command that takes a path or a model, without its value."""
+    found: list[tuple[str, ...]] = []
+    for command in (generate, compare, inspect, tune):
+        for name, parameter in signature(command).parameters.items():
+            if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
+                found.append((command.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])))
+    return found
+
+
+@pytest.mark.parametrize("command", _paths_and_models(), ids=" ".join)
+def test_empty_text_is_no_path_and_no_model(
+    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """As a path, it would be the working folder."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main(*command, "")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: Invalid value for '")
+    assert err.endswith("it is empty. See --help\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("generate", "--help-method"), ("tune", "--train", "--steps", "1")])
+def test_an_empty_name_of_a_method_is_not_the_default_method(main: Main, command: tuple[str, ...]) -> None:
+    assert main(*command, "-m", "")[::2] == (2, "error: there is no method ''. All of them: specgen inspect --methods\n")
 
 
 # ------------------------------------------------------------------ one process for each trace

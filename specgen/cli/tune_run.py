@@ -15,7 +15,6 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.cli import profile_lookup
-from specgen.cli.input_notes import note_fifos
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
@@ -107,7 +106,6 @@ class TuneRequest:
 
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> None:
     """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine."""
-    note_fifos([("--prompts", request.prompts)])
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit, for_tuning=True)
     names, sampling = request.names, request.sampling
     may_reuse = request.export is not None and request.may_reuse_profile
