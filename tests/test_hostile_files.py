@@ -381,6 +381,29 @@ def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path
     assert "cannot write to the folder" in ended.err
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("-m", "pearl"), "pearl needs a draft model, and there is none"),
+        (("-m", "ar, svip,sd"), "svip needs a draft model, and there is none"),
+        (("-m", "svip", "--export", "vllm"), "svip needs a draft model, and there is none"),
+        (("-m", "selfsd", "--export", "vllm"), "vllm has none of the methods that can be tuned without a draft model"),
+        *((("--export", engine), f"{engine} has none of the methods") for engine in ("mlx", "llama.cpp")),
+        (("-m", "bild", "--export", "mlx", "-d", "{}"), "mlx has none of the methods that can be tuned. It has sd"),
+    ],
+)
+def test_what_cannot_be_tuned_or_exported_is_refused_before_loading_and_the_profile_stays(
+    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, given: tuple[str, ...], why: str
+) -> None:
+    monkeypatch.setattr("specgen.cli.tune_run.open_pair", pytest.fail)
+    (tmp_path / "profile.yaml").write_text("old")
+    target = str(demo.folder("target"))
+    code, out, err = main("tune", "-t", target, "--out", tmp_path, *(part.replace("{}", target) for part in given))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {why}")
+    assert (tmp_path / "profile.yaml").read_text() == "old"
+
+
 @pytest.mark.parametrize("form", [(), ("--json",), ("--export", "vllm")])
 def test_tune_prints_its_answer_before_it_fails_to_save(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...], tmp_path: Path, form: tuple[str, ...]
