@@ -5,6 +5,7 @@ huggingface_hub takes 0.3 seconds to import, so it is imported only where a down
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -128,4 +129,7 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
             "Check the spelling and the connection, or name the folder of a model that you have",
         ) from error
     except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub fails during the download
+        if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EROFS):
+            problem = f"cannot download {name} to {_cache_folder()}: {error.strerror}"
+            raise SpecgenError(problem, "Check the folders in HF_HOME, HF_HUB_CACHE and XDG_CACHE_HOME") from error
         raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error
