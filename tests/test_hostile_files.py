@@ -212,6 +212,7 @@ LONG = "a" * 5000
         *(["compare", "-m", "ar", option, LONG] for option in ("--exit-layer",)),
         ["inspect", LONG],
         ["inspect", "{trace}", "--html", LONG],
+        ["inspect", "--pair", "--exit-layer", LONG],
         ["tune", "--out", LONG],
         ["tune", "--prompts", LONG],
         *(["tune", "--train", option, LONG] for option in ("--out", "--corpus", "--prompts")),
