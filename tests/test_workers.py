@@ -317,7 +317,7 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders:
     pair.close()
     pair.close()
     if method == "pearl":
-        with pytest.raises(RunError, match="the pair of models is closed. Finish a run before"):
+        with pytest.raises(RunError, match=r"the pair of models is closed\. Finish a run before"):
             next(run)
     else:
         assert sum(len(round_.token_ids) for round_ in run) > 20

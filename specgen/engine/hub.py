@@ -37,6 +37,9 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
     if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
+        for path in local.iterdir():
+            if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO would wait for another program
+                raise SpecgenError(f"{path} is not a file", "Name the folder of a model")
         return local
     if is_file:
         raise SpecgenError(f"{name} is a file", "Name the folder that contains it")

@@ -67,8 +67,8 @@ class Selection:
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> TuningOutcome:
     """Finds the pair's fastest method and settings.
 
-    Raises SpecgenError if plain decoding fails on a prompt, and if the request names methods and none of them can be tuned: mostly
-    before anything is measured.
+    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
+    mostly before anything is measured.
     """
     _check_named(request.names, select_methods(pair, request.names).left_out)
     selection, measurements = measure_pair(pair, request, observer)

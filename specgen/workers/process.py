@@ -168,8 +168,10 @@ class DraftProcess:
         self._close()
 
     def _died(self) -> RunError:
-        """Returns the error for a worker that ended: because its pair was closed, or unexpectedly, with its exit code or signal and
-        the last line of its log."""
+        """Returns the error for a worker that ended: because its pair was closed, or unexpectedly.
+
+        The error then has its exit code or signal and the last line of its log.
+        """
         if not self.is_wanted:
             return RunError("the pair of models is closed", "Finish a run before its pair is closed")
         try:
