@@ -153,53 +153,30 @@ def test_each_missing_tensor_and_wrong_shape_is_refused_by_name(tmp_path: Path, 
         assert f"{name} is {sizes} in its file, but " in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name_in_file"),
-    [
-        (torch.int8, "I8"),
-        (torch.uint8, "U8"),
-        (torch.float8_e4m3fn, "F8_E4M3"),
-        (torch.bool, "BOOL"),
-        (torch.int64, "I64"),
-    ],
-)
-def test_other_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype, name_in_file: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool, torch.int64])
+def test_other_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     save(make(variant("llama")), tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
     change(tmp_path, lambda tensors: {**tensors, name: tensors[name].to(dtype)})
-    assert f"{name} is stored as {name_in_file}." in refusal(tmp_path)
+    assert f"{name} is stored as {str(dtype)[6:]}" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "stablelm", "cohere"])
-@pytest.mark.parametrize("what", ["missing", "unexpected", "shape", "dtype"])
-def test_wrong_tensors_of_the_last_layer_are_noticed_before_any_weight_is_read(
+@pytest.mark.parametrize("what", ["missing", "unexpected"])
+def test_missing_and_unexpected_tensors_are_noticed_before_any_weight_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, what: str
 ) -> None:
     save(make(variant(family)), tmp_path)
-    name = "model.layers.1.mlp.down_proj.weight"
-    found = {
-        "missing": lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name},
-        "unexpected": lambda tensors: {**tensors, "model.layers.2.x.weight": tensors[name].clone()},
-        "shape": lambda tensors: {**tensors, name: tensors[name][1:].contiguous()},
-        "dtype": lambda tensors: {**tensors, name: tensors[name].to(torch.int8)},
-    }
-    change(tmp_path, found[what])
+    name, other = "model.layers.1.mlp.down_proj.weight", "model.layers.2.x.weight"
+    change(
+        tmp_path,
+        lambda tensors: (
+            {key: tensor for key, tensor in tensors.items() if key != name or what != "missing"}
+            | ({other: tensors[name].clone()} if what == "unexpected" else {})
+        ),
+    )
     monkeypatch.setattr(WeightFiles, "take", lambda *_: pytest.fail("read a tensor"))
-    assert "model.layers." in refusal(tmp_path)
-
-
-def test_a_tensor_that_changes_while_the_model_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(make(variant("llama")), tmp_path)
-    check = WeightFiles.check
-
-    def change_after(files: WeightFiles, *arguments: Any) -> None:
-        check(files, *arguments)
-        files.close()
-        name = "model.layers.1.mlp.down_proj.weight"
-        change(tmp_path, lambda tensors: {**tensors, name: tensors[name][1:].contiguous()})
-
-    monkeypatch.setattr(WeightFiles, "check", change_after)
-    assert "has changed while the model was loaded" in refusal(tmp_path)
+    assert (name if what == "missing" else other) in refusal(tmp_path)
 
 
 def test_truncated_and_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import final_norm, layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.tensor_names import EMBEDDING, HEAD, LayerTensors, layer_tensors
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, bias_of, layer_tensors
 from specgen.engine.native.weight_files import WeightFiles
 
 
@@ -29,7 +29,16 @@ def load_native(
     with torch.no_grad():
         files = WeightFiles(folder, name, device)
         names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-        files.check(_wanted(architecture, files, names), len(names))
+        required = _required(names)
+        files.check_complete(required)
+        norms = [
+            name
+            for layer in names
+            for each in (layer.q_norm, layer.k_norm)
+            for name in ((each,) if isinstance(each, str) else each or ())
+        ]
+        known = [*required, *norms, EMBEDDING, HEAD]
+        files.check_no_others([*known, *map(bias_of, known)], len(names))
         factory = ProductFactory(device, dtype)
         gain = norm_gain(architecture, dtype, device)
         parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
@@ -43,6 +52,7 @@ def load_native(
             files.close()
             if not files.are_copied:
                 _return_free_memory()
+        files.check_all_taken(len(layers))
         return NativeModel(
             architecture,
             layers,
@@ -68,25 +78,22 @@ def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.devi
     return sqrt(architecture.hidden_size) if extended else 1.0
 
 
-def _wanted(architecture: Architecture, files: WeightFiles, names: list[LayerTensors]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors that a model with these layers is made of, by name: makes its layers without data."""
-    shape = architecture.vocab_size, architecture.hidden_size
-    tables = [EMBEDDING, HEAD] if not architecture.tied or (EMBEDDING in files and HEAD in files) else [_names(files)[0]]
-    wanted: dict[str, tuple[int, ...]] = dict.fromkeys(tables, shape)
-
-    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        wanted[name] = shape
-        return torch.empty(shape, device="meta")
-
-    final_norm(architecture, take, torch.float32, 1.0)
-    for tensors in names:
-        layer_weights(architecture, tensors, take, torch.float32)
-    return wanted
-
-
-def _names(files: WeightFiles) -> tuple[str, str]:
-    """Returns the names of the tables that serve as embedding and as LM head: the same one if the files have only one."""
-    return HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, HEAD if HEAD in files else EMBEDDING
+def _required(names: list[LayerTensors]) -> list[str]:
+    """Returns the names of all tensors that a model with these layers has, without its embedding, LM head and biases."""
+    required = [FINAL_NORM]
+    for layer in names:
+        for field in (
+            layer.attention_norm,
+            layer.mlp_norm,
+            layer.attention_post_norm,
+            layer.mlp_post_norm,
+            layer.output,
+            layer.down,
+        ):
+            if field is not None:
+                required.append(field)
+        required += [*layer.qkv, *layer.gate_up]
+    return required
 
 
 def _parts(
@@ -98,7 +105,9 @@ def _parts(
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
     """
     shape = architecture.vocab_size, architecture.hidden_size
-    embedding_name, head_name = _names(files)
+    files.check_complete([] if architecture.tied else [EMBEDDING, HEAD])
+    embedding_name = HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING
+    head_name = HEAD if HEAD in files else EMBEDDING
     matrix = files.take(head_name, shape).to(dtype)
     head = factory(matrix)
     if head_name == embedding_name and isinstance(head, DenseProduct):

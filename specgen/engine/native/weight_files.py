@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from specgen.errors import SpecgenError
 
 _PREFIX = "model."
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _COPIED_BYTES = 1 << 26  # smaller models are copied, so that a file that is written again cannot change them
 _AGAIN = "Download or save it again"
 
@@ -40,40 +40,42 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return self._key(name) in self._paths
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], layers: int) -> None:
-        """Checks from the files' headers that they have the tensors `wanted` (name: shape), and no others that may matter.
-
-        `layers` is the number of layers. Raises SpecgenError for the first tensor that is missing, unexpected or unsuitable.
-        """
-        missing = sorted(self._key(name) for name in wanted if name not in self)
+    def check_complete(self, names: Collection[str]) -> None:
+        """Raises SpecgenError if tensors with these names are missing."""
+        missing = sorted(self._key(name) for name in names if name not in self)
         if missing:
             raise SpecgenError(f"{self._name} lacks {len(missing)} of its tensors (the first: {missing[0]})", _AGAIN)
-        for name, shape in wanted.items():
-            key = self._key(name)
-            with self._reading():
-                header = self._file(self._paths[key]).get_slice(key)
-                stored, dtype = tuple(header.get_shape()), header.get_dtype()
-            if stored != shape:
-                sizes = [" x ".join(map(str, each)) for each in (stored, shape)]
-                raise SpecgenError(f"{self._name}: {key} is {sizes[0]} in its file, but {sizes[1]} by its config.json", _AGAIN)
-            if dtype not in _DTYPES:
-                raise SpecgenError(f"{self._name}: {key} is stored as {dtype}", "Take weights in float32, bfloat16 or float16")
-        check_no_extra(self._paths.keys() - {self._key(name) for name in wanted}, self._name, layers)
+
+    def check_no_others(self, names: Collection[str], layers: int) -> None:
+        """Raises SpecgenError if the files have tensors that may matter and have none of these names. Reads only names.
+
+        `layers` is the number of layers.
+        """
+        check_no_extra(self._paths.keys() - {self._key(name) for name in names}, self._name, layers)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the model is small.
 
-        Raises SpecgenError if it cannot be read or has changed since `check` compared it with `shape`.
+        Raises SpecgenError if it is missing, or has another shape than the config says.
         """
+        self.check_complete([name])
         key = self._key(name)
         with self._reading():
             tensor: torch.Tensor = self._file(self._paths[key]).get_tensor(key)
         if tuple(tensor.shape) != shape:
-            raise SpecgenError(f"{self._name}: {key} has changed while the model was loaded", _AGAIN)
+            stored, expected = (" x ".join(map(str, sizes)) for sizes in (tensor.shape, shape))
+            raise SpecgenError(f"{self._name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise SpecgenError(f"{self._name}: {key} is stored as {dtype}", "Take weights in float32, bfloat16 or float16")
         self._taken[key] = tensor.numel()
         if self._device.type != "cpu":
             return tensor.to(self._device)
         return tensor.clone() if self.are_copied else tensor
+
+    def check_all_taken(self, layers: int) -> None:
+        """Raises SpecgenError if the files have tensors that were not taken and may matter. `layers` is the number of layers."""
+        check_no_extra(self._paths.keys() - self._taken.keys(), self._name, layers)
 
     @property
     def numbers_taken(self) -> int:
