@@ -30,6 +30,7 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         rest = super().parse_args(ctx, args)
+        option: Any
         for option in self.params:
             value = given.get(str(option.name))
             if "" in (value if isinstance(value, list | tuple) else [value]) and str(option.metavar).startswith(_NAMES):
