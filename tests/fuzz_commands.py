@@ -57,6 +57,7 @@ class Case:
         (out / "folder").mkdir()
         (out / "dangling").symlink_to(out / "new.html")
         (out / "link").symlink_to(out / "old.html")
+        (out / "loop").symlink_to("loop")
         for name, minor in (("null", 3), ("full", 7)):  # nodes of the fuzzer's own: the machine's are never named
             try:
                 os.mknod(self.folder / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
@@ -79,10 +80,10 @@ def output(*suffixes: str) -> Value:
         out = case.folder / "out"
         names = [f"new{rng.choice(suffixes)}", f"x{rng.choice(suffixes)}"] * 4
         names += ["old.html", "folder", "dangling", "link", "no/new", LONG, "a" * 252, f"p{ESCAPE}".replace("/", ""), f"é{BYTES}"]
+        names += ["loop", "loop/x"]
         names += ["../dev/full", "../dev/null", "../in/p.jsonl", "folder/../x.csv", "old.html/x", ".", "..", "~", "-"]
         path = out / rng.choice(names)
         if rng.random() < 0.03:
-            case.outputs.append(case.folder / "profile.yaml")  # an empty --out is the working folder
             return rng.choice(("", "~/x", "~nobody/x", "/", "-"))
         case.outputs.append(path)
         return os.path.relpath(path, case.folder) if rng.random() < 0.3 and len(str(path)) < 4000 else str(path)
@@ -183,7 +184,7 @@ COMMANDS: dict[str, dict[str, Value | None]] = {
         "--help-method": FLAG,
         "--profile": folder_in,
         "--exact": FLAG,
-        "--stop": pick("e", "ab", *WORDS),
+        "--stop": pick("e", "ab", "a" * 100_000, *WORDS),
         "--rounds": FLAG,
         "--trace": output(".jsonl"),
         "--record": RECORD,
@@ -322,16 +323,18 @@ ENVIRONMENT = {
     "FORCE_COLOR": ("1", "x"),
     "SPECGEN_THEME": ("dark", "light", "ansi", "mono", "x", ESCAPE, "DARK"),
     "SPECGEN_DATA": ("{out}/data", "{file}", "{no}/a/b", "relative", ESCAPE.replace("/", ""), "{dev}/null", LONG, "~"),
-    "SPECGEN_CACHE": ("{out}/cache", "{file}", "{no}/a/b", "relative", "{dev}/null", LONG),
+    "SPECGEN_CACHE": ("{out}/cache", "{file}", "{no}/a/b", "relative", "{dev}/null", LONG, BYTES),
     "LC_ALL": ("C", "POSIX", "tr_TR.UTF-8", "x"),
-    "HOME": ("", "/nonexistent", "{file}", "relative"),
+    "HOME": ("", "/nonexistent", "{file}", "relative", LONG, BYTES),
     "XDG_DATA_HOME": ("{out}/xdg", "", "{file}"),
     "OMP_NUM_THREADS": ("1", "2", "0", "-1", "x", "1,2", ""),
     "TERM": ("dumb", "unknown", "xterm-256color", "xterm", "", "x"),
     "COLORTERM": ("truecolor", "x"),
     "COLORFGBG": ("15;0", "0;15", "x;²", ";", "1;٣", "0;" + "9" * 5000),
     "HF_HUB_OFFLINE": ("1",),
-    "HF_HOME": ("{file}", "{no}"),
+    "HF_HOME": ("{file}", "{no}", LONG, BYTES, "relative"),
+    "HF_HUB_CACHE": ("{file}", "{no}", LONG, BYTES, "relative", "$HOME/x", "~nobody"),
+    "XDG_CACHE_HOME": ("{file}", "{no}", LONG, BYTES),
     "TQDM_DISABLE": ("1",),
     "PYTHONUTF8": ("0",),
 }

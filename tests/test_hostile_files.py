@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tuning_helpers import outcome
 from typer.testing import CliRunner
 
 from specgen import demo, files
-from specgen.cli.app import app
+from specgen.cli.app import app, compare, generate, inspect, tune
 from specgen.errors import RunError, SpecgenError
 from specgen.traces.trace_reader import read_trace
 from specgen.traces.trace_writer import TraceWriter
@@ -215,6 +216,7 @@ LONG = "a" * 5000
         *(["compare", "-m", "ar", option, LONG] for option in ("--exit-layer",)),
         ["inspect", LONG],
         ["inspect", "{trace}", "--html", LONG],
+        ["inspect", "--pair", "--exit-layer", LONG],
         ["tune", "--out", LONG],
         ["tune", "--prompts", LONG],
         *(["tune", "--train", option, LONG] for option in ("--out", "--corpus", "--prompts")),
@@ -227,6 +229,34 @@ def test_a_path_that_is_too_long_is_a_wrong_option(main: Main, trace: Path, comm
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1
     assert len(err) < 1100
+
+
+def _paths_and_models() -> list[tuple[str, ...]]:
+    """A command line for each option and argument of each command that takes a path or a model, without its value."""
+    found: list[tuple[str, ...]] = []
+    for command in (generate, compare, inspect, tune):
+        for name, parameter in signature(command).parameters.items():
+            if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
+                found.append((command.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])))
+    return found
+
+
+@pytest.mark.parametrize("command", _paths_and_models(), ids=" ".join)
+def test_empty_text_is_no_path_and_no_model(
+    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """As a path, it would be the working folder."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main(*command, "")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: Invalid value for '")
+    assert err.endswith("it is empty. See --help\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("generate", "--help-method"), ("tune", "--train", "--steps", "1")])
+def test_an_empty_name_of_a_method_is_not_the_default_method(main: Main, command: tuple[str, ...]) -> None:
+    assert main(*command, "-m", "")[::2] == (2, "error: there is no method ''. All of them: specgen inspect --methods\n")
 
 
 # ------------------------------------------------------------------ one process for each trace
@@ -356,6 +386,29 @@ def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path
     (ended,) = one_by_one(["tune"], environment=environment)
     assert (ended.code, ended.has_torch) == (2, False)
     assert "cannot write to the folder" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("-m", "pearl"), "pearl needs a draft model, and there is none"),
+        (("-m", "ar, svip,sd"), "svip needs a draft model, and there is none"),
+        (("-m", "svip", "--export", "vllm"), "svip needs a draft model, and there is none"),
+        (("-m", "selfsd", "--export", "vllm"), "vllm has none of the methods that can be tuned without a draft model"),
+        *((("--export", engine), f"{engine} has none of the methods") for engine in ("mlx", "llama.cpp")),
+        (("-m", "bild", "--export", "mlx", "-d", "{}"), "mlx has none of the methods that can be tuned. It has sd"),
+    ],
+)
+def test_what_cannot_be_tuned_or_exported_is_refused_before_loading_and_the_profile_stays(
+    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, given: tuple[str, ...], why: str
+) -> None:
+    monkeypatch.setattr("specgen.cli.tune_run.open_pair", pytest.fail)
+    (tmp_path / "profile.yaml").write_text("old")
+    target = str(demo.folder("target"))
+    code, out, err = main("tune", "-t", target, "--out", tmp_path, *(part.replace("{}", target) for part in given))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {why}")
+    assert (tmp_path / "profile.yaml").read_text() == "old"
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--export", "vllm")])

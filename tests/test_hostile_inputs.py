@@ -19,7 +19,9 @@ import typer
 from cli_helpers import POSIX, parsed, run, run_main
 from comparisons import Compare
 
-from specgen.cli import input_notes
+from specgen import input_files
+from specgen.cli import error_reporting
+from specgen.compare.prompts import load_prompts
 from specgen.engine.layer_skipping import SkippedLayers
 from specgen.errors import SpecgenError
 from specgen.files import load_yaml
@@ -263,22 +265,23 @@ def test_standard_input_without_end_is_refused(main: Main, monkeypatch: pytest.M
     assert endless.given < 20 << 20
 
 
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set after the first report of a wait. Every wait is long enough for one."""
+    printed = threading.Event()
+    note = error_reporting._note
+    monkeypatch.setattr(error_reporting, "_note", lambda text: (note(text), printed.set()))
+    monkeypatch.setattr(input_files, "PATIENCE", 0.005)
+    return printed
+
+
 @POSIX
 def test_a_prompt_that_does_not_come_is_waited_for_with_a_note(
-    main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    main: Main, monkeypatch: pytest.MonkeyPatch, reported: threading.Event
 ) -> None:
     """The writer waits until the note is printed."""
-    printed = threading.Event()
-    note = input_notes._print
-    monkeypatch.setattr(input_notes, "_print", lambda text: (note(text), printed.set()))
-    monkeypatch.setattr(input_notes, "PATIENCE", 0.01)
     reader, writer = os.pipe()
-
-    def write() -> None:
-        printed.wait(60)
-        os.close(writer)
-
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=lambda: (reported.wait(20), os.close(writer)))
     thread.start()
     with os.fdopen(reader) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
@@ -289,19 +292,51 @@ def test_a_prompt_that_does_not_come_is_waited_for_with_a_note(
 
 
 @POSIX
-def test_a_fifo_is_read_after_a_note(main: Main, tmp_path: Path) -> None:
-    lines = "".join(json.dumps(line) + "\n" for line in traces.a_run())
-    fifo = tmp_path / "fifo.jsonl"
-    os.mkfifo(fifo)
-    thread = threading.Thread(target=fifo.write_text, args=(lines,))
+@pytest.mark.parametrize("written", [0, 300], ids=["no byte", "a part"])
+@pytest.mark.parametrize("is_named", [True, False], ids=["fifo", "/dev/fd"])
+@pytest.mark.parametrize("reads", ["inspect", "--prompts", "--corpus"])
+def test_an_input_that_makes_the_command_wait_is_named(
+    main: Main, tmp_path: Path, reported: threading.Event, reads: str, is_named: bool, written: int
+) -> None:
+    """The writer writes the rest after the note, and without a note does not end."""
+    lines = traces.a_run() if reads == "inspect" else [{"prompt": "a" * 30, "text": "b" * 30}] * 10
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path = tmp_path / "fifo.jsonl"
+    os.mkfifo(path)
+    descriptor = -1 if is_named else os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def write() -> None:
+        is_in_time = bool(written) or not is_named or reported.wait(20)
+        with path.open("wb", buffering=0) as file:
+            file.write(content[:written])
+            if is_in_time and reported.wait(20):
+                file.write(content[written:])
+
+    thread = threading.Thread(target=write)
     thread.start()
-    code, out, err = main("inspect", fifo)
+    if not is_named:
+        os.set_blocking(descriptor, True)
+    given = path if is_named else Path(f"/dev/fd/{descriptor}")
+    notes: list[str] = []
+    with input_files.waits_reported(lambda text: (notes.append(text), reported.set())):
+        if reads == "inspect":
+            code, _, err = main("inspect", given)
+            assert code == 0
+            notes = err.splitlines()
+        elif reads == "--prompts":
+            assert len(load_prompts(given)) == 10
+        else:
+            assert read_corpus(given, lambda text: list(text.encode())).tokens >= 300
     thread.join()
-    assert (code, err) == (0, f"the trace: waiting for a program that writes to the FIFO {fifo}\n")
-    assert "svip" in out
-    (tmp_path / "profile").mkdir()
-    os.mkfifo(tmp_path / "profile" / "profile.yaml")
-    assert "profile.yaml is not a file" in main("generate", "abc", "--profile", tmp_path / "profile")[2]
+    if not is_named:
+        os.close(descriptor)
+    assert notes == [f"waiting for a program that writes to {given}"], "once"
+
+
+@POSIX
+def test_a_fifo_in_a_profile_is_refused(main: Main, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "profile.yaml")
+    assert "profile.yaml is not a file" in main("generate", "abc", "--profile", tmp_path)[2]
 
 
 @FULL

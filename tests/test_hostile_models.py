@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import run_main
+from cli_helpers import POSIX, run_main
 from safetensors.torch import load_file, save_file
 
 from specgen.engine import template_process
 from specgen.engine.extra_tensors import check_no_extra
+from specgen.engine.hub import model_folder
 from specgen.engine.template_process import Limits
 from specgen.errors import SpecgenError
 
@@ -186,3 +188,13 @@ def test_a_template_of_a_tokenizer_of_transformers_is_limited_too(folder: Path, 
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "unusual_field": 1}))
     assert "more than 16 MiB of text" in refusal("--chat")
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors"])
+def test_a_fifo_in_a_models_folder_is_refused(folder: Path, name: str) -> None:
+    """Reading it would wait for another program."""
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(SpecgenError, match=f"{name} is not a file"):
+        model_folder(str(folder), None, True, False, pytest.fail)
