@@ -33,7 +33,7 @@ WARM = 50  # runs after which memory has to be flat
 
 @dataclass(frozen=True)
 class Counts:
-    """What a process holds: `objects` known to the garbage collector; in bytes `rss`, and `traced` by tracemalloc if that runs."""
+    """What a process holds: `objects` of the garbage collector; in bytes `rss`, and `traced` by tracemalloc if that runs."""
 
     threads: int
     children: int
