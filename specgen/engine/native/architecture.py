@@ -47,8 +47,9 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SpecgenError(f"cannot read the configuration of {name}: {reason}", "Download or save it again") from error
     if not isinstance(config, dict):
         raise SpecgenError(f"cannot read the configuration of {name}: it is no JSON object", "Download or save it again")
-    for part in (config, config.get("text_config")):
-        for key in _LAYER_COUNTS if isinstance(part, dict) else ():
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for key in _LAYER_COUNTS:
             if isinstance(part.get(key), int) and part[key] > _MOST_LAYERS:  # transformers would build them, or try to
                 raise SpecgenError(f"{name} has a {key} above {_MOST_LAYERS:,}", "Correct its config.json, or download it again")
     return config
