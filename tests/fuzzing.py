@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import typer.rich_utils  # noqa: F401  here, because it reads FORCE_COLOR once, as it is imported
 from fuzz_cases import make_case
 from fuzz_commands import Case
 from fuzz_guard import Escaped, guarded
