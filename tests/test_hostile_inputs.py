@@ -157,6 +157,7 @@ _kept: dict[str, str] = {}  # the trace of a comparison, which all tests edit
         ({"phase_seconds": {"unknown": 1.0}}, "1.0 for unknown"),
         ({"joules_per_token": "x"}, "'x' for joules_per_token"),
         ({"gross_joules_per_token": []}, "[] for gross_joules_per_token"),
+        *(({"energy": value}, f"{value!r} for energy") for value in ("x", [], {"joules": None}, {"joules": 1.0, "source": "x"})),
         ({"seconds": 5e-324}, "5e-324 for seconds"),
         ({"seconds": None}, "None for seconds"),
         ({"target_passes": "x"}, "'x' for target_passes"),

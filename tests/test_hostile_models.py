@@ -103,6 +103,26 @@ def test_ids_beyond_the_vocabulary_change_nothing(
     assert found[0] == 0
 
 
+# ------------------------------------------------------------------ config.json, tokenizer_config.json
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "text_config"])
+def test_a_model_of_countless_layers_is_not_built(folder: Path, refusal: Refusal, key: str) -> None:
+    change_config(folder, **{key: 2**64 if key != "text_config" else {"num_layers": 2**64}})
+    message = refusal("--backend", "transformers")
+    assert f"has a {key if key != 'text_config' else 'num_layers'} above 4,096" in message
+
+
+def test_errors_of_transformers_are_shown_without_pythons_names(folder: Path, refusal: Refusal) -> None:
+    change_config(folder, sliding_window="x")
+    message = refusal("--backend", "transformers")
+    assert "forward passes after a rollback fail (" in message
+    assert "Error" not in message
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x", "unusual_field": 1}))
+    assert "cannot read the tokenizer of " in refusal()
+
+
 # ------------------------------------------------------------------ tensors
 
 backends = pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -148,6 +168,13 @@ def test_headers_and_indices_of_brackets_are_refused(folder: Path, refusal: Refu
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_bytes(header)
     assert "cannot read the weights" in refusal("--backend", backend)
+
+
+@POSIX
+def test_weights_that_are_a_fifo_are_not_waited_for(folder: Path, refusal: Refusal) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert "model.safetensors is not a file" in refusal()
 
 
 # ------------------------------------------------------------------ chat templates

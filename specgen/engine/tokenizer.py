@@ -129,7 +129,7 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
 
     with reading("tokenizer", name):
         adapter = _TransformersTokenizer(folder, trust_remote_code)
-    return Tokenizer(adapter, adapter.template if adapter.has_template else None, fallback)
+        return Tokenizer(adapter, adapter.template if adapter.has_template else None, fallback)
 
 
 def _default_template(template: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
