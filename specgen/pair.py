@@ -366,8 +366,8 @@ class Pair:
     def close(self) -> None:
         """Ends the process or thread that runs the draft model, and the process that renders the chat template.
 
-        The pair cannot begin a run after that: SpecgenError is raised. Runs that have begun can be finished, except PEARL's, which
-        raise RunError. Closing a closed pair does nothing.
+        The pair cannot begin a run after that: SpecgenError is raised. Runs that have begun can be finished, except PEARL's,
+        which raise RunError. Closing a closed pair does nothing.
         """
         self._is_closed = True
         for worker in (self._process_worker, self._thread_worker):
