@@ -28,6 +28,7 @@ from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
+from specgen.errors import SpecgenError
 from specgen.exits import Exits
 from specgen.methods import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
@@ -57,6 +58,7 @@ class Pair:
         self.exits = Exits(target, self._penalties)
         if exit_layer is not None:
             self.exit_layer = exit_layer
+        self._is_closed = False
         self._process_worker = worker
         self._thread_worker: ThreadWorker | None = None
         self.tokenizer = target.tokenizer
@@ -273,6 +275,7 @@ class Pair:
         sampling: SamplingParams | None,
         parameters: dict[str, object],
     ) -> RunRequest:
+        self._check_open()
         chosen = methods.find(self.default_method if method is None else method)
         exit_name = str(parameters.get("exit", methods.DEFAULT_EXIT))
         has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
@@ -328,6 +331,7 @@ class Pair:
     @property
     def _worker(self) -> DraftWorker | None:
         """The process or thread that runs the draft model during the target's passes (PEARL); None without a draft model."""
+        self._check_open()
         if self._process_worker is None and self._thread_worker is None and (draft := self.runners[1]) is not None:
             self._thread_worker = ThreadWorker(draft)
         return self._process_worker or self._thread_worker
@@ -382,11 +386,21 @@ class Pair:
             self._process_worker.forget()
 
     def close(self) -> None:
-        """Ends the process or thread that runs the draft model."""
+        """Ends the process or thread that runs the draft model, and the process that renders the chat template.
+
+        The pair cannot begin a run after that: SpecgenError is raised. Runs that have begun can be finished, except PEARL's,
+        which raise RunError. Closing a closed pair does nothing.
+        """
+        self._is_closed = True
         for worker in (self._process_worker, self._thread_worker):
             if worker is not None:
                 worker.close()
         self._thread_worker = None
+        self.tokenizer.templates.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SpecgenError("the pair of models is closed", "Load it again, or close it later")
 
     def __enter__(self) -> Pair:
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -14,6 +16,30 @@ from fuzz_materials import Materials
 
 def _options(rng: Random, case: Case) -> None:
     case.args = commands.command_line(rng, case)
+
+
+def _outputs(rng: Random, case: Case) -> None:
+    """Commands that have nothing wrong but their outputs: special files, links, each other, or what is read."""
+    traced, prompts, out = case.folder / "in" / "trace.jsonl", case.folder / "in" / "p.jsonl", case.folder / "out"
+    traced.write_text(rng.choice(case.materials.traces), encoding="utf-8")
+    prompts.write_text('{"prompt": "hello"}\n')
+    (out / "hard").hardlink_to(out / "old.html")
+    (out / "trace").symlink_to(traced)
+    model = Path(shutil.copytree(case.materials.draft, case.folder / "in" / "weights"))
+    special = [case.folder / "dev" / "null", case.folder / "dev" / "full", out / "fifo"]
+    plain = [out / name for name in ("new", "x", "old.html", "hard", "link", "dangling")]
+    command = rng.choice(("inspect", "inspect", "inspect", "inspect", "generate", "compare"))
+    weights = [model / name for name in ("model.safetensors", "config.json")]
+    read = {"inspect": [traced, out / "trace"], "generate": weights, "compare": [prompts, *weights]}[command]
+    options = {"inspect": ["--html"], "generate": ["--trace"], "compare": ["--trace", "--csv", "--svg", "--html"]}[command]
+    models = ["-t", str(model), "--device", "cpu"]
+    case.args = [command, *{"inspect": [str(traced)], "generate": ["abc", "-m", "ar", "-n", "2", *models]}.get(command, [])]
+    if command == "compare":
+        case.args += [*models, "--prompts", str(prompts), "-m", "ar", "-n", "2", "--repeats", "1"]
+    for option in rng.sample(options, rng.randrange(1, len(options) + 1)):
+        path = rng.choice(rng.choice((special, plain, read)))
+        case.outputs += [path, *([out / "hard", out / "old.html"] if path in plain else [])] if path not in read else []
+        case.args += [option, str(path) if rng.random() < 0.7 else os.path.relpath(path, case.folder)]
 
 
 def _prompts(rng: Random, case: Case) -> None:
@@ -35,8 +61,11 @@ def _prompts(rng: Random, case: Case) -> None:
 
 
 def _traces(rng: Random, case: Case) -> None:
-    path = inputs.trace(rng, case.folder / "in", case.materials.traces)
-    if rng.random() < 0.7:
+    to_resume = rng.random() < 0.3
+    comparisons = [text for text in case.materials.traces if '"spec"' in text and '"pearl"' not in text.split("\n", 1)[0]]
+    sources = comparisons if to_resume and rng.random() < 0.9 else case.materials.traces
+    path = inputs.trace(rng, case.folder / "in", sources)
+    if not to_resume:
         case.args = ["inspect", str(path)]
         if rng.random() < 0.3:
             case.args.append(str(inputs.trace(rng, case.folder / "in", case.materials.traces)))
@@ -111,6 +140,7 @@ def _environment(rng: Random, case: Case) -> None:
 
 PARTS: Mapping[str, Callable[[Random, Case], None]] = {
     "options": _options,
+    "outputs": _outputs,
     "prompts": _prompts,
     "traces": _traces,
     "profiles": _profiles,

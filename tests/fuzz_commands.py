@@ -35,8 +35,8 @@ Value = Callable[[Random, "Case"], str]
 class Case:
     """A command to run: its arguments, standard input, environment and files, all in `folder`.
 
-    `outputs` are the paths that it may write. `is_loose`: an option may have taken another one as its value, so that nothing is
-    known about the form of the output.
+    `outputs` are the paths that it may write. A variable of `environment` that is None is removed. `is_loose`: an option may have
+    taken another one as its value, so that nothing is known about the form of the output.
     """
 
     part: str
@@ -44,7 +44,7 @@ class Case:
     materials: Materials
     args: list[str] = field(default_factory=list)
     stdin: bytes = b""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | None] = field(default_factory=dict)
     outputs: list[Path] = field(default_factory=list)
     is_terminal: bool = False
     is_loose: bool = False
@@ -57,6 +57,8 @@ class Case:
         (out / "folder").mkdir()
         (out / "dangling").symlink_to(out / "new.html")
         (out / "link").symlink_to(out / "old.html")
+        (out / "loop").symlink_to("loop")
+        os.mkfifo(out / "fifo")
         for name, minor in (("null", 3), ("full", 7)):  # nodes of the fuzzer's own: the machine's are never named
             try:
                 os.mknod(self.folder / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
@@ -78,11 +80,22 @@ def output(*suffixes: str) -> Value:
     def value(rng: Random, case: Case) -> str:
         out = case.folder / "out"
         names = [f"new{rng.choice(suffixes)}", f"x{rng.choice(suffixes)}"] * 4
-        names += ["old.html", "folder", "dangling", "link", "no/new", LONG, "a" * 252, f"p{ESCAPE}".replace("/", ""), f"é{BYTES}"]
+        names += [
+            "old.html",
+            "folder",
+            "dangling",
+            "link",
+            "fifo",
+            "no/new",
+            LONG,
+            "a" * 252,
+            f"p{ESCAPE}".replace("/", ""),
+            f"é{BYTES}",
+        ]
+        names += ["loop", "loop/x"]
         names += ["../dev/full", "../dev/null", "../in/p.jsonl", "folder/../x.csv", "old.html/x", ".", "..", "~", "-"]
         path = out / rng.choice(names)
         if rng.random() < 0.03:
-            case.outputs.append(case.folder / "profile.yaml")  # an empty --out is the working folder
             return rng.choice(("", "~/x", "~nobody/x", "/", "-"))
         case.outputs.append(path)
         return os.path.relpath(path, case.folder) if rng.random() < 0.3 and len(str(path)) < 4000 else str(path)
@@ -183,7 +196,7 @@ COMMANDS: dict[str, dict[str, Value | None]] = {
         "--help-method": FLAG,
         "--profile": folder_in,
         "--exact": FLAG,
-        "--stop": pick("e", "ab", *WORDS),
+        "--stop": pick("e", "ab", "a" * 100_000, *WORDS),
         "--rounds": FLAG,
         "--trace": output(".jsonl"),
         "--record": RECORD,
@@ -315,39 +328,49 @@ def _spoil(rng: Random, case: Case, args: list[str]) -> None:
         args += ["--budget", "0.2"]
 
 
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, tuple[str | None, ...]] = {  # None: the variable is removed
     "COLUMNS": ("0", "1", "12", "20", "80", "1000", "²", "-5", "x", "", "9" * 400, "99999999"),
     "LINES": ("0", "1", "x"),
     "NO_COLOR": ("1", "", "0"),
     "FORCE_COLOR": ("1", "x"),
     "SPECGEN_THEME": ("dark", "light", "ansi", "mono", "x", ESCAPE, "DARK"),
     "SPECGEN_DATA": ("{out}/data", "{file}", "{no}/a/b", "relative", ESCAPE.replace("/", ""), "{dev}/null", LONG, "~"),
-    "SPECGEN_CACHE": ("{out}/cache", "{file}", "{no}/a/b", "relative", "{dev}/null", LONG),
+    "SPECGEN_CACHE": ("{out}/cache", "{file}", "{no}/a/b", "relative", "{dev}/null", LONG, BYTES),
     "LC_ALL": ("C", "POSIX", "tr_TR.UTF-8", "x"),
-    "HOME": ("", "/nonexistent", "{file}", "relative"),
+    "HOME": (None, None, "", "/nonexistent", "{file}", "relative", LONG, BYTES),
+    "USER": (None, "", ESCAPE),
+    "PATH": (None, ""),
+    "LANG": (None, "C", "x"),
+    "PYTHONIOENCODING": ("ascii", "utf-8:surrogateescape"),
     "XDG_DATA_HOME": ("{out}/xdg", "", "{file}"),
     "OMP_NUM_THREADS": ("1", "2", "0", "-1", "x", "1,2", ""),
     "TERM": ("dumb", "unknown", "xterm-256color", "xterm", "", "x"),
     "COLORTERM": ("truecolor", "x"),
     "COLORFGBG": ("15;0", "0;15", "x;²", ";", "1;٣", "0;" + "9" * 5000),
     "HF_HUB_OFFLINE": ("1",),
-    "HF_HOME": ("{file}", "{no}"),
+    "HF_HOME": ("{file}", "{no}", LONG, BYTES, "relative", "{dev}/null"),
+    "HF_HUB_CACHE": ("{file}", "{no}", LONG, BYTES, "relative", "$HOME/x", "~nobody"),
+    "XDG_CACHE_HOME": ("{file}", "{no}", LONG, BYTES),
+    "HF_TOKEN": ("x", "é"),
     "TQDM_DISABLE": ("1",),
-    "PYTHONUTF8": ("0",),
+    "PYTHONUTF8": ("0", "1"),
+    "TERMINAL_WIDTH": ("0", "x", "12"),
+    "CUDA_VISIBLE_DEVICES": ("", "x", "99"),
 }
 
 
-def environment(rng: Random, case: Case, count: int) -> dict[str, str]:
+def environment(rng: Random, case: Case, count: int) -> dict[str, str | None]:
     """Some variables of the environment with odd values. The folders of specgen's own lie in the case's folder."""
     out = case.folder / "out"
     places = {"out": out, "file": out / "old.html", "no": out / "no", "dev": case.folder / "dev"}
-    chosen = {}
+    chosen: dict[str, str | None] = {}
     for name in rng.sample(list(ENVIRONMENT), count):
-        text = rng.choice(ENVIRONMENT[name])
+        chosen[name] = text = rng.choice(ENVIRONMENT[name])
+        if text is None:
+            continue
         for key, path in places.items():
             text = text.replace(f"{{{key}}}", str(path))
         chosen[name] = text
-    for name in ("SPECGEN_DATA", "SPECGEN_CACHE"):
-        if name in chosen:
-            case.outputs += [case.folder / chosen[name], out / "no"]
+        if name in ("SPECGEN_DATA", "SPECGEN_CACHE"):
+            case.outputs += [case.folder / text, out / "no"]
     return chosen

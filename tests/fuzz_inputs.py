@@ -161,12 +161,13 @@ def json_changed(rng: Random, text: str) -> bytes:
 
 
 def lines_changed(rng: Random, text: str) -> bytes:
-    """JSON lines, some changed, dropped, repeated or swapped."""
+    """JSON lines, some changed, dropped or repeated. Of a trace, every second change is in a line that is no round's."""
 
     def values(text: str) -> str:
         lines = text.splitlines()
         for _ in range(rng.choice((1, 1, 2, 4))):
-            at, choice = rng.randrange(len(lines)), rng.random()
+            others = [at for at, line in enumerate(lines) if '"type": "round"' not in line]
+            at, choice = rng.choice(others if others and rng.random() < 0.5 else range(len(lines))), rng.random()
             if choice < 0.1 and len(lines) > 1:
                 del lines[at]
             elif choice < 0.2:

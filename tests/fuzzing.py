@@ -1,4 +1,4 @@
-"""Runs `specgen` in this process on generated cases (see `fuzz_cases`) and checks how it ends."""
+"""Runs `specgen` on generated cases (see `fuzz_cases`) and checks how it ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -16,14 +17,18 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import typer.rich_utils  # noqa: F401  here, because it reads FORCE_COLOR once, as it is imported
 from fuzz_cases import make_case
 from fuzz_commands import Case
+from fuzz_guard import Escaped, guarded
 from fuzz_materials import Materials
 
+import specgen
 from specgen.cli.app import main
 
 CODES = (0, 1, 2, 3, 130)
@@ -34,40 +39,15 @@ STYLES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\r\n|\r")  # what Rich writes to a t
 ANY_TRACEBACK = re.compile(r"Traceback|\b[A-Z]\w*(Error|Exception|Warning)\b|<class '| object at 0x|site-packages|--- Logging")
 
 
-class Escaped(BaseException):
-    """The command was about to write outside its folder. It is prevented, not only reported."""
+_READ = ("--prompts", "--corpus", "--profile", "--exit-layer", "--target", "--draft", "-t", "-d")
+_END = b"the end of a FIFO"  # written by the fuzzer itself
+
+
+_ERROR = re.compile("error: (?!cannot write )")  # several files may be unwritable
 
 
 class Hung(BaseException):
     """The command ran for too long."""
-
-
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = dict.fromkeys(("os.rename", "os.link", "os.symlink", "shutil.move"), 2)  # how many paths each of them changes
-_CHANGES |= dict.fromkeys(
-    ["os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod", "os.chown", "os.utime", "shutil.rmtree"], 1
-)
-_guarded: list[tuple[Path, list[str]]] = []
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """Python calls this before each of these operations, in whatever module it is."""
-    if not _guarded:
-        return
-    if event == "open":
-        written = args[:1] if isinstance(args[2], int) and args[2] & _WRITES else ()
-    elif event == "socket.connect":
-        written = ("/the network",) if isinstance(args[1], tuple) else ()
-    else:
-        written = args[: _CHANGES.get(event, 0)]
-    root, found = _guarded[-1]
-    for path in written:
-        if isinstance(path, int):
-            continue
-        real = os.path.realpath(os.fsdecode(path))
-        if not (real.startswith(f"{root}/") or real in ("/dev/null", str(root))) or "/in/model/" in real:
-            found.append(f"{event} {real}")
-            raise Escaped(found[-1])
 
 
 @contextmanager
@@ -120,19 +100,20 @@ def _limits() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _environment(case: Case) -> dict[str, str]:
+    """This process's environment with the case's variables, and without those that are None there."""
+    folders = {"SPECGEN_DATA": "data", "SPECGEN_CACHE": "cache", "HOME": "home"}
+    changed = {**os.environ, **{name: str(case.folder / folder) for name, folder in folders.items()}, **case.environment}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
 @contextmanager
 def _in_folder(case: Case) -> Iterator[list[str]]:
     """The case's working folder and environment, writes elsewhere forbidden, PEARL's draft in a thread, short tunings allowed."""
-    if _audit not in _installed:
-        sys.addaudithook(_audit)
-        _installed.append(_audit)
     folder, here, temporary = case.folder, Path.cwd(), tempfile.tempdir
-    environment = {"SPECGEN_DATA": folder / "data", "SPECGEN_CACHE": folder / "cache", "HOME": folder / "home"}
-    escaped: list[str] = []
     bytecode = sys.dont_write_bytecode
     with ExitStack() as opened:
-        opened.enter_context(mock.patch.dict(os.environ, {name: str(path) for name, path in environment.items()}))
-        opened.enter_context(mock.patch.dict(os.environ, case.environment))
+        opened.enter_context(mock.patch.dict(os.environ, _environment(case), clear=True))
         opened.enter_context(mock.patch("specgen.workers.process.is_possible", return_value=False))
         opened.enter_context(mock.patch("specgen.loading.is_possible", return_value=False))
         opened.enter_context(mock.patch("specgen.cli.tune_run.LEAST_BUDGET", 0.1))
@@ -140,15 +121,11 @@ def _in_folder(case: Case) -> Iterator[list[str]]:
             os.chdir(folder)
             tempfile.tempdir = str(folder / "tmp")
             sys.dont_write_bytecode = True
-            _guarded.append((folder.resolve(), escaped))
-            yield escaped
+            with guarded(folder) as escaped:
+                yield escaped
         finally:
-            _guarded.pop()
             sys.dont_write_bytecode, tempfile.tempdir = bytecode, temporary
             os.chdir(here)
-
-
-_installed: list[Any] = []
 
 
 @contextmanager
@@ -161,12 +138,31 @@ def _shown_warnings() -> Iterator[list[warnings.WarningMessage]]:
         yield warned
 
 
-def run(case: Case) -> list[str]:
-    """Runs a case. Returns what is wrong with how it ended; an empty list if nothing is."""
-    unchanged = _state(case)
-    problems, code = [], None
+def run(case: Case, *, alone: bool = False) -> list[str]:
+    """Runs a case: in this process, or `alone` in one of its own, with Python's own start and end, where PEARL's draft has a
+    process too. Returns what is wrong with how it ended; an empty list if nothing is."""
+    before, kept = _state(case), _resumed(case)
     threads = set(threading.enumerate())
-    with _streams(case, case.folder.parent) as paths, _in_folder(case) as escaped, _shown_warnings() as warned:
+    with _read_fifo(case.folder / "out" / "fifo"):
+        code, problems = _run_alone(case) if alone else _run_here(case)
+    out, err = ((case.folder.parent / name).read_bytes() for name in ("stdout", "stderr"))
+    if not problems:
+        problems = _wrong_end(case, code, out, err)
+    after = _state(case)
+    problems += [f"changed or made {path}" for path, state in after.items() if before.get(path) != state]
+    problems += [f"{'replaced' if os.path.lexists(path) else 'removed'} {path}" for path in before if path not in after]
+    problems += [
+        f"{path} lost what it recorded" for path, data in kept.items() if path.exists() and not path.read_bytes().startswith(data)
+    ]
+    problems += [f"left the thread {thread.name}" for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    return problems
+
+
+def _run_here(case: Case) -> tuple[Any, list[str]]:
+    """Runs the command in this process. Returns its exit code and what went wrong."""
+    problems: list[str] = []
+    code = None
+    with _streams(case, case.folder.parent), _in_folder(case) as escaped, _shown_warnings() as warned:
         before, sys.argv = sys.argv, ["specgen", *case.args]
         try:
             with _limits():
@@ -182,29 +178,79 @@ def run(case: Case) -> list[str]:
         finally:
             sys.argv = before
     problems += [f"wrote outside its folder: {what}" for what in escaped]
-    problems += [f"the warning {each.message}" for each in warned]
-    out, err = (path.read_bytes() for path in paths)
-    if not problems:
-        problems += _wrong_end(case, code, out, err)
-    changed = [path for path, state in _state(case).items() if unchanged.get(path) != state]
-    problems += [f"changed or made {path}" for path in changed]
-    problems += [f"removed {path}" for path in unchanged if not os.path.lexists(path)]
-    problems += [f"left the thread {thread.name}" for thread in set(threading.enumerate()) - threads if not thread.daemon]
-    return problems
+    return code, problems + [f"the warning {each.message}" for each in warned]
+
+
+def _run_alone(case: Case) -> tuple[Any, list[str]]:
+    """Runs the command as a program. Returns its exit code, below 0 for a signal, and what went wrong."""
+    folder = case.folder.parent
+    command = [sys.executable, str(Path(__file__).with_name("fuzz_guard.py")), str(case.folder), str(2 * MEMORY), *case.args]
+    own = {"PYTHONPATH": str(Path(specgen.__file__).parents[1]), "TMPDIR": str(case.folder / "tmp")}
+    environment = {**_environment(case), **own, "TORCHINDUCTOR_CACHE_DIR": str(case.folder / "tmp")}  # torch set it here
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        try:
+            ended = subprocess.run(
+                command,
+                input=case.stdin,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                cwd=case.folder,
+                timeout=2 * SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return None, ["still runs"]
+    case.is_terminal = False
+    found = folder / "escaped"
+    return ended.returncode, [f"wrote outside its folder: {found.read_text()}"] if found.exists() else []
+
+
+@contextmanager
+def _read_fifo(path: Path) -> Iterator[None]:
+    """Reads what is written to a FIFO, and keeps it open, so that no writer waits."""
+    descriptor = os.open(path, os.O_RDWR) if path.is_fifo() else os.open(os.devnull, os.O_RDWR)
+
+    def read() -> None:
+        last = b""
+        while last != _END and (data := os.read(descriptor, 1 << 16)):
+            last = (last + data)[-len(_END) :]
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(descriptor, _END)
+        thread.join()
+        os.close(descriptor)
+
+
+def _resumed(case: Case) -> dict[Path, bytes]:
+    """The files of --resume with their complete lines, which have to stay."""
+    paths = [Path(value) for option, value in pairwise(case.args) if option == "--resume" and len(value) < 200]
+    found = {path: path.read_bytes() for path in (case.folder / path for path in paths) if path.is_file()}
+    return {path: data[: max(0, data.rfind(b'{"type": "start"'))] for path, data in found.items()}  # the last may be incomplete
 
 
 def _state(case: Case) -> dict[str, tuple[int, ...]]:
-    """Every file that the case may not change, with its inode, size and time."""
-    allowed = {os.path.realpath(path) for path in case.outputs if len(str(path)) < 4000}
+    """Every file that the case may not change, with its inode, size and time. Of a device, a FIFO and a link to write to, only
+    the inode: what it is has to stay."""
+    is_read = _READ.__contains__ if case.args[:1] != ["inspect"] else "--html".__ne__
+    read = {
+        os.path.realpath(case.folder / value) for option, value in pairwise(case.args) if is_read(option) and len(value) < 4000
+    }
+    allowed = {os.path.realpath(path) for path in case.outputs if len(str(path)) < 4000} - (set() if case.is_loose else read)
     allowed |= {str(case.folder / name) for name in ("data", "cache", "home", "tmp")}
     own = [Path(folder) / name for folder, names, files in os.walk(case.folder) for name in (*names, *files)]
     shared = [file for folder in case.materials.folders for file in folder.iterdir()]
     found = {}
     for path in (*own, *shared):
-        real = os.path.realpath(path)
-        if not any(real == one or real.startswith(f"{one}/") for one in allowed):
-            status = path.lstat()
-            found[str(path)] = (status.st_ino, status.st_mode, *((status.st_size, status.st_mtime_ns) if path.is_file() else ()))
+        real, status = os.path.realpath(path), path.lstat()
+        is_allowed = any(real == one or real.startswith(f"{one}/") for one in allowed)
+        if not is_allowed or not (path.is_file() or path.is_dir()) or path.is_symlink():
+            is_compared = path.is_file() and not is_allowed
+            found[str(path)] = (status.st_ino, status.st_mode, *((status.st_size, status.st_mtime_ns) if is_compared else ()))
     return found
 
 
@@ -222,7 +268,7 @@ def _wrong_end(case: Case, code: Any, out: bytes, err: bytes) -> list[str]:
     if code in (1, 2) and not is_terminal and case.args:  # without arguments it shows the help
         if not lines or not lines[-1].startswith("error: "):
             problems.append("no message of an error")
-        elif (len(lines) > 3 and not reports) or sum(line.startswith("error: ") for line in lines) > 1:
+        elif (len(lines) > 3 and not reports) or len([line for line in lines if _ERROR.match(line)]) > 1:
             problems.append(f"{len(lines)} lines on stderr")
         if any(len(line) > 1100 for line in lines):
             problems.append("a message of more than 1,100 characters")
@@ -252,25 +298,28 @@ def _wrong_json(text: str) -> list[str]:
     return []
 
 
-def told(case: Case, seed: int, number: int, problems: list[str], streams: Path) -> str:
+def _report(case: Case, seed: int, number: int, problems: list[str], streams: Path, *, alone: bool) -> str:
     """A report of a failed case, with the command that repeats it."""
     args = [arg if len(arg) < 200 else f"{arg[:60]}…({len(arg):,} characters)" for arg in case.args]
     err = (streams / "stderr").read_text(encoding="utf-8", errors="replace")
     return (
         f"== {case.part} {number}: specgen {args!r}\n   environment {case.environment} terminal {case.is_terminal}"
         f" stdin {case.stdin[:50]!r}\n" + "\n".join(problems) + f"\n   stderr: {err[-1500:]!r}\n"
-        f"   repeat: python tests/fuzz.py --part {case.part} --seed {seed} --number {number}"
+        f"   repeat: python tests/fuzz.py --part {case.part} --seed {seed} --number {number}{' --alone' if alone else ''}"
     )
 
 
-def run_number(part: str, seed: int, number: int, materials: Materials, *, keep: Path | None = None) -> str | None:
-    """Makes and runs one case in a temporary folder. Returns the report of a failure, None if it ended as it should."""
+def run_number(
+    part: str, seed: int, number: int, materials: Materials, *, alone: bool = False, keep: Path | None = None
+) -> str | None:
+    """Makes and runs one case in a temporary folder. Returns the report of a failure, None if it ended as it should. `alone`: see
+    `run`; `keep`: copies the case's files there."""
     root = Path(tempfile.mkdtemp(prefix="specgen-fuzz-"))
     try:
         case = make_case(part, seed, number, root / "case", materials)
-        problems = run(case)
+        problems = run(case, alone=alone)
         if keep is not None:
             shutil.copytree(root, keep, symlinks=True, ignore=shutil.ignore_patterns("dev"))
-        return told(case, seed, number, problems, root) if problems else None
+        return _report(case, seed, number, problems, root, alone=alone) if problems else None
     finally:
         shutil.rmtree(root, ignore_errors=True)

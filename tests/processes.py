@@ -72,6 +72,7 @@ def _main(arguments: Sequence[str], environment: Mapping[str, str], out: Connect
     os.dup2(err.fileno(), 2)
     out.close()
     err.close()
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  of the server: other files
     if closed:  # as in Python started with a closed stdout
         os.close(1)
         sys.stdout = None  # type: ignore[assignment]

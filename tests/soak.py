@@ -1,6 +1,7 @@
 """Runs many prompts through one pair with every lossless method in turn, some of them interrupted, and counts what is left.
 
 As a program, on the bundled pair: python tests/soak.py --runs 1000 --tokens 24
+With --traced it also shows which lines of Python hold more memory at the end than after the first 50 runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import resource
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -32,7 +33,7 @@ WARM = 50  # runs after which memory has to be flat
 
 @dataclass(frozen=True)
 class Counts:
-    """What a process holds: `objects` that the garbage collector knows, `rss` and `traced` (by Python's allocator) in bytes."""
+    """What a process holds: `objects` of the garbage collector; in bytes `rss`, and `traced` by tracemalloc if that runs."""
 
     threads: int
     children: int
@@ -68,7 +69,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Soaked:
-    """The counts at the beginning, when warm and at the end of the runs, and after the pair was closed; wrong outputs."""
+    """The counts at the beginning, when warm and at the end of the runs, and after the pair was closed; wrong outputs. `grown`
+    are the lines of Python that hold more memory at the end than when warm, the first the most; empty without tracemalloc."""
 
     start: Counts
     warm: Counts
@@ -77,6 +79,7 @@ class Soaked:
     runs: int
     interrupted: dict[str, int]
     wrong: list[Run]
+    grown: list[str]
 
 
 @contextmanager
@@ -146,12 +149,21 @@ def decode(pair: Pair, run: Run, prompt: str) -> list[int] | None:
     return made
 
 
-def soak(make_pair: Any, prompts: Sequence[str], runs: Sequence[Run], warm: int = WARM) -> Soaked:
-    """Runs everything on one pair, then each run that was not interrupted on a fresh one, and compares the token ids."""
+def soak(
+    make_pair: Any,
+    prompts: Sequence[str],
+    runs: Sequence[Run],
+    warm: int = WARM,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Soaked:
+    """Runs everything on one pair, then each run that was not interrupted on a fresh one, and compares the token ids.
+
+    `progress` is called after each run on the first pair with the number of runs so far.
+    """
     start = Counts.now()
     outputs: list[str | None] = [None] * len(runs)  # strings: the garbage collector counts lists
     interrupted: dict[str, int] = {}
-    counts = {}
+    counts, held = {}, {}
     with make_pair() as pair:
         for index, run in enumerate(runs, start=1):
             made = decode(pair, run, prompts[run.prompt])
@@ -159,9 +171,14 @@ def soak(make_pair: Any, prompts: Sequence[str], runs: Sequence[Run], warm: int 
                 interrupted[str(run.interruption)] = interrupted.get(str(run.interruption), 0) + 1
             else:
                 outputs[index - 1] = str(made)
+            progress(index)
             if index in (warm, len(runs)):
                 counts[index] = Counts.now()
+                held[index] = tracemalloc.take_snapshot() if tracemalloc.is_tracing() else None
     del pair
+    before, after = held[warm], held[len(runs)]
+    grown = [str(each) for each in after.compare_to(before, "lineno")] if before is not None and after is not None else []
+    del before, after, held
     closed = Counts.now()
     known: dict[object, str] = {}
     wrong = []
@@ -173,7 +190,7 @@ def soak(make_pair: Any, prompts: Sequence[str], runs: Sequence[Run], warm: int 
                 known[key] = str(decode(fresh, Run(*key, None, 0), prompts[run.prompt]))
             if output is not None and output != known[key]:
                 wrong.append(run)
-    return Soaked(start, counts[warm], counts[len(runs)], closed, len(runs), interrupted, wrong)
+    return Soaked(start, counts[warm], counts[len(runs)], closed, len(runs), interrupted, wrong, grown)
 
 
 def main() -> int:
@@ -183,20 +200,29 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traced", action="store_true", help="trace Python's allocations, which takes memory itself")
+    parser.add_argument("--every", type=int, default=250, help="show the memory after so many runs, again and again")
     options = parser.parse_args()
-    tracemalloc.start(1)
+    if options.traced:
+        tracemalloc.start(1)
     prompts = [prompt.text for prompt in load_prompts(None)]
 
     def bundled() -> Pair:
         return specgen.load(device="cpu", dtype="float32")
 
-    found = soak(bundled, prompts, schedule(options.runs, len(prompts), options.tokens, options.seed))
+    def show(index: int) -> None:
+        if index == WARM or index % options.every == 0:
+            print(f"{index} runs: rss {Counts.now().rss / 2**20:.1f} MiB", flush=True)
+
+    found = soak(bundled, prompts, schedule(options.runs, len(prompts), options.tokens, options.seed), progress=show)
     print(f"{found.runs} runs on {len(prompts)} prompts, {found.interrupted} interrupted")
     print(f"{len(found.wrong)} outputs differ from a fresh pair's")
     for name in ("start", "warm", "end", "closed"):
         counts = asdict(getattr(found, name))
         sizes = [f"{key} {counts.pop(key) / 2**20:.1f} MiB" for key in ("rss", "traced")]
         print(f"{name:7}", *(f"{key} {value}" for key, value in counts.items()), *sizes)
+    for line in found.grown[:10]:
+        print("grown:", line)
     for run in found.wrong[:10]:
         print("differs:", run)
     return 1 if found.wrong else 0

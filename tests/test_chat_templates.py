@@ -26,11 +26,12 @@ TEMPLATES = {
     "{% for m in messages %}{{ one(m) }}\n{% endfor %}",
     "loop controls": "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
     "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}|{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }} "
+    "{% endgeneration %}|{% else %}{{ m.content }}{% endif %}{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}"
     "{{ {'a': '<é>'} | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
-    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}",
+    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}"
+    "{{ dict.__class__ }}{{ dict.mro }}{{ dict.keys }}",
     "whitespace": "  {% if true %}\n    {{ messages[-1].content }}   \n  {% endif %}\n\n{# note #}\n  end  ",
     "tokens": "{{ bos_token }}|{{ unk_token is defined }}|{{ pad_token is defined }}|{{ image_token }}|{{ cls_token is none }}",
     "undefined": "{{ nothing }}{{ messages[0].nothing }}{{ nothing.attribute }}",
@@ -58,7 +59,8 @@ CHATS: list[tuple[str, str | None, list[tuple[str, str]]]] = [
 
 
 def test_chat_templates_give_what_transformers_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.engine.tokenizer.rendered", chat_template.render)  # in this process, which is faster
+    render = staticmethod(chat_template.render)  # in this process, which is faster
+    monkeypatch.setattr("specgen.engine.template_process.TemplateProcess.render", render)
     settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None, "image_token": "<image>"}
     folder = write(tmp_path, byte_level(with_template=True), {**settings, "chat_template": "x"}, {"model_type": "qwen3"})
     reference = AutoTokenizer.from_pretrained(folder)
@@ -127,7 +129,7 @@ def chat_template_cases(folder: Path) -> None:
         ("config", "file {{ messages[0].content }}\r\n{{ bos_token }}", {}),
         ([{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
         ([{"name": "other", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
-        ({"default": "A", "rag": "B"}, None, {}),
+        ({"rag": "B", "default": "A"}, None, {}),
         ([{"name": "other", "template": "A"}], "file", {}),
         ("config", None, {"other": "A", "tool_use": "B"}),
         ("config", "file", {"tool_use": "B"}),

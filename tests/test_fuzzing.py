@@ -23,7 +23,17 @@ from specgen.ui.theme import flavour
 
 pytestmark = POSIX
 SEED = 1
-CASES = {"options": 6, "prompts": 39, "traces": 45, "profiles": 35, "configs": 15, "weights": 20, "exits": 20, "environment": 20}
+CASES = {
+    "options": 6,
+    "outputs": 20,
+    "prompts": 35,
+    "traces": 40,
+    "profiles": 30,
+    "configs": 14,
+    "weights": 18,
+    "exits": 18,
+    "environment": 19,
+}
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +140,21 @@ def test_the_same_number_makes_the_same_case(materials: Materials, tmp_path: Pat
         ("import os; os.mkdir('out/made')", "out/made"),
         ("open('out/old.html', 'a').write('x')", "old.html"),
         ("import os; os.remove('out/old.html')", "removed"),
+        ("import os; os.remove('out/fifo'); open('out/fifo', 'w').close()", "out/fifo"),
+        ("import os; os.remove('dev/null'); open('dev/null', 'w').close()", "replaced"),
+        ("open('in/trace', 'w').close()", "changed or made"),
+        ("open('in/recorded', 'w').close()", "recorded lost what it recorded"),
+        ("open('out/fifo', 'w').write('x' * 200_000); sys.exit(4)", "the exit code is 4"),
         ("import socket; socket.create_connection(('127.0.0.1', 9))", "the network"),
         ("import threading, time; threading.Thread(target=time.sleep, args=(0.5,), name='t').start()", "left the thread t"),
     ],
 )
 def test_what_the_fuzzer_notices(case: Case, monkeypatch: pytest.MonkeyPatch, behaviour: str, found: str) -> None:
     case.args = ["inspect", "--json"] if "print('{')" in behaviour or "NaN" in behaviour else ["inspect", "--methods"]
+    case.args += ["in/trace", "--resume", "in/recorded"]
+    case.outputs = [case.folder / name for name in ("in/trace", "in/recorded", "dev/null", "out/fifo")]
+    (case.folder / "in" / "trace").write_text("lines")
+    (case.folder / "in" / "recorded").write_text('{"type": "start"}\n{"type": "summary"}\n{"type": "start"}\n')
     monkeypatch.setattr(fuzzing, "main", lambda: exec(behaviour, {"sys": sys}))
     assert found in "\n".join(fuzzing.run(case))
 
@@ -148,4 +167,7 @@ def test_the_fuzzer_ends_a_command_that_hangs(case: Case, monkeypatch: pytest.Mo
 
 def test_a_command_that_ends_well_has_no_problems(case: Case) -> None:
     assert fuzzing.run(case) == []
+    case.args, case.environment = ["generate", "--no-such-option"], {"HOME": None}
+    assert fuzzing.run(case, alone=True) == []
+    assert (case.folder.parent / "stderr").read_text().startswith("error: ")
     assert SpecgenError("x").exit_code in fuzzing.CODES

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tuning_helpers import outcome
 from typer.testing import CliRunner
 
 from specgen import demo, files
-from specgen.cli.app import app
+from specgen.cli.app import app, compare, generate, inspect, tune
 from specgen.errors import RunError, SpecgenError
 from specgen.traces.trace_reader import read_trace
 from specgen.traces.trace_writer import TraceWriter
@@ -43,9 +44,14 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
-    """A link to a device that is always full: broken code would replace the link, not the device."""
-    (tmp_path / "full").symlink_to("/dev/full")
-    return tmp_path / "full"
+    """A device that is always full, of this test alone: broken code that root runs would replace it, also through a link."""
+    device, link = tmp_path / "device", tmp_path / "full"
+    try:
+        os.mknod(device, 0o666 | stat.S_IFCHR, os.stat("/dev/full").st_rdev)
+    except PermissionError:  # only root may make one, and only root may replace the system's
+        device = Path("/dev/full")
+    link.symlink_to(device)
+    return link
 
 
 # ------------------------------------------------------------------ replaced, or written to
@@ -71,13 +77,12 @@ def test_a_link_stays_and_its_file_is_replaced_with_its_permissions(main: Main, 
 
 @FULL
 def test_a_device_is_written_to_and_stays(main: Main, trace: Path, full: Path) -> None:
-    code, _, err = main("inspect", trace, "--html", full)
-    assert code == 1
-    assert err == f"error: cannot write {full}: No space left on device\n"
-    assert full.is_symlink()
-    assert stat.S_ISCHR(full.stat().st_mode)
-    assert main("inspect", trace, "--html", "/dev/null", "-q")[0] == 0
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    inode = full.stat().st_ino
+    for path in (full, full.resolve()):
+        assert main("inspect", trace, "--html", path) == (1, "", f"error: cannot write {path}: No space left on device\n")
+        assert full.is_symlink()
+        assert full.stat().st_ino == inode
+        assert stat.S_ISCHR(full.stat().st_mode)
 
 
 @POSIX
@@ -185,8 +190,8 @@ def test_outputs_that_are_inputs_or_each_other_are_refused_before_torch_is_impor
 
 def test_a_trace_may_lie_in_the_models_folder(tmp_path: Path, pair: tuple[str, ...], main: Main) -> None:
     trace = Path(pair[1]) / "t.jsonl"
-    for _ in range(2):  # the second run replaces the first one's trace
-        assert main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", "3", "--trace", trace)[0] == 0
+    for tokens in (5, 1):  # the second run replaces the first one's longer trace
+        assert main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", tokens, "--trace", trace)[0] == 0
     assert len(list(read_trace(trace))) == 1
     trace.unlink()
 
@@ -211,6 +216,7 @@ LONG = "a" * 5000
         *(["compare", "-m", "ar", option, LONG] for option in ("--exit-layer",)),
         ["inspect", LONG],
         ["inspect", "{trace}", "--html", LONG],
+        ["inspect", "--pair", "--exit-layer", LONG],
         ["tune", "--out", LONG],
         ["tune", "--prompts", LONG],
         *(["tune", "--train", option, LONG] for option in ("--out", "--corpus", "--prompts")),
@@ -223,6 +229,34 @@ def test_a_path_that_is_too_long_is_a_wrong_option(main: Main, trace: Path, comm
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1
     assert len(err) < 1100
+
+
+def _paths_and_models() -> list[tuple[str, ...]]:
+    """A command line for each option and argument of each command that takes a path or a model, without its value."""
+    found: list[tuple[str, ...]] = []
+    for command in (generate, compare, inspect, tune):
+        for name, parameter in signature(command).parameters.items():
+            if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
+                found.append((command.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])))
+    return found
+
+
+@pytest.mark.parametrize("command", _paths_and_models(), ids=" ".join)
+def test_empty_text_is_no_path_and_no_model(
+    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """As a path, it would be the working folder."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main(*command, "")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: Invalid value for '")
+    assert err.endswith("it is empty. See --help\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("generate", "--help-method"), ("tune", "--train", "--steps", "1")])
+def test_an_empty_name_of_a_method_is_not_the_default_method(main: Main, command: tuple[str, ...]) -> None:
+    assert main(*command, "-m", "")[::2] == (2, "error: there is no method ''. All of them: specgen inspect --methods\n")
 
 
 # ------------------------------------------------------------------ one process for each trace
@@ -338,6 +372,8 @@ def test_half_a_character_in_a_category_costs_no_result(compare: Compare, tmp_pa
     assert [row["category"] for row in csv.DictReader(table.open(encoding="utf-8"))] == ["", "a�b"] * 2
     line = parsed(compare(*options, "--json")[1])[0]
     assert set(line["by_category"]) == {"a�b"}
+    files.write_pieces(table, ["a\ud800b"])
+    assert table.read_bytes() == b"a?b", "what no other function has looked at"
 
 
 @POSIX
@@ -346,10 +382,33 @@ def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path
     (tmp_path / "out" / "profile.yaml").mkdir(parents=True)
     wrong = [["--out", str(tmp_path / "file" / "out")], ["--out", str(tmp_path / "out")], ["--train", "--out", "/proc/out"]]
     assert [(ended.code, ended.has_torch) for ended in one_by_one(*(["tune", *given] for given in wrong))] == [(2, False)] * 3
-    environment = {**os.environ, "SPECGEN_DATA": str(tmp_path / "file" / "data")}
+    environment = {**os.environ, "SPECGEN_DATA": "/proc"}  # it exists, and root cannot write there either
     (ended,) = one_by_one(["tune"], environment=environment)
     assert (ended.code, ended.has_torch) == (2, False)
     assert "cannot write to the folder" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("-m", "pearl"), "pearl needs a draft model, and there is none"),
+        (("-m", "ar, svip,sd"), "svip needs a draft model, and there is none"),
+        (("-m", "svip", "--export", "vllm"), "svip needs a draft model, and there is none"),
+        (("-m", "selfsd", "--export", "vllm"), "vllm has none of the methods that can be tuned without a draft model"),
+        *((("--export", engine), f"{engine} has none of the methods") for engine in ("mlx", "llama.cpp")),
+        (("-m", "bild", "--export", "mlx", "-d", "{}"), "mlx has none of the methods that can be tuned. It has sd"),
+    ],
+)
+def test_what_cannot_be_tuned_or_exported_is_refused_before_loading_and_the_profile_stays(
+    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, given: tuple[str, ...], why: str
+) -> None:
+    monkeypatch.setattr("specgen.cli.tune_run.open_pair", pytest.fail)
+    (tmp_path / "profile.yaml").write_text("old")
+    target = str(demo.folder("target"))
+    code, out, err = main("tune", "-t", target, "--out", tmp_path, *(part.replace("{}", target) for part in given))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {why}")
+    assert (tmp_path / "profile.yaml").read_text() == "old"
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--export", "vllm")])

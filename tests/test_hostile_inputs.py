@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import traces
+import typer
 from cli_helpers import POSIX, parsed, run, run_main
 from comparisons import Compare
 
-from specgen.cli import input_notes
+from specgen import input_files
+from specgen.cli import error_reporting
+from specgen.compare.prompts import load_prompts
 from specgen.engine.layer_skipping import SkippedLayers
 from specgen.errors import SpecgenError
 from specgen.files import load_yaml
@@ -85,7 +88,7 @@ def test_summaries_of_other_programs_with_impossible_figures_are_shown(
     ("value", "why"),
     [
         pytest.param("9" * 400, "99999999999999999999… is too large", id="400 digits"),
-        ("-" + "9" * 20, "is too large"),
+        ("-" + "9" * 19, "is too large"),  # below -2^63
         ("1e400", "1e400 is too large"),
         ("[" * 600 + "]" * 600, "more than 100 levels of nesting"),
         ('{"a":' * 600 + "1" + "}" * 600, "more than 100 levels of nesting"),
@@ -112,13 +115,21 @@ def test_depth_counts_levels() -> None:
 
 
 class Counted(list[int]):
-    """A list that counts how often its elements are read one after the other."""
+    """A list that counts how often many of its elements are read, one after the other or as a part."""
 
     passes = 0
 
     def __iter__(self) -> Any:
         self.passes += 1
         return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.passes += isinstance(index, slice)
+        return super().__getitem__(index)
+
+    def count(self, value: int) -> int:
+        self.passes += 1
+        return super().count(value)
 
 
 def test_a_large_tree_is_read_once_for_each_view() -> None:
@@ -146,6 +157,7 @@ _kept: dict[str, str] = {}  # the trace of a comparison, which all tests edit
         ({"phase_seconds": {"unknown": 1.0}}, "1.0 for unknown"),
         ({"joules_per_token": "x"}, "'x' for joules_per_token"),
         ({"gross_joules_per_token": []}, "[] for gross_joules_per_token"),
+        *(({"energy": value}, f"{value!r} for energy") for value in ("x", [], {"joules": None}, {"joules": 1.0, "source": "x"})),
         ({"seconds": 5e-324}, "5e-324 for seconds"),
         ({"seconds": None}, "None for seconds"),
         ({"target_passes": "x"}, "'x' for target_passes"),
@@ -208,12 +220,21 @@ def test_a_layer_with_thousands_of_digits_does_not_exist() -> None:
 # ------------------------------------------------------------------ streams and the environment
 
 
-@pytest.mark.parametrize("name", ["COLUMNS", "LINES", "TERMINAL_WIDTH"])
-@pytest.mark.parametrize("value", ["0", "1", "12", "²", "-5", "x", "", "9" * 20, "1e3"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("COLUMNS", value) for value in ("0", "1", "12", "²", "-5", "x", "", "9" * 20, "1e3")),
+        *(("LINES", value) for value in ("0", "²")),
+        *(("TERMINAL_WIDTH", value) for value in ("0", "1", "²", "x", "1e3")),
+    ],
+)
 def test_impossible_sizes_of_the_terminal(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
+    if name == "TERMINAL_WIDTH":  # typer reads it when the first help text makes it import this module
+        monkeypatch.delitem(sys.modules, "typer.rich_utils", raising=False)
+        monkeypatch.delattr(typer, "rich_utils", raising=False)
     path = traces.write(tmp_path / "t.jsonl", *traces.a_run())
     for command in (("inspect", path), ("inspect", "--help"), ("inspect", "--methods")):
         code, out, err = main(*command)
@@ -245,22 +266,23 @@ def test_standard_input_without_end_is_refused(main: Main, monkeypatch: pytest.M
     assert endless.given < 20 << 20
 
 
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set after the first report of a wait. Every wait is long enough for one."""
+    printed = threading.Event()
+    note = error_reporting._note
+    monkeypatch.setattr(error_reporting, "_note", lambda text: (note(text), printed.set()))
+    monkeypatch.setattr(input_files, "PATIENCE", 0.005)
+    return printed
+
+
 @POSIX
 def test_a_prompt_that_does_not_come_is_waited_for_with_a_note(
-    main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    main: Main, monkeypatch: pytest.MonkeyPatch, reported: threading.Event
 ) -> None:
     """The writer waits until the note is printed."""
-    printed = threading.Event()
-    note = input_notes._print
-    monkeypatch.setattr(input_notes, "_print", lambda text: (note(text), printed.set()))
-    monkeypatch.setattr(input_notes, "PATIENCE", 0.01)
     reader, writer = os.pipe()
-
-    def write() -> None:
-        printed.wait(60)
-        os.close(writer)
-
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=lambda: (reported.wait(20), os.close(writer)))
     thread.start()
     with os.fdopen(reader) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
@@ -271,26 +293,58 @@ def test_a_prompt_that_does_not_come_is_waited_for_with_a_note(
 
 
 @POSIX
-def test_a_fifo_is_read_after_a_note(main: Main, tmp_path: Path) -> None:
-    lines = "".join(json.dumps(line) + "\n" for line in traces.a_run())
-    fifo = tmp_path / "fifo.jsonl"
-    os.mkfifo(fifo)
-    thread = threading.Thread(target=fifo.write_text, args=(lines,))
+@pytest.mark.parametrize("written", [0, 300], ids=["no byte", "a part"])
+@pytest.mark.parametrize("is_named", [True, False], ids=["fifo", "/dev/fd"])
+@pytest.mark.parametrize("reads", ["inspect", "--prompts", "--corpus"])
+def test_an_input_that_makes_the_command_wait_is_named(
+    main: Main, tmp_path: Path, reported: threading.Event, reads: str, is_named: bool, written: int
+) -> None:
+    """The writer writes the rest after the note, and without a note does not end."""
+    lines = traces.a_run() if reads == "inspect" else [{"prompt": "a" * 30, "text": "b" * 30}] * 10
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path = tmp_path / "fifo.jsonl"
+    os.mkfifo(path)
+    descriptor = -1 if is_named else os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def write() -> None:
+        is_in_time = bool(written) or not is_named or reported.wait(20)
+        with path.open("wb", buffering=0) as file:
+            file.write(content[:written])
+            if is_in_time and reported.wait(20):
+                file.write(content[written:])
+
+    thread = threading.Thread(target=write)
     thread.start()
-    code, out, err = main("inspect", fifo)
+    if not is_named:
+        os.set_blocking(descriptor, True)
+    given = path if is_named else Path(f"/dev/fd/{descriptor}")
+    notes: list[str] = []
+    with input_files.waits_reported(lambda text: (notes.append(text), reported.set())):
+        if reads == "inspect":
+            code, _, err = main("inspect", given)
+            assert code == 0
+            notes = err.splitlines()
+        elif reads == "--prompts":
+            assert len(load_prompts(given)) == 10
+        else:
+            assert read_corpus(given, lambda text: list(text.encode())).tokens >= 300
     thread.join()
-    assert (code, err) == (0, f"the trace: waiting for a program that writes to the FIFO {fifo}\n")
-    assert "svip" in out
-    (tmp_path / "profile").mkdir()
-    os.mkfifo(tmp_path / "profile" / "profile.yaml")
-    assert "profile.yaml is not a file" in main("generate", "abc", "--profile", tmp_path / "profile")[2]
+    if not is_named:
+        os.close(descriptor)
+    assert notes == [f"waiting for a program that writes to {given}"], "once"
+
+
+@POSIX
+def test_a_fifo_in_a_profile_is_refused(main: Main, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "profile.yaml")
+    assert "profile.yaml is not a file" in main("generate", "abc", "--profile", tmp_path)[2]
 
 
 @FULL
 @pytest.mark.parametrize("command", [("--help",), ("generate", "--help"), ("--version",), ()])
 def test_help_on_a_full_disk_is_one_line(command: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        code, _, err = run(*command, stdout=full)
+        code, _, err = run(*command, stdout=full, environment={"PYTHONUNBUFFERED": ""})
     assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
 
 
@@ -298,7 +352,7 @@ def test_help_on_a_full_disk_is_one_line(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("command", [("generate", "--no-such-option"), ("generate", "abc", "-m", "no-such-method")])
 def test_an_error_that_cannot_be_written_keeps_its_exit_code(command: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        assert run(*command, stderr=full)[:2] == (2, b"")
+        assert run(*command, stderr=full, environment={"PYTHONUNBUFFERED": ""})[:2] == (2, b"")
 
 
 @POSIX
@@ -308,11 +362,18 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code(command: tuple[str,
 def test_without_a_home_folder_and_with_an_accent_in_a_locale_without_any(
     tmp_path: Path, pair: tuple[str, ...], home: str | None
 ) -> None:
-    """Both in one process: HOME unset, empty or missing, LC_ALL=C, an accent on standard input."""
+    """All in one process: HOME unset, empty or missing and the user unknown, LC_ALL=C, an accent on standard input, marks that
+    the locale lacks on standard output."""
+    trace = traces.write(tmp_path / "t.jsonl", *traces.a_run())
+    generate = ["generate", "-q", "-n", "3", "-m", "ar", "--device", "cpu", *pair]
     code = (
-        "import os, sys; [os.environ.pop(name, None) for name in ('HOME', 'SPECGEN_DATA', 'SPECGEN_CACHE')]; "
-        f"home = {home!r}; home is None or os.environ.update(HOME=home); from specgen.cli.app import main; "
-        f"sys.argv = ['specgen', 'generate', '-q', '-n', '3', '-m', 'ar', '--device', 'cpu', *{pair!r}]; main()"
+        "import os, pwd, sys; [os.environ.pop(name, None) for name in ('HOME', 'SPECGEN_DATA', 'SPECGEN_CACHE')]\n"
+        f"home = {home!r}; home is None or os.environ.update(HOME=home); from specgen.cli.app import main\n"
+        "pwd.getpwuid = lambda _: {}[()]\n"
+        f"for arguments in ['inspect', {str(trace)!r}], {generate!r}:\n"
+        "    sys.argv = ['specgen', *arguments]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 0\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code],
@@ -322,4 +383,6 @@ def test_without_a_home_folder_and_with_an_accent_in_a_locale_without_any(
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert ended.stdout
+    shown, generated = ended.stdout[:-4], ended.stdout[-4:]
+    assert b"?rejected" in shown
+    assert generated.strip().isalpha()

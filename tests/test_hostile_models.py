@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import run_main
+from cli_helpers import POSIX, run_main
 from safetensors.torch import load_file, save_file
 
 from specgen.engine import template_process
 from specgen.engine.extra_tensors import check_no_extra
-from specgen.engine.template_process import TemplateError, rendered
+from specgen.engine.hub import model_folder
+from specgen.engine.template_process import Limits
 from specgen.errors import SpecgenError
 
 Refusal = Callable[..., str]
@@ -83,11 +85,15 @@ def test_a_config_that_forbids_all_tokens_is_refused(folder: Path, refusal: Refu
     assert "forbids all tokens" in refusal()
 
 
-@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize(("backend", "ids"), [("native", [10**9, 10**30]), ("transformers", [10**9])])
 def test_ids_beyond_the_vocabulary_change_nothing(
-    folder: Path, pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], backend: str
+    folder: Path,
+    pair: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    backend: str,
+    ids: list[int],
 ) -> None:
-    ids = [10**9, 10**30]
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": ids, "suppress_tokens": ids, "begin_suppress_tokens": ids, "min_length": 10**30})
     )
@@ -95,6 +101,26 @@ def test_ids_beyond_the_vocabulary_change_nothing(
     found, expected = (run_main(monkeypatch, capfd, *command, model) for model in (str(folder), pair[1]))
     assert found == expected
     assert found[0] == 0
+
+
+# ------------------------------------------------------------------ config.json, tokenizer_config.json
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "text_config"])
+def test_a_model_of_countless_layers_is_not_built(folder: Path, refusal: Refusal, key: str) -> None:
+    change_config(folder, **{key: 2**64 if key != "text_config" else {"num_layers": 2**64}})
+    message = refusal("--backend", "transformers")
+    assert f"has a {key if key != 'text_config' else 'num_layers'} above 4,096" in message
+
+
+def test_errors_of_transformers_are_shown_without_pythons_names(folder: Path, refusal: Refusal) -> None:
+    change_config(folder, sliding_window="x")
+    message = refusal("--backend", "transformers")
+    assert "forward passes after a rollback fail (" in message
+    assert "Error" not in message
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x", "unusual_field": 1}))
+    assert "cannot read the tokenizer of " in refusal()
 
 
 # ------------------------------------------------------------------ tensors
@@ -144,11 +170,17 @@ def test_headers_and_indices_of_brackets_are_refused(folder: Path, refusal: Refu
     assert "cannot read the weights" in refusal("--backend", backend)
 
 
+@POSIX
+def test_weights_that_are_a_fifo_are_not_waited_for(folder: Path, refusal: Refusal) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert "model.safetensors is not a file" in refusal()
+
+
 # ------------------------------------------------------------------ chat templates
 
 CUT_OFF = {
     "more than 16 MiB of text": "{{ 'a' * 100000000 }}",
-    "more than 1024 MiB of memory": "{{ 'a' * 10**11 }}",
     "maximum recursion depth": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
     "more than 16 MiB": "{% for i in range(9999) %}{% for j in range(9999) %}" + "a" * 500 + "{% endfor %}{% endfor %}",
     "no↵way␛": "{{ raise_exception('no\nway\x1b') }}",
@@ -158,7 +190,7 @@ CUT_OFF = {
 @pytest.fixture
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that never ends is cut off after any time; the others end before."""
-    monkeypatch.setattr(template_process, "SECONDS", 100.0)
+    monkeypatch.setattr(template_process, "LIMITS", Limits(seconds=100.0))
 
 
 @pytest.mark.usefixtures("_patience")
@@ -171,18 +203,10 @@ def test_a_template_that_takes_too_much_is_refused(folder: Path, refusal: Refusa
 
 
 def test_a_template_that_never_ends_is_cut_off(folder: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    monkeypatch.setattr(template_process, "LIMITS", Limits(seconds=0.5))
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
     assert "it takes more than 0.5 seconds" in refusal("--chat")
-
-
-@pytest.mark.usefixtures("_patience")
-def test_a_template_of_another_process_gives_the_same_text() -> None:
-    messages = [{"role": "user", "content": "é 日本 \ud83d"}]
-    assert rendered("{{ bos_token }}{{ messages[0].content }}\n\n", messages, {"bos_token": "<s>"}) == "<s>é 日本 \ud83d\n"
-    with pytest.raises(TemplateError, match=r"^unexpected 'end of template'"):
-        rendered("{% if", messages, {})
 
 
 @pytest.mark.usefixtures("_patience")
@@ -191,3 +215,13 @@ def test_a_template_of_a_tokenizer_of_transformers_is_limited_too(folder: Path, 
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "unusual_field": 1}))
     assert "more than 16 MiB of text" in refusal("--chat")
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors"])
+def test_a_fifo_in_a_models_folder_is_refused(folder: Path, name: str) -> None:
+    """Reading it would wait for another program."""
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(SpecgenError, match=f"{name} is not a file"):
+        model_folder(str(folder), None, True, False, pytest.fail)

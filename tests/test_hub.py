@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
 
 from specgen.engine.hub import model_folder
+from specgen.errors import SpecgenError
 from specgen.loading import model_sources
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
@@ -228,3 +230,20 @@ def test_what_is_not_certain_is_left_to_huggingface_hub(tmp_path: Path, monkeypa
 def test_each_model_has_its_own_revision() -> None:
     sources = model_sources("lab/one", "lab/other", "v1", "v2", trust_remote_code=False, offline=True)
     assert [(source.location, source.revision) for source in sources] == [("lab/one", "v1"), ("lab/other", "v2")]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENAMETOOLONG, 2), (errno.ENOTDIR, 2), (errno.EEXIST, 2), (errno.EACCES, 2), (errno.ENOSPC, 1)]
+)
+def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
+    """As HF_HOME names it: too long, below a regular file, or without permission. A full disk is a failure."""
+
+    def download(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "/cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(SpecgenError, match=os.strerror(number)) as raised:
+        model_folder("a/model", None, False, False, lambda _: None)
+    assert raised.value.exit_code == code
+    assert ("HF_HOME" in raised.value.hint) == (code == 2)

@@ -15,7 +15,7 @@ import traces
 from scipy import stats
 
 from specgen.traces import acceptance_bounds, statistics
-from specgen.traces.statistics import TraceStatistics, beta_quantile, posteriors
+from specgen.traces.statistics import TraceStatistics, beta_quantile, known_number, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.types import Draft, Round, Verdict
 
@@ -147,6 +147,9 @@ def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None
     for wrong in ("1.5", -1.5, 1e12, None):
         run = next(read_trace(traces.write(tmp_path / "t.jsonl", start, summary | {"seconds": wrong})))
         assert folded(run).summary.tokens_per_second is None, wrong
+    for wrong in (2.5, True, "3", -1, 10**12):
+        assert known_number({"drafted": wrong}, "drafted") == 0, wrong
+    assert known_number({"drafted": 3}, "drafted") == 3
 
 
 def test_beta_quantiles_are_scipys() -> None:
@@ -176,3 +179,19 @@ def test_a_normal_posterior_has_its_own_interval() -> None:
     assert (first.index, first.mean) == (1, 0.6)
     assert (first.low, first.high) == pytest.approx(stats.norm.ppf((0.05, 0.95), 0.6, 0.1), abs=1e-5)
     assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)
+
+
+def test_states_with_impossible_parameters_have_no_posterior() -> None:
+    below, above = 9.9e11, 1.1e12  # tokens that a Beta distribution's parameters may count
+    possible: list[dict[str, float]] = [
+        *({"alpha": alpha, "beta": beta} for alpha, beta in ((below, 1.0), (1.0, below), (5e-324, 1.0))),
+        *({"mean": mean, "deviation": deviation} for mean, deviation in ((0.0, 0.0), (1.0, 1e299))),
+    ]
+    impossible: list[dict[str, float]] = [
+        *({"alpha": alpha, "beta": beta} for alpha, beta in ((above, 1.0), (1.0, above), (1e25, 3e24), (0.0, 1.0), (1.0, 0.0))),
+        *({"mean": mean, "deviation": deviation} for mean, deviation in ((-0.1, 0.1), (1.1, 0.1), (0.5, -0.1))),
+    ]
+    rounds = [
+        Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(possible + impossible)
+    ]
+    assert [posterior.index for posterior in posteriors(rounds)] == list(range(len(possible)))

@@ -345,6 +345,21 @@ def test_methods_that_cannot_be_tuned_have_a_reason(near: Pair) -> None:
     assert set(selection.simulated).isdisjoint(selection.left_out)
 
 
+@pytest.mark.parametrize("fails", ["before", "while measuring", "while simulating"])
+def test_a_tuning_without_any_of_the_named_methods_is_refused(near: Pair, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    names, steps = ["eesd", "eesd-beta", "ar"], Mock()
+    if fails != "before":
+        names = ["sd", "ar"]
+        selection = tuner.Selection(["ar"], [], False, {"sd": "it failed"})
+        left_out = {"sd": "it failed"} if fails == "while measuring" else {}
+        monkeypatch.setattr(tuner, "measure_pair", lambda *_: (replace(selection, left_out=left_out), None))
+        monkeypatch.setattr(tuner, "choose_method", lambda *_: replace(outcome(PLAIN), left_out={"sd": "it failed"}))
+    reason = "eesd, eesd-beta: there is no exit layer" if fails == "before" else "sd: it failed"
+    with pytest.raises(SpecgenError, match=f"no method can be tuned: {reason}"):
+        tune(near, request(300, names), steps)
+    assert not steps.mock_calls
+
+
 def test_a_draft_model_with_too_short_a_context_is_refused(near: Pair) -> None:
     target, draft = near.runners
     assert draft is not None

@@ -13,6 +13,7 @@ import torch
 from native_models import load, make, save, variant
 from safetensors.torch import load_file, save_file
 
+from specgen.engine.native.weight_files import WeightFiles
 from specgen.errors import SpecgenError
 
 IDS = [5, 9, 30, 7, 8, 11]
@@ -158,6 +159,24 @@ def test_other_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     change(tmp_path, lambda tensors: {**tensors, name: tensors[name].to(dtype)})
     assert f"{name} is stored as {str(dtype)[6:]}" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "stablelm", "cohere"])
+@pytest.mark.parametrize("what", ["missing", "unexpected"])
+def test_missing_and_unexpected_tensors_are_noticed_before_any_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, what: str
+) -> None:
+    save(make(variant(family)), tmp_path)
+    name, other = "model.layers.1.mlp.down_proj.weight", "model.layers.2.x.weight"
+    change(
+        tmp_path,
+        lambda tensors: (
+            {key: tensor for key, tensor in tensors.items() if key != name or what != "missing"}
+            | ({other: tensors[name].clone()} if what == "unexpected" else {})
+        ),
+    )
+    monkeypatch.setattr(WeightFiles, "take", lambda *_: pytest.fail("read a tensor"))
+    assert (name if what == "missing" else other) in refusal(tmp_path)
 
 
 def test_truncated_and_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -298,11 +298,34 @@ def test_a_run_behind_a_closed_pair_touches_nobodys_files(folders: tuple[str, st
     pair.close()
     assert not is_running(pid)
     others = [(tmp_path / str(number)).open("w+b") for number in range(12)]  # they reuse the closed descriptors
-    with pytest.raises(RunError, match="draft worker is gone"):
+    with pytest.raises(RunError, match="the pair of models is closed"):
         next(run)
     assert [file.read() for file in others] == [b""] * 12
     for file in others:
         file.close()
+
+
+@posix
+@pytest.mark.usefixtures("puppet")
+@pytest.mark.parametrize("method", ["svip", "lookup", "pearl"])
+def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders: tuple[str, str], method: str) -> None:
+    sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    settings: dict[str, object] = {"window": 4} if method == "pearl" else {}
+    pair = specgen.load(*folders, device="cpu", dtype="float32")
+    run = pair.rounds(PROMPT, method, sampling, **settings)
+    next(run)
+    pair.close()
+    pair.close()
+    if method == "pearl":
+        with pytest.raises(RunError, match=r"the pair of models is closed\. Finish a run before"):
+            next(run)
+    else:
+        assert sum(len(round_.token_ids) for round_ in run) > 20
+    for use in (pair.prepare, pair.plan, pair.generate, pair.rounds):
+        with pytest.raises(SpecgenError, match="the pair of models is closed"):
+            use(PROMPT, method, sampling, **settings)
+    with pytest.raises(SpecgenError, match="the pair of models is closed"):
+        pair.parallel_costs(4)
 
 
 @posix

@@ -9,9 +9,10 @@ import gc
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from specgen.cli.compare import compare
 from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
@@ -19,6 +20,23 @@ from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
 from specgen.environment import WAIT_PASSIVELY, __version__
+
+_NAMES = ("FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
+
+
+class _Command(TyperCommand):
+    """A command that refuses empty text for a file, a folder or a model: as a path, it would be the working folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        rest = super().parse_args(ctx, args)
+        option: Any
+        for option in self.params:
+            value = given.get(str(option.name))
+            if "" in (value if isinstance(value, list | tuple) else [value]) and str(option.metavar).startswith(_NAMES):
+                raise typer.BadParameter("it is empty", ctx, option)
+        return rest
+
 
 app = typer.Typer(
     name="specgen",
@@ -29,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 for command in (generate, compare, inspect, tune):
-    app.command(command.__name__)(command)
+    app.command(command.__name__, cls=_Command)(command)
 
 
 def _version(requested: bool) -> None:
@@ -92,5 +110,5 @@ def _prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
-        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):  # the latter in a C locale
             stream.reconfigure(errors="replace")

@@ -59,7 +59,6 @@ def compare(
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
     from specgen.cli import profile_lookup
     from specgen.cli.compare_run import Comparison
-    from specgen.cli.input_notes import note_fifos
     from specgen.cli.model_options import open_pair
     from specgen.cli.output_checks import check_outputs
     from specgen.compare.method_specs import EVERY, parse_specs
@@ -73,7 +72,6 @@ def compare(
     models = profile_lookup.with_exit(models, profile)
     prompts = prompts or examples_file()
     check_outputs(output.files, [("--prompts", prompts), ("--profile", profile)], models)
-    note_fifos([("--prompts", prompts)])
     err = theme.console(stderr=True, no_color=display.no_color)
     with ExitStack() as opened:
         path = output.trace_path  # locked before it is read

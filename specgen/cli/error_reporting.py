@@ -14,6 +14,7 @@ import typer
 
 from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.input_files import waits_reported
 from specgen.sanitize import one_line
 
 INTERRUPTED = 130
@@ -31,7 +32,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with interrupt_watch():
+            with interrupt_watch(), waits_reported(_note):
                 code = command(*args, **kwargs) or 0
             sys.stdout.flush()
         except SpecgenError as error:
@@ -73,6 +74,11 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
             line.rstrip()
             out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
             lead = " " * len(lead)
+
+
+def _note(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _brief(message: str) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from specgen import methods
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.input_notes import waiting_note
 from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.errors import SpecgenError
+from specgen.input_files import waiting_for
 from specgen.setting_parsing import parse_pairs
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def generate(
     from specgen.ui.terminal.loading_line import LoadingLine
 
     if help_method:
-        shown = methods.find(method or methods.default_name(has_draft_model=True))
-        method_catalogue.method_card(theme.console(no_color=output.no_color), shown)
+        shown = methods.default_name(has_draft_model=True) if method is None else method
+        method_catalogue.method_card(theme.console(no_color=output.no_color), methods.find(shown))
         return None
     models = profile_lookup.with_exit(models, profile)
     params = sampling.params(stop or ())
@@ -68,7 +68,8 @@ def generate(
     sequential = chosen.uses_draft_model and not parallel
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
-        pair = opened.enter_context(open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential))
+        loading_pair = open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential, chat=chat)
+        pair = opened.enter_context(loading_pair)
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, pair, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
@@ -87,7 +88,7 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
 
     Raises SpecgenError if the method needs a draft model or a trained exit layer that is missing.
     """
-    chosen = methods.find(name or methods.default_name(has_draft_model=models.has_draft))
+    chosen = methods.find(methods.default_name(has_draft_model=models.has_draft) if name is None else name)
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
     if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:
@@ -114,7 +115,7 @@ def _standard_input(*, requested: bool) -> str:
     """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
-    with waiting_note("waiting for the prompt on standard input"):
+    with waiting_for("the prompt on standard input"):
         data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
     if len(data) > LONGEST_PROMPT:
         raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")

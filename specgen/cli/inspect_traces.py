@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.cli.input_notes import note_fifos
 from specgen.cli.options import OutputOptions
 from specgen.cli.output_checks import check_outputs
 from specgen.errors import SpecgenError
@@ -79,7 +78,6 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
     if number < 1:
         raise SpecgenError(f"--run is {number}", "Runs count from 1")
     check_outputs({"--html": html}, [("the trace", path) for path in paths])
-    note_fifos(("the trace", path) for path in paths)
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):

@@ -103,23 +103,32 @@ class DecodingOptions(ModelOptions):
     exact: options.Exact = False
 
 
-def open_pair(models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False, sequential: bool = True) -> Pair:
+def open_pair(
+    models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False, sequential: bool = True, chat: bool = False
+) -> Pair:
     """Loads the models and runs them once to warm them up, with a spinner on the console `err`.
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
     That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
-    run the draft model too; if none does, the draft model's weights are not loaded in this process.
+    run the draft model too; if none does, the draft model's weights are not loaded in this process. `chat` says that the chat
+    template will be used at once: its process, too, starts first.
     """
+    from specgen.engine.template_process import TemplateProcess
     from specgen.ui.terminal.loading_line import LoadingLine
     from specgen.workers.process import DraftProcess, is_possible
 
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
+        templates = TemplateProcess() if chat else None
+        if templates is not None:
+            templates.start()
         from specgen.loading import load
 
         interrupt_watch.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
+        if templates is not None:
+            pair.tokenizer.templates = templates
         if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):
             loading.announce(f"loading {pair.draft.name}")
             pair.load_draft()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import methods
 from specgen.cli.error_reporting import INTERRUPTED
-from specgen.cli.input_notes import note_fifos
 from specgen.cli.model_options import ModelOptions, disable_hub_progress
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.errors import RunError, SpecgenError
@@ -118,7 +117,7 @@ class TrainRequest:
 
         Raises SpecgenError if `methods` names a method that has nothing to train, or both kinds of training.
         """
-        names = {name.strip() for name in (self.methods or "eesd").split(",")}
+        names = {name.strip() for name in ("eesd" if self.methods is None else self.methods).split(",")}
         for name in sorted(names):
             if name != "sd" and not name.startswith("eesd"):
                 methods.find(name)  # an unknown name gets its own message
@@ -130,7 +129,6 @@ class TrainRequest:
 
 def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
     """Loads the models, trains, and prints the result. Returns None, or an exit code if the user interrupted the training."""
-    note_fifos([("--prompts", request.prompts), ("--corpus", request.corpus)])
     prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
     if request.out is not None:
         make_writable_folder(request.out)

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.cli import profile_lookup
-from specgen.cli.input_notes import note_fifos
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
@@ -76,6 +75,18 @@ class TuneRequest:
             option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
             raise SpecgenError(f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild")
 
+    def check_draft(self, *, has_draft: bool) -> None:
+        """Raises SpecgenError if no named method can be tuned, or none exported, because there is no draft model."""
+        known = [methods.find(name) for name in self.names or methods.METHODS]
+        usable = [method for method in known if has_draft or not method.needs_draft_model]
+        if all(method.name == "ar" for method in usable) and len(usable) < len(known):
+            raise methods.no_draft_model(next(method for method in known if method.needs_draft_model))
+        engine = self.export
+        if engine is not None and not any(method.name in exports.ENGINES[engine][1] for method in usable):
+            without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
+            ways = f"It has {', '.join(exports.ENGINES[engine][1])}: name one with --methods{draft}"
+            raise SpecgenError(f"{engine} has none of the methods that can be tuned{without}", ways)
+
     @property
     def goal(self) -> Objective:
         """How the settings of lossy methods are chosen."""
@@ -107,7 +118,7 @@ class TuneRequest:
 
 def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet: bool, as_json: bool) -> None:
     """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine."""
-    note_fifos([("--prompts", request.prompts)])
+    request.check_draft(has_draft=models.has_draft)
     prompts = load_prompts(request.prompts, category=request.category, limit=request.limit, for_tuning=True)
     names, sampling = request.names, request.sampling
     may_reuse = request.export is not None and request.may_reuse_profile

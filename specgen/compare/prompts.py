@@ -17,6 +17,7 @@ from typing import Any
 
 from specgen.errors import SpecgenError, nearest
 from specgen.files import load_yaml
+from specgen.input_files import open_input
 from specgen.paths import examples_file
 
 LARGEST_JSONL = 64 << 20  # bytes
@@ -130,7 +131,7 @@ def _read(path: Path, largest: int) -> str:
     try:
         if path.is_dir():
             raise SpecgenError(f"cannot read the prompts {path}: it is a folder", "Name a file in it")
-        with path.open("rb") as file:
+        with open_input(path) as file:
             data = file.read(largest + 1)
     except (OSError, ValueError) as error:  # open raises ValueError for a name that contains NUL
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -139,6 +139,7 @@ def _check_summary(line: Mapping[str, Any], where: str) -> None:
         "seconds": _is_seconds,
         "phase_seconds": lambda value: value is None or isinstance(value, dict),
         "perplexity": lambda value: value is None or _is_number(value, 1e-9, 1e300),
+        "energy": lambda value: value is None or _is_energy(value),
         **dict.fromkeys(
             ("joules_per_token", "gross_joules_per_token"), lambda value: value is None or _is_number(value, -1e9, 1e9)
         ),
@@ -151,6 +152,15 @@ def _check_summary(line: Mapping[str, Any], where: str) -> None:
     if wrong:
         name, value = wrong[0]
         raise SpecgenError(f"{where} has {shorten(repr(value), 40, placeholder='…')} for {name}", _UNCHANGED)
+
+
+def _is_energy(value: object) -> bool:
+    """Whether it is what is written of an `Energy`: figures, or the reason why there are none."""
+    if not isinstance(value, dict) or value.get("joules") is None:
+        return isinstance(value, dict) and isinstance(value.get("reason"), str)
+    return isinstance(value.get("source"), str) and all(
+        _is_number(value.get(name), -1e9, 1e9) for name in ("joules", "idle_watts")
+    )
 
 
 def _is_count(value: object) -> bool:

@@ -123,12 +123,7 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
     Raises SpecgenError for damaged files and for an exit layer that was trained for another target.
     """
     weights, description_path = _files(path)
-    description = read_description(description_path)
-    if description.fingerprint != weights_fingerprint(target.folder):
-        raise SpecgenError(
-            f"the exit layer {weights} was trained for {description.target} ({description.fingerprint}), not for {target.name}",
-            _TRAIN,
-        )
+    description = read_named_description(path, target.name, target.folder)
     check_exit_layers(description.layers)
     check_exit_depth(target.model.shape.num_layers, description.after, f"the exit layer {weights}")
     tensors = _read_tensors(weights, description_path.name, description.fingerprint)
@@ -144,6 +139,20 @@ def load_exit(path: Path, target: LoadedModel) -> Exit:
             raise
         raise SpecgenError(f"the exit layer {weights} does not fit its description", _RETRAIN) from error
     return Exit(layer, predictor, description)
+
+
+def read_named_description(path: Path, target: str, folder: Path) -> Description:
+    """Reads the description of the exit layer `path`, as the user named it, for the model `target` with the files in `folder`.
+
+    Raises SpecgenError if there is no such exit layer, or if it was trained for another target.
+    """
+    weights, description_path = _files(path)
+    description = read_description(description_path)
+    if description.fingerprint != weights_fingerprint(folder):
+        raise SpecgenError(
+            f"the exit layer {weights} was trained for {description.target} ({description.fingerprint}), not for {target}", _TRAIN
+        )
+    return description
 
 
 class FoundExit:

@@ -114,12 +114,12 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> float:
+    """Returns a number as a float; NaN, which is in no range, for what is no number."""
     try:
-        number = math.nan if isinstance(value, bool | str) else float(value)
+        return math.nan if isinstance(value, bool | str) else float(value)
     except (TypeError, OverflowError):
-        return None
-    return None if math.isnan(number) else number
+        return math.nan
 
 
 def _count(value: Any) -> int | None:
@@ -128,12 +128,12 @@ def _count(value: Any) -> int | None:
 
 def _penalty(value: Any) -> float | None:
     number = _number(value)
-    return number if number is not None and 1 / _LARGEST < number < _LARGEST else None
+    return number if 1 / _LARGEST < number < _LARGEST else None
 
 
 def _bias(value: Any) -> float | None:
     number = _number(value)
-    return number if number is not None and (number == -math.inf or abs(number) < _LARGEST) else None
+    return number if number == -math.inf or abs(number) < _LARGEST else None
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:

@@ -5,6 +5,7 @@ huggingface_hub takes 0.3 seconds to import, so it is imported only where a down
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -36,6 +37,9 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
     if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
+        for path in local.iterdir():
+            if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO would wait for another program
+                raise SpecgenError(f"{path} is not a file", "Name the folder of a model")
         return local
     if is_file:
         raise SpecgenError(f"{name} is a file", "Name the folder that contains it")
@@ -128,4 +132,7 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
             "Check the spelling and the connection, or name the folder of a model that you have",
         ) from error
     except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub fails during the download
+        if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EROFS):
+            problem = f"cannot download {name} to {_cache_folder()}: {error.strerror}"
+            raise SpecgenError(problem, "Check the folders in HF_HOME, HF_HUB_CACHE and XDG_CACHE_HOME") from error
         raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error

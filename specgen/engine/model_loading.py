@@ -229,8 +229,13 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
 
 
 def check_weight_files(folder: Path, name: str) -> None:
-    """Raises SpecgenError if there are no safetensors weights in `folder`; `name` is the model's, for the message."""
-    if any(folder.glob("*.safetensors")):
+    """Raises SpecgenError if there are no safetensors weights in `folder`, or some that are no files, such as a FIFO without an
+    end; `name` is the model's, for the message."""
+    found = sorted(folder.glob("*.safetensors"))
+    for path in found:
+        if not path.is_file():
+            raise SpecgenError(f"cannot read the weights of {name}: {path.name} is not a file", "Download or save it again")
+    if found:
         return
     if any(folder.glob("*.safetensors.index.json")):
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")

@@ -9,11 +9,11 @@ from textwrap import shorten
 from typing import Any, Protocol
 
 from specgen.engine.native_tokenizer import read_native
-from specgen.engine.template_process import rendered
+from specgen.engine.template_process import TemplateProcess
 from specgen.engine.tokenizer_class import NotNativeError
 from specgen.errors import SpecgenError
 
-Render = Callable[[Sequence[Mapping[str, str]]], str]
+ChatTemplate = Callable[[], tuple[str, Mapping[str, Any]]]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
@@ -39,14 +39,16 @@ class Backend(Protocol):
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    `render` turns messages, each with the keys role and content, into the text of the chat template; None: there is no template.
-    `fallback` says why transformers' tokenizer is used; None: the `tokenizers` library is used alone.
+    `chat_template` returns the template and its variables for special tokens, or raises an exception that says why there is none
+    to choose; None: there is no template. `fallback` says why transformers' tokenizer is used; None: the `tokenizers` library is
+    used alone. `templates` is the process that renders the template. Closing it is safe: it starts again when it is needed.
     """
 
-    def __init__(self, backend: Backend, render: Render | None, fallback: str | None = None) -> None:
+    def __init__(self, backend: Backend, chat_template: ChatTemplate | None, fallback: str | None = None) -> None:
         self._backend = backend
-        self._render = render
+        self._chat_template = chat_template
         self.fallback = fallback
+        self.templates = TemplateProcess()
         self._texts: dict[int, str] = {}
         self._anchor = backend.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = backend.decode(self._anchor, skip_special_tokens=False)
@@ -83,10 +85,11 @@ class Tokenizer:
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Does what `chat` does, for messages with the keys `role` and `content`."""
-        if self._render is None:
+        if self._chat_template is None:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         try:
-            text = self._render(messages)
+            template, special_tokens = self._chat_template()
+            text = self.templates.render(template, messages, special_tokens)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
         return self._backend.encode(text, add_special_tokens=False)
@@ -116,8 +119,8 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
     try:
         native, template = read_native(folder, config)
         if not template:
-            return Tokenizer(native, render=None)
-        return Tokenizer(native, partial(_render, template, native.special_tokens))
+            return Tokenizer(native, chat_template=None)
+        return Tokenizer(native, partial(_default_template, template, native.special_tokens))
     except NotNativeError as error:
         fallback = str(error)
     except Exception as error:  # noqa: BLE001  damaged files: transformers may read them, or reports them
@@ -126,15 +129,15 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
 
     with reading("tokenizer", name):
         adapter = _TransformersTokenizer(folder, trust_remote_code)
-    return Tokenizer(adapter, adapter.render if adapter.has_template else None, fallback)
+        return Tokenizer(adapter, adapter.template if adapter.has_template else None, fallback)
 
 
-def _render(template: str | Mapping[str, str], special_tokens: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
+def _default_template(template: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
     if not isinstance(template, str):
         if "default" not in template:
             raise ValueError(f"it has several chat templates and none is called default: {', '.join(sorted(template))}")
         template = template["default"]
-    return rendered(template, messages, special_tokens)
+    return template, special_tokens
 
 
 class _TransformersTokenizer:
@@ -159,8 +162,8 @@ class _TransformersTokenizer:
     def has_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return rendered(self._tokenizer.get_chat_template(), messages, self._tokenizer.special_tokens_map)
+    def template(self) -> tuple[str, Mapping[str, Any]]:
+        return self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map
 
     def vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()

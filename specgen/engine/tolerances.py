@@ -7,6 +7,7 @@ in float32. In 16-bit dtypes it is proportional to the largest logit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from textwrap import shorten
 
 import torch
 
@@ -41,7 +42,7 @@ def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], to
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return f"end in {type(error).__name__}"
+        return f"fail ({shorten(str(error), 100, placeholder=' …')})"
     allowed = (_FLOAT32_ERROR if is_float32 else _NARROW_ERROR) * float(own.abs().max())
     agree = bool(own.isnan().any()) or float((logits - own).abs().max()) <= allowed
     return None if agree else "do not give its own logits"

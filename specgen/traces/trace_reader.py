@@ -18,6 +18,7 @@ from typing import IO, Annotated, Any, NoReturn, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specgen.errors import SpecgenError, first_problem
+from specgen.input_files import open_input
 from specgen.traces.summary import Summary
 from specgen.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
 
@@ -141,7 +142,7 @@ _LINES: dict[str, type[_Line]] = {"start": _StartLine, "round": _RoundLine, "sum
 def read_trace(path: Path) -> Iterator[TracedRun]:
     """Yields the runs of a trace; only one run at a time is in memory. Raises SpecgenError if the file is not a trace."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             yield from _runs(_Lines(path, file))
     except OSError as error:
         raise SpecgenError(f"cannot read the trace {path}: {error.strerror}", "Check the path") from error

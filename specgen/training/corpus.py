@@ -9,12 +9,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from hashlib import sha256
+from io import TextIOWrapper
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import SpecgenError
+from specgen.input_files import open_input
 
 if TYPE_CHECKING:
     from specgen.engine.tokenizer import Tokenizer
@@ -220,7 +222,7 @@ def _pieces(path: Path) -> Iterator[str]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the lines of a text file with their numbers. Of a longer line than _LONGEST_LINE it yields the parts."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with TextIOWrapper(open_input(path), encoding="utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
                 if "\0" in line:
                     raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")

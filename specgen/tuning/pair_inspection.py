@@ -17,7 +17,7 @@ from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.decoding.adaptive import Adaptive
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.exit_files import find_exit
+from specgen.engine.exit_files import find_exit, read_named_description
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
@@ -231,8 +231,12 @@ def inspect_files(
 
 
 def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | None:
-    """Returns why there is no exit layer, and a hint; None if a folder is `named` or an exit layer is found. Reads no weights."""
+    """Returns why there is no exit layer, and a hint; None if one is `named` or found. Reads no weights.
+
+    Raises SpecgenError if the one that is named does not exist or belongs to another target.
+    """
     if named is not None:
+        read_named_description(named, target.name, target.folder)
         return None
     try:
         found = find_exit(target.name, target.folder, is_bundled=target.source.label == "demo/target")

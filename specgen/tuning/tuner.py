@@ -65,9 +65,26 @@ class Selection:
 
 
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> TuningOutcome:
-    """Finds the pair's fastest method and settings. Raises SpecgenError if plain decoding fails on a prompt."""
+    """Finds the pair's fastest method and settings.
+
+    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
+    mostly before anything is measured.
+    """
+    _check_named(request.names, select_methods(pair, request.names).left_out)
     selection, measurements = measure_pair(pair, request, observer)
-    return choose_method(pair, request, selection, measurements, observer)
+    _check_named(request.names, selection.left_out)
+    outcome = choose_method(pair, request, selection, measurements, observer)
+    _check_named(request.names, outcome.left_out)
+    return outcome
+
+
+def _check_named(names: Sequence[str] | None, left_out: Mapping[str, str]) -> None:
+    """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
+    named = [name for name in names or () if name != PLAIN]
+    if named and all(name in left_out for name in named):
+        reasons = {reason: [name for name in named if left_out[name] == reason] for reason in map(left_out.get, named) if reason}
+        why = "; ".join(f"{', '.join(methods_)}: {reason}" for reason, methods_ in reasons.items())
+        raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
 
 def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:

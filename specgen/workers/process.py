@@ -64,6 +64,7 @@ class DraftProcess:
                 )
         except OSError as error:
             raise cannot_start(error) from error
+        self.is_wanted = True  # False once the pair of models is closed
         self._serial = 0
         self._ready = False
         self._close = weakref.finalize(self, _end, self._process, self._connection, self._log, self.memory)
@@ -167,7 +168,12 @@ class DraftProcess:
         self._close()
 
     def _died(self) -> RunError:
-        """Returns the error for a worker that ended unexpectedly, with its exit code or signal and the last line of its log."""
+        """Returns the error for a worker that ended: because its pair was closed, or unexpectedly.
+
+        The error then has its exit code or signal and the last line of its log.
+        """
+        if not self.is_wanted:
+            return RunError("the pair of models is closed", "Finish a run before its pair is closed")
         try:
             code = self._process.wait(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:

@@ -95,6 +95,7 @@ class ProcessWorker:
 
     def close(self) -> None:
         if self._process is not None:
+            self._process.is_wanted = False
             self._process.close()
 
 

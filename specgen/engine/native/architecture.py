@@ -25,6 +25,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 _DTYPES = ("float32", "float16", "bfloat16")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # the same by the names of several families
+_MOST_LAYERS = 4096  # the deepest models have some hundreds
 _SPECIAL_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 
 
@@ -45,6 +47,11 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SpecgenError(f"cannot read the configuration of {name}: {reason}", "Download or save it again") from error
     if not isinstance(config, dict):
         raise SpecgenError(f"cannot read the configuration of {name}: it is no JSON object", "Download or save it again")
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for key in _LAYER_COUNTS:
+            if isinstance(part.get(key), int) and part[key] > _MOST_LAYERS:  # transformers would build them, or try to
+                raise SpecgenError(f"{name} has a {key} above {_MOST_LAYERS:,}", "Correct its config.json, or download it again")
     return config
 
 
@@ -97,7 +104,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:
         raise fields.refuse("head_dim" if "head_dim" in fields else "hidden_size")
     length = fields.integer("max_position_embeddings", family.sizes.positions)
     rotary, rotary_size, limit = read_rotary(fields, family.rotary, head_size, length)
-    layers = fields.integer("num_hidden_layers", family.sizes.layers, maximum=1 << 16)
+    layers = fields.integer("num_hidden_layers", family.sizes.layers, maximum=_MOST_LAYERS)
     activation = fields.raw(*family.activation)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise fields.refuse(family.activation[0])

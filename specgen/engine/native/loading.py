@@ -15,7 +15,7 @@ from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import final_norm, layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, layer_tensors
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, bias_of, layer_tensors
 from specgen.engine.native.weight_files import WeightFiles
 
 
@@ -29,7 +29,16 @@ def load_native(
     with torch.no_grad():
         files = WeightFiles(folder, name, device)
         names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-        files.check_complete(_required(names))
+        required = _required(names)
+        files.check_complete(required)
+        norms = [
+            name
+            for layer in names
+            for each in (layer.q_norm, layer.k_norm)
+            for name in ((each,) if isinstance(each, str) else each or ())
+        ]
+        known = [*required, *norms, EMBEDDING, HEAD]
+        files.check_no_others([*known, *map(bias_of, known)], len(names))
         factory = ProductFactory(device, dtype)
         gain = norm_gain(architecture, dtype, device)
         parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment

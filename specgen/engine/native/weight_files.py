@@ -46,6 +46,13 @@ class WeightFiles:
         if missing:
             raise SpecgenError(f"{self._name} lacks {len(missing)} of its tensors (the first: {missing[0]})", _AGAIN)
 
+    def check_no_others(self, names: Collection[str], layers: int) -> None:
+        """Raises SpecgenError if the files have tensors that may matter and have none of these names. Reads only names.
+
+        `layers` is the number of layers.
+        """
+        check_no_extra(self._paths.keys() - {self._key(name) for name in names}, self._name, layers)
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the model is small.
 
