@@ -3,13 +3,14 @@
 Speed is computed from counts, which do not depend on the machine: a target pass costs 1, each drafted token the draft cost and
 the verification cost. For each drafter, what it drafts at every position of the target's outputs is recorded once. On these
 drafts all fixed settings of `sd`, `confidence`, `svip` and `heuristic` are simulated, and `adaptive` for each draft cost. The
-table has, for each cost, the speedup over plain decoding of the best fixed setting in hindsight, of svip and sd:k=5 (of all
-fixed lengths the default's) and of adaptive, and adaptive's speedup divided by the best one's.
+table has, for each cost, the speedup over plain decoding of the best fixed setting in hindsight, of svip, sd:k=5 and
+adaptive, and adaptive's speedup divided by the best one's.
 
 The drafters: `model` is the bundled draft model, `near` the target with noise added to its weights, `unrelated` a model with the
 draft's shape and random weights, `exit` the bundled exit layer, `lookup` prompt lookup, whose draft cost is 0. The prompts are
-those of `examples.yaml` that `compare` takes; half 1 is for development, half 2 for final figures. When sampling, one run of a
-prompt is not enough: `--seeds`. With `--real` the best setting, svip, sd:k=5 and adaptive are really run too.
+those of `examples.yaml` that `compare` takes; half 1 is for development, half 2 for final figures. Plain decoding (`ar`) is one
+of the fixed settings. When sampling, one run of each prompt is not enough (a ratio then varies by 0.015): give `--seeds`. With
+`--real` the best setting, svip, sd:k=5 and adaptive are really run too, and their rounds counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policies import POLICIES
 from specgen.pair import Pair
-from specgen.paths import examples_file
 from specgen.traces.summary import Summary
 from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
 from specgen.tuning.simulation import PairMeasurements, simulate
@@ -38,6 +38,7 @@ from specgen.types import SamplingParams
 
 METHODS = {"model": "sd", "near": "sd", "unrelated": "sd", "exit": "eesd-fixed", "lookup": "lookup"}
 POLICY = "adaptive"
+PLAIN = "ar"
 COSTS = "0.03,0.06,0.12,0.2,0.45"
 NOISE = 0.3  # standard deviation of the noise in `near`, in units of each weight matrix's own
 
@@ -74,13 +75,14 @@ def main() -> None:
     parser.add_argument("--draft-costs", default=COSTS, help="between commas")
     parser.add_argument("--verify-cost", type=float, default=0.02)
     parser.add_argument("--noise", type=float, default=NOISE, help="of `near`, in units of each matrix's deviation")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"other settings of {POLICY}")
     parser.add_argument("--real", action="store_true", help="run the decoder too, to check the simulation")
     options = parser.parse_args()
     if unknown := sorted(set(options.drafters) - set(METHODS)):
         parser.exit(2, f"error: there is no drafter {unknown[0]!r}: take {', '.join(METHODS)}\n")
     if POLICY not in POLICIES:
-        parser.exit(2, f"error: this version has no length policy {POLICY!r}\n")
-    prompts = load_prompts(options.prompts or examples_file(), for_tuning=options.tuning)
+        parser.exit(2, f"error: this version of specgen has no length policy {POLICY!r}\n")
+    prompts = load_prompts(options.prompts, for_tuning=options.tuning)
     prompts = prompts if options.half == "all" else prompts[int(options.half) - 1 :: 2]
     prompts = prompts[: options.limit]
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +101,7 @@ class Measurement:
         params = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature)
         seeds = range(1 if params.greedy else options.seeds)
         self._samplings = [replace(params, seed=1000 * seed + prompt.index) for seed in seeds for prompt in prompts]
-        self._is_real = options.real
+        self._is_real, self._given = options.real, dict(setting.split("=", 1) for setting in options.set)
 
     def show(self) -> None:
         """Records, simulates and prints one table."""
@@ -110,9 +112,9 @@ class Measurement:
         print(f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, verification cost {self._costs[0].verify:g}")
         print(f"{'draft cost':>10} {'best':>6} {'setting':22} {'svip':>6} {'sd:k=5':>7} {POLICY:>9} {'ratio':>6} {'drafted':>8}")
         for costs in self._costs:
-            speedups = {name: costs.speedup(summary, len(references)) for name, summary in fixed.items()}
+            speedups = {name: costs.speedup(summary, len(references)) for name, summary in fixed.items()} | {PLAIN: 1.0}
             best = max(speedups, key=lambda name: speedups[name])
-            given = {"policy": POLICY, "draft_cost": costs.draft, "verify_cost": costs.verify}
+            given = {"policy": POLICY, "draft_cost": costs.draft, "verify_cost": costs.verify, **self._given}
             found = self._simulate(references, drafts, given, costs)
             own = costs.speedup(found, len(references))
             svip = f"{speedups['svip']:6.3f}" if "svip" in speedups else f"{'-':>6}"
