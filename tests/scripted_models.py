@@ -98,7 +98,7 @@ def scripted_run(
     if resolved.policy == "adaptive":
         drafting, verification = (0.1 if resolved.values[name] == AUTO else float(resolved.values[name]) for name in COSTS)
         costs = DraftingCosts.linear(drafting, verification)
-        learned = Learned.prior(costs, greedy=sampling.greedy)
+        learned = Learned.prior(costs, sampling.temperature)
         components = replace(components, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
     return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
 

@@ -24,7 +24,7 @@ CHEAP = DraftingCosts.linear(0.05, 0.01)
 
 
 def policy(costs: DraftingCosts = CHEAP, *, in_parallel: bool = False, exploration: float = 3.0, max_draft: int = 40) -> Adaptive:
-    inputs = AdaptiveInputs(costs, Learned.prior(costs, greedy=True), in_parallel)
+    inputs = AdaptiveInputs(costs, Learned.prior(costs, 0.0), in_parallel)
     return Adaptive(AUTO, AUTO, exploration, max_draft, inputs)
 
 
@@ -242,7 +242,7 @@ def test_it_drafts_nothing_where_no_token_is_worth_its_cost() -> None:
 
 
 def test_it_learns_from_judged_tokens_only() -> None:
-    made, wanted = policy(), Learned.prior(CHEAP, greedy=True)
+    made, wanted = policy(), Learned.prior(CHEAP, 0.0)
     assert draft(made, SURE, UNSURE, SURE, SURE) >= 2
     made._steps.extend(made._steps[:1] * 3)  # five drafted tokens or more
     known = [features(*token.values()) for token in (SURE, UNSURE)]

@@ -128,7 +128,7 @@ def test_simulated_pearl_judges_each_token_once(pair_of: PairOf, monkeypatch: py
     costs = RoundCosts(CostTable({10: Curve({0: 0.0, 8: 8.0})}), flat)
     clock = SimulatedClock()
     linear = DraftingCosts.linear(0.0, 1e-4)
-    policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(linear, Learned.prior(linear, greedy=True), in_parallel=True))
+    policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(linear, Learned.prior(linear, 0.0), in_parallel=True))
     simulated = SimulatedTarget(costs, clock, 0.0)
     drafter = SimulatedParallelDrafter(recorded, costs, clock, policy, simulated)
     schedule = Parallel(drafter, Window(6, 6, lead=1, is_flexible=True))

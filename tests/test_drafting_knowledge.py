@@ -45,13 +45,13 @@ def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_what_was_learned_is_saved_and_read_again() -> None:
-    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=False)
+    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), 1.0)
     for number in range(50):
         learned.token.learn(number / 10, number % 3 > 0)
         learned.following.learn(number / 20, number % 4 > 0)
         learned.add_first(number % 2 > 0)
         learned.add_round(1.4, 1 + number % 3)
-    again = Learned.of_dict(learned.as_dict(), greedy=False)
+    again = Learned.of_dict(learned.as_dict(), 1.0)
     assert again.as_dict() == learned.as_dict()
     assert (again.worth, again.first_acceptance) == (learned.worth, learned.first_acceptance)
     copy = learned.copy()  # it corrects all intervals, as reading does; learning corrects only the token's own
@@ -74,9 +74,9 @@ def test_what_was_learned_is_saved_and_read_again() -> None:
     ],
 )
 def test_saved_numbers_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:
-    saved: dict[str, Any] = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True).as_dict() | changes
+    saved: dict[str, Any] = Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0).as_dict() | changes
     with pytest.raises(ValueError, match=named):
-        Learned.of_dict({name: numbers for name, numbers in saved.items() if numbers is not None}, greedy=True)
+        Learned.of_dict({name: numbers for name, numbers in saved.items() if numbers is not None}, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_measured_numbers_that_cannot_be_are_refused(
 
 def test_a_profile_replaces_the_measurement(near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured"))
-    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True)
+    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0)
     learned.first = [1.5, 30.0]
     made = replace(outcome(), costs={"model": costs().as_dict()}, learned={"model": learned.as_dict()})
     profiles.save(profiles.from_outcome(made, profiles.profile_key_of(near)), tmp_path)

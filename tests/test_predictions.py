@@ -81,7 +81,7 @@ def test_parts_without_predictions_leave_gaps() -> None:
 
 def test_adaptive_says_why_a_draft_ended_and_why_there_is_none() -> None:
     costs = DraftingCosts.linear(0.2, 0.02)
-    learned = Learned.prior(costs, greedy=True)
+    learned = Learned.prior(costs, 0.0)
     policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(costs, learned))
     assert policy.starts_draft()
     assert not policy.keep_drafting(DraftedToken(1, {"entropy": 4.0, "top_prob": 0.05, "prob": 0.05}))

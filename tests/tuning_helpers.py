@@ -45,5 +45,5 @@ def outcome() -> TuningOutcome:
         Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
     ]
     costs = {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}
-    learned = {"model": Learned.prior(DraftingCosts.linear(0.2, 0.02), greedy=True).as_dict()}
+    learned = {"model": Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0).as_dict()}
     return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8, learned=learned)
