@@ -242,16 +242,17 @@ def _paths_and_models() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("command", _paths_and_models(), ids=" ".join)
-def test_empty_text_is_no_path_and_no_model(
+def test_empty_text_and_a_dash_are_no_paths_and_no_models(
     monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    """As a path, it would be the working folder."""
+    """As paths, they would be the working folder and a file of this name."""
     monkeypatch.chdir(tmp_path)
-    code, out, err = main(*command, "")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: Invalid value for '")
-    assert err.endswith("it is empty. See --help\n")
-    assert not list(tmp_path.iterdir())
+    for value, why in (("", "it is empty"), ("-", "it is -, which is no file (/dev/stdout is standard output)")):
+        code, out, err = main(*command, value)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: Invalid value for '")
+        assert err.endswith(f"{why}. See --help\n")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", [("generate", "hi"), ("generate", "--help-method"), ("tune", "--train", "--steps", "1")])

@@ -24,8 +24,14 @@ from specgen.environment import WAIT_PASSIVELY, __version__
 _NAMES = ("FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
 
 
+_REFUSED = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
+
+
 class _Command(TyperCommand):
-    """A command that refuses empty text for a file, a folder or a model: as a path, it would be the working folder."""
+    """A command that refuses empty text and `-` for a file, a folder or a model.
+
+    As a path, empty text would be the working folder, and `-` a file of that name, where users mean a standard stream.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
@@ -33,8 +39,10 @@ class _Command(TyperCommand):
         option: Any
         for option in self.params:
             value = given.get(str(option.name))
-            if "" in (value if isinstance(value, list | tuple) else [value]) and str(option.metavar).startswith(_NAMES):
-                raise typer.BadParameter("it is empty", ctx, option)
+            values = value if isinstance(value, list | tuple) else [value]
+            refused = next((why for text, why in _REFUSED.items() if text in values), None)
+            if refused is not None and str(option.metavar).startswith(_NAMES):
+                raise typer.BadParameter(refused, ctx, option)
         return rest
 
 
