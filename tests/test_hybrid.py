@@ -35,7 +35,7 @@ class Recording(LengthPolicy):
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def starts_draft(self, *, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         self.seen.append(signals["match_length"])
         return True
 
@@ -142,7 +142,7 @@ def test_rounds_of_both_parts_are_counted() -> None:
     policy.observe(len(draft.tokens), 2)
     assert known.lookup.guard.loss == pytest.approx(1 + 6 * 0.02 - 3)
     assert known.guard.loss == 0
-    assert known.cost == pytest.approx(0.98 * 5 + 1 + 6 * 0.02)
+    assert known.cost == pytest.approx(0.97 * 5 + 1 + 6 * 0.02)
     assert known.gains == pytest.approx([0.9 * 50, 0.9 * 100])
     known.gains = [900.0, 100.0]
     assert policy.starts_draft(signals={"match_length": 4}, is_last=False) is False
