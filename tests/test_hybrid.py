@@ -103,7 +103,9 @@ def learned(*, lookup: float, gain: float, first: float = 0.8) -> Learned:
     for count in range(200):
         agrees = count % 100 < 100 * lookup
         found.lookup.learn(4, 3 * agrees, ended=not agrees)
-    found.gains, found.first, found.cost, found.tokens = [100 * gain, 100.0], [10 * first, 10.0], 5.0, 10.0
+    found.gains, found.cost, found.tokens = [100 * gain, 100.0], 5.0, 10.0
+    if first < 0.5:
+        found.first.weights = [1.0, *[0.0] * 6]
     return found
 
 
