@@ -16,7 +16,7 @@ from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import Window
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
-from specgen.decoding.adaptive import AUTO, GREEDY, Adaptive, AdaptiveInputs
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.parallel import Parallel
 from specgen.methods import METHODS, available_policies
@@ -26,6 +26,8 @@ from specgen.tuning.simulation import SimulatedClock, SimulatedParallelDrafter, 
 from specgen.types import Round, SamplingParams, TokenStatus
 from specgen.workers.thread_worker import ThreadWorker
 
+TOKEN = Learned.prior(DraftingCosts.linear(0.0, 0.0), 0.0).token.prior
+
 
 @contextmanager
 def noted_labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, bool]]]:
@@ -34,7 +36,7 @@ def noted_labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, 
     learn = AcceptanceCalibration.learn
 
     def noted(self: AcceptanceCalibration, score: float, accepted: bool) -> None:
-        if self.prior is GREEDY.token:
+        if self.prior == TOKEN:
             labels.append((score, accepted))
         learn(self, score, accepted)
 
@@ -92,7 +94,7 @@ def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
                 continue
             entropy, top_prob = draft.entropies[nodes[0]], draft.top_probs[nodes[0]]
             assert accepted or TokenStatus.REJECTED in statuses
-            found.append((GREEDY.token.score(features(entropy, top_prob, top_prob)), accepted))
+            found.append((TOKEN.score(features(entropy, top_prob, top_prob)), accepted))
     return found
 
 
@@ -141,7 +143,7 @@ def test_simulated_pearl_judges_each_token_once(pair_of: PairOf, monkeypatch: py
         accepted = len(round_.verdict.path)
         for position in range(accepted + (round_.verdict.source == "correction")):
             known = recorded.rollouts[generated + position][0].signals
-            score = GREEDY.token.score(features(known["entropy"], known["top_prob"], known["prob"]))
+            score = TOKEN.score(features(known["entropy"], known["top_prob"], known["prob"]))
             wanted.append((score, position < accepted))
         generated += len(round_.token_ids)
     assert learned == wanted

@@ -35,7 +35,7 @@ class Recording(LengthPolicy):
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def starts_draft(self, *, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         self.seen.append(signals["match_length"])
         return True
 
@@ -103,7 +103,9 @@ def learned(*, lookup: float, gain: float, first: float = 0.8) -> Learned:
     for count in range(200):
         agrees = count % 100 < 100 * lookup
         found.lookup.learn(4, 3 * agrees, ended=not agrees)
-    found.gains, found.first, found.cost, found.tokens = [100 * gain, 100.0], [10 * first, 10.0], 5.0, 10.0
+    found.gains, found.cost, found.tokens = [100 * gain, 100.0], 5.0, 10.0
+    if first < 0.5:
+        found.first.weights = [1.0, *[0.0] * 6]
     return found
 
 
@@ -142,7 +144,7 @@ def test_rounds_of_both_parts_are_counted() -> None:
     policy.observe(len(draft.tokens), 2)
     assert known.lookup.guard.loss == pytest.approx(1 + 6 * 0.02 - 3)
     assert known.guard.loss == 0
-    assert known.cost == pytest.approx(0.98 * 5 + 1 + 6 * 0.02)
+    assert known.cost == pytest.approx(0.97 * 5 + 1 + 6 * 0.02)
     assert known.gains == pytest.approx([0.9 * 50, 0.9 * 100])
     known.gains = [900.0, 100.0]
     assert policy.starts_draft(signals={"match_length": 4}, is_last=False) is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from scripted_models import TableRunner, scripted_run
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_policy import DraftedToken
+from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken
 from specgen.decoding.parallel import _joined
 from specgen.decoding.policies import Fixed
 from specgen.traces.trace_writer import round_line
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(max_new_tokens=30)
 class Predicting(Fixed):
     """Predicts 0.1 for the first token of a draft, 0.2 for the second, and so on."""
 
-    def starts_draft(self) -> bool:
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         self.predictions: list[float] = []
         return True
 
