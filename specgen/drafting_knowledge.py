@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specgen.methods import Method
     from specgen.plan import RunRequest
 
-LENGTHS = (0, 1, 4, 8)  # tokens in the timed drafts
+LENGTHS = (1, 4, 8, 0)  # tokens in the timed drafts; the first one is not 0, so that the draft model's prefill warms up
 NEW_TOKENS = 160  # of a timed run, at most
 _ROUNDS = 6  # timed with each length, at most
 _SECONDS = 0.5  # after which each length is timed once more at most
@@ -82,14 +82,14 @@ class DraftingKnowledge:
             return False
         return any(settings.values[name] == AUTO for name in _COST_SETTINGS)
 
-    def measure(self, request: RunRequest, make_run: Callable[[int], Run]) -> None:
+    def measure(self, request: RunRequest, make_run: Callable[[int], Run], part: str | None = None) -> None:
         """Times rounds like the request's, or reads their times from the cache.
 
         `make_run(length)` returns a run of the request's method with its settings on a prompt of `length` tokens, of
-        `NEW_TOKENS` new tokens if they fit.
+        `NEW_TOKENS` new tokens if they fit. `part` identifies the part of the target that drafts, if one does.
         """
         key = self._cost_key(request)
-        stored = {**self._conditions(), "rounds": [str(part) for part in key]}
+        stored = {**self._conditions(), "rounds": [str(each) for each in key], "part": part}
         costs = _costs_of(measurement_cache.find("rounds", stored))
         if costs is None:
             costs = time_rounds(make_run(_context_length(request)))
@@ -132,7 +132,7 @@ class DraftingKnowledge:
         initial = prior if tuned is None else tuned.copy()
         key = None
         if sampling.greedy or sampling.seed is None:
-            key = *_draft_key(request), settings.values.get("lookup"), settings.values.get("ngram"), sampling.temperature, *given
+            key = _learned_key(request)
             initial = self._learned.setdefault(key, initial)
         return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key)
 
@@ -151,6 +151,16 @@ class DraftingKnowledge:
 def _draft_key(request: RunRequest) -> Key:
     """Returns what distinguishes requests with different drafters."""
     return request.method.cost_kind, *((name, request.settings.values.get(name)) for name in _SHAPES)
+
+
+def _learned_key(request: RunRequest) -> Key:
+    """Returns what distinguishes requests that do not share what `adaptive` learns.
+
+    These are the method, its settings and the sampling parameters: all of them change what is accepted or what a round costs.
+    """
+    sampling = request.sampling
+    cuts = () if sampling.greedy else (sampling.top_k, sampling.top_p)
+    return request.method.name, *sorted(request.settings.values.items()), sampling.temperature, *cuts
 
 
 def _context_length(request: RunRequest) -> int:

@@ -56,6 +56,11 @@ class Exits:
             self._loaded[key] = load_exit(path, self._target)
         return self._loaded[key]
 
+    def digest(self, name: object) -> str | None:
+        """Returns what identifies an exit layer's training; None for the name None, and if there is no such exit layer."""
+        found = None if name is None else self.get(str(name))
+        return None if found is None else found.description.digest
+
     def has_predictor(self, name: str = methods.DEFAULT_EXIT) -> bool:
         """Whether there is this exit layer, with a predictor of whether a drafted token is accepted."""
         return (found := self.get(name)) is not None and found.predictor is not None

@@ -186,7 +186,8 @@ class Pair:
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
         if self.knowledge.lacks_costs(request):
-            self.knowledge.measure(request, partial(self._timed_run, request))
+            part = self._fastest_skips if request.method.skips_layers else self.exits.digest(request.settings.values.get("exit"))
+            self.knowledge.measure(request, partial(self._timed_run, request), part)
 
     def _timed_run(self, request: RunRequest, length: int) -> Run:
         """Returns a run like the one requested, with the same method and settings, to be timed on a prompt of `length` tokens."""

@@ -59,7 +59,7 @@ class DraftingCosts:
         return known
 
     def _mean_cost(self, tokens: int, added: int, steps: int) -> float:
-        verification = self.verification.at(tokens + steps * added) - self.verification.at(tokens)
+        verification = max(0.0, self.verification.at(tokens + steps * added) - self.verification.at(tokens))
         return (steps * self.draft + verification) / sum(_CONTINUES**step for step in range(steps))
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:

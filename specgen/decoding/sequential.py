@@ -28,11 +28,12 @@ class Checked:
         is_first = True  # the draft model runs over the prompt in the first draft
         try:
             for round_ in sequential(run):
-                seconds, drafted = round_.seconds, round_.draft.levels
+                draft, seconds = round_.draft, round_.seconds
+                drafted = draft.levels if draft.entropies else 0  # copied tokens are not the draft model's
                 if round_.mode != "prefill":
                     verification = seconds["verify"] + seconds["sample"] + seconds["other"]
                     counted = 0 if is_first else drafted
-                    self.check.add(counted, seconds["draft"] + seconds["policy"], len(round_.draft.tokens) + 1, verification)
+                    self.check.add(counted, seconds["draft"] + seconds["policy"], len(draft.tokens) + 1, verification)
                     is_first = is_first and not drafted
                 yield round_
         finally:

@@ -1,0 +1,110 @@
+"""What runs with the length policy `adaptive` share, and what they must not: learned numbers and measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_models import TableRunner, scripted_run
+
+from specgen import drafting_knowledge
+from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.sequential import Checked
+from specgen.pair import Pair
+from specgen.types import Context, SamplingParams
+
+PROMPT = [5, 9, 7, 3]
+COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
+
+
+def one_length(**points: float) -> CostTable:
+    return CostTable({100: Curve({int(name[1:]): seconds for name, seconds in points.items()})})
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing is known, with an empty cache of measurements."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    pair = pair_of("llama", "near")
+    monkeypatch.setattr(pair, "knowledge", drafting_knowledge.DraftingKnowledge(dict, has_draft_model=True))
+    return pair
+
+
+def test_only_equal_settings_and_sampling_share_what_is_learned(near: Pair) -> None:
+    def learned(method: str = "adaptive", sampling: SamplingParams | None = None, **given: object) -> object:
+        policy: Any = near.plan(PROMPT, method, sampling, **COSTS | given).run.policy
+        return policy.learned
+
+    hot = SamplingParams(temperature=1.0)
+    assert learned() is learned()
+    assert learned() is learned(sampling=SamplingParams(max_new_tokens=9, top_k=5)), "greedily top-k changes nothing"
+    assert learned(sampling=hot) is learned(sampling=replace(hot, stop=("x",)))
+    others = [
+        learned(),
+        learned(sampling=hot),
+        learned(sampling=replace(hot, top_k=2)),
+        learned(sampling=replace(hot, top_p=0.5)),
+        learned(exploration=0.1),  # its pauses are not those of other runs
+        learned(max_draft=3),
+        learned(lookup=False),
+        learned("spectr", hot, policy="adaptive"),
+        learned("specinfer", hot, policy="adaptive"),  # another rule of acceptance
+    ]
+    assert len({id(each) for each in others}) == len(others)
+    assert learned(sampling=replace(hot, seed=1)) is not learned(sampling=replace(hot, seed=1))
+
+
+def test_the_prefill_of_the_draft_model_is_not_timed() -> None:
+    """It is part of the first draft, which has to be one of the rounds that warm up."""
+    lengths: list[int] = []
+
+    class Drafting(TableRunner):
+        def logits(self, context: Context, draft: Any = (), parents: Any = None, *, start: int = 0) -> Any:
+            lengths.append(len(context))
+            return super().logits(context, draft, parents, start=start)
+
+    sampling = SamplingParams(max_new_tokens=80)
+    run = scripted_run("adaptive", {"lookup": False, **COSTS}, TableRunner(0), Drafting(0), sampling)
+    generated = len(run.context)
+    drafting_knowledge.time_rounds(run)
+    assert lengths[0] == generated + 1, "the first draft comes in the first round after the target's prefill"
+
+
+def test_costs_of_a_noisy_machine_are_not_negative() -> None:
+    falling = one_length(_1=0.010, _2=0.013, _5=0.012, _9=0.0105)
+    costs = DraftingCosts.of_rounds(RoundCosts(one_length(_0=0, _4=0.004, _8=0.008), falling), 100)
+    assert all(costs.next_cost(tokens) >= 0.1 - 1e-9 for tokens in range(40))
+
+
+def test_copied_tokens_are_no_drafts_of_the_model() -> None:
+    """Else the check of measured costs finds that drafts take no time, and drops costs that fit."""
+    added: list[int] = []
+    noted: Any = SimpleNamespace(add=lambda drafted, *_: added.append(drafted), conclude=lambda: None)
+    run = scripted_run("adaptive", COSTS, TableRunner(0), TableRunner(7), SamplingParams(max_new_tokens=80))
+    run.schedule = Checked(noted)
+    rounds = list(run.rounds())[1:]
+    copied = ["lookup" in (round_.draft.stop_reason or "") for round_ in rounds]
+    assert any(copied)
+    assert any(added)
+    assert not any(drafted for drafted, is_copied in zip(added, copied, strict=True) if is_copied)
+    first = next(number for number, round_ in enumerate(rounds) if round_.draft.tokens and not copied[number])
+    assert added[first] == 0, "the model's first draft includes its prefill"
+
+
+def test_costs_of_another_exit_layer_are_measured(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+
+    def times(run: object) -> RoundCosts:
+        measured.append(run)
+        return RoundCosts(one_length(_0=0, _4=0.004), one_length(_1=0.01, _5=0.012))
+
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", times)
+    request: Any = near._request(PROMPT, "adaptive", None, {})
+    for part, count in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
+        near.knowledge.measure(request, lambda _: None, part)  # type: ignore[arg-type, return-value]
+        assert len(measured) == count
