@@ -85,5 +85,5 @@ def best_plan(learned: LearnedLookup, match_length: int, worth: float, costs: Dr
             break
     if length < len(values):
         cost = costs.verification.at(length + 1) - costs.verification.at(length)
-        reason = f"gain {comparison(values[length], '<', cost)}"
+        reason = f"gain {comparison(values[length], '< cost', cost)}"
     return LookupPlan(acceptances[:length], best, reason)

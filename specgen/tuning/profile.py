@@ -37,7 +37,7 @@ TUNE_AGAIN = "Tune again: specgen tune"
 _rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
-Number = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), _rounded]
+Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False), _rounded]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
