@@ -89,9 +89,9 @@ class DraftingKnowledge:
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         tuned = self.tuned_learned.get(method.drafter.name)
-        initial = Learned.prior(costs, greedy=sampling.greedy) if tuned is None else tuned.copy()
+        initial = Learned.prior(costs, sampling.temperature) if tuned is None else tuned.copy()
         if sampling.greedy or sampling.seed is None:
-            key = *_draft_key(request), sampling.greedy, *given
+            key = *_draft_key(request), sampling.temperature, *given
             initial = self._learned.setdefault(key, initial)
         return AdaptiveInputs(costs, initial, in_parallel=parallel_costs is not None)
 

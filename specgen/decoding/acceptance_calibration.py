@@ -1,24 +1,19 @@
 """Learns from verified drafts how likely a drafted token is accepted, given what its drafter knows about it. Imports no torch.
 
-A prior gives each token a score (log odds of acceptance). What is learned is an offset of the score: one for all tokens and one
-for each interval of the score, both from counts of accepted tokens. Old counts fade, so that it follows a change of the text.
+A prior gives each token a score (log odds of acceptance). Offsets of the score are learned, each by a Newton step of logistic
+regression after each judged token: one for all tokens, one for each interval of the score, and one for the last tokens only.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import mul
+from typing import ClassVar
 
 _SMALLEST = 1e-3  # probabilities are kept this far from 0 and 1
-
-
-def log_odds(probability: float) -> float:
-    """Returns ln(p / (1 - p)), with p kept between 0.001 and 0.999."""
-    bounded = min(max(probability, _SMALLEST), 1 - _SMALLEST)
-    return math.log(bounded / (1 - bounded))
 
 
 def probability(odds: float) -> float:
@@ -42,8 +37,8 @@ class Prior:
     """The score of a token before anything is learned, and how fast it is corrected.
 
     The score is `bias` plus the sum of `weights` times features. `edges` are the bounds of the intervals of scores. `strength`
-    and `interval_strength` are how many tokens the prior counts as, for all tokens and for those of one interval; `rate` is the
-    acceptance rate assumed at the beginning.
+    and `interval_strength` are the weights of the prior, in the unit of p (1 - p) summed over tokens, against what all tokens and
+    those of one interval say. `recent_strength` is the same for the last tokens; 0: they have no offset of their own.
     """
 
     bias: float
@@ -51,82 +46,61 @@ class Prior:
     edges: Sequence[float]
     strength: float
     interval_strength: float
-    rate: float = 0.8
+    recent_strength: float = 0.0
 
     def score(self, token: Sequence[float]) -> float:
-        return self.bias + sum(map(float.__mul__, self.weights, token))
+        return self.bias + sum(map(mul, self.weights, token))
+
+    def mixed(self, other: Prior, share: float) -> Prior:
+        """Returns a prior whose bias and weights are between these (share 0) and those of the `other` (share 1)."""
+        weights = [own + share * (its - own) for own, its in zip(self.weights, other.weights, strict=True)]
+        return replace(self, bias=self.bias + share * (other.bias - self.bias), weights=weights)
 
 
 @dataclass(slots=True)
 class AcceptanceCalibration:
     """Predicts acceptance from a token's score, and learns from judged tokens.
 
-    `accepted`, `predicted` and `judged` count tokens by interval of the score (`predicted`: the sum of the prior's
-    probabilities); the `all_` fields count all tokens. Counts fade with each judged token.
+    `offset` is added to all scores, `offsets` to those of each interval. `information` and `informations` are the sums of
+    p (1 - p) over the tokens that they were learned from, fading with each further one. `recent` are the sums of the last tokens'
+    residuals (accepted - p) and of their p (1 - p); they fade fast.
     """
 
     prior: Prior
-    accepted: list[float] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
-    judged: list[float] = field(default_factory=list)
-    all_accepted: float = 0.0
-    all_predicted: float = 0.0
-    all_judged: float = 0.0
-    _offset: float = 0.0  # of all scores
-    _own: list[float] = field(default_factory=list)  # of the scores in each interval, besides
+    offset: float = 0.0
+    information: float = 0.0
+    offsets: list[float] = field(default_factory=list)
+    informations: list[float] = field(default_factory=list)
+    recent: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    FADING = 0.998  # of the counts of all tokens, for each judged token
-    INTERVAL_FADING = 0.9994  # of the counts of an interval, for each judged token in it
+    FADING: ClassVar[float] = 0.999
+    RECENT_FADING: ClassVar[float] = 0.95
 
     def __post_init__(self) -> None:
         intervals = len(self.prior.edges) + 1
-        for counts in (self.accepted, self.predicted, self.judged):
-            counts.extend([0.0] * (intervals - len(counts)))
-        self._correct_all()
-        self._own = [0.0] * intervals
-        for interval in range(intervals):
-            self._correct(interval)
+        self.offsets += [0.0] * (intervals - len(self.offsets))
+        self.informations += [0.0] * (intervals - len(self.informations))
 
     def predict(self, score: float) -> float:
         """Returns the probability that a token with this score is accepted, given that the tokens before it were."""
-        return probability(score + self._offset + self._own[bisect(self.prior.edges, score)])
+        odds = score + self.offset + self.offsets[bisect(self.prior.edges, score)]
+        if strength := self.prior.recent_strength:
+            residuals, information = self.recent
+            odds += residuals / (information + strength)
+        return probability(odds)
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Counts a judged token: one that the target accepted, or the first one that it rejected."""
-        expected, fading = probability(score), self.FADING
-        self.all_accepted = self.all_accepted * fading + accepted
-        self.all_predicted = self.all_predicted * fading + expected
-        self.all_judged = self.all_judged * fading + 1
-        self._correct_all()
-        interval, fading = bisect(self.prior.edges, score), self.INTERVAL_FADING
-        self.accepted[interval] = self.accepted[interval] * fading + accepted
-        self.predicted[interval] = self.predicted[interval] * fading + expected
-        self.judged[interval] = self.judged[interval] * fading + 1
-        self._correct(interval)
-
-    def _correct_all(self) -> None:
-        prior = self.prior
-        weight, assumed = self.all_judged + prior.strength, prior.strength * prior.rate
-        self._offset = log_odds((self.all_accepted + assumed) / weight) - log_odds((self.all_predicted + assumed) / weight)
-
-    def _correct(self, interval: int) -> None:
-        if judged := self.judged[interval]:
-            strength = self.prior.interval_strength
-            expected = log_odds(self.predicted[interval] / judged) + self._offset
-            accepted = self.accepted[interval] + strength * probability(expected)
-            self._own[interval] = log_odds(accepted / (judged + strength)) - expected
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the counts, rounded, to be saved in a profile."""
-        counts = {"accepted": self.accepted, "predicted": self.predicted, "judged": self.judged}
-        rounded: dict[str, Any] = {name: [round(number, 3) for number in numbers] for name, numbers in counts.items()}
-        return rounded | {"all": [round(number, 3) for number in (self.all_accepted, self.all_predicted, self.all_judged)]}
-
-    @classmethod
-    def of_dict(cls, prior: Prior, counts: Mapping[str, Any]) -> AcceptanceCalibration:
-        """Returns the calibration with the counts that `as_dict` returned."""
-        return cls(prior, *(list(counts[name]) for name in ("accepted", "predicted", "judged")), *counts["all"])
+        """Learns from a judged token: one that the target accepted, or the first one that it rejected."""
+        prior, interval, fading = self.prior, bisect(self.prior.edges, score), self.FADING
+        expected = probability(score + self.offset + self.offsets[interval])
+        residual, information = accepted - expected, expected * (1 - expected)
+        if prior.recent_strength:
+            residuals, informations = self.recent
+            self.recent = [residuals * self.RECENT_FADING + residual, informations * self.RECENT_FADING + information]
+        self.information = self.information * fading + information
+        self.offset += residual / (self.information + prior.strength)
+        self.informations[interval] = self.informations[interval] * fading + information
+        self.offsets[interval] += residual / (self.informations[interval] + prior.interval_strength)
 
     def copy(self) -> AcceptanceCalibration:
-        counts = list(self.accepted), list(self.predicted), list(self.judged)
-        return AcceptanceCalibration(self.prior, *counts, self.all_accepted, self.all_predicted, self.all_judged)
+        return replace(self, offsets=list(self.offsets), informations=list(self.informations), recent=list(self.recent))

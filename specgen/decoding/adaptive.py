@@ -19,34 +19,28 @@ from typing import ClassVar, NamedTuple
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features
 from specgen.decoding.drafting_guard import DraftingGuard
+from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, comparison
 from specgen.setting_parsing import Setting, Value
 
 AUTO = "auto"
 _EDGES = (-2.0, -1.2, -0.6, -0.2, 0.2, 0.6, 1.0, 1.5, 2.0, 2.7, 3.5, 4.5)
 _NEXT_EDGES = (1.2, 1.6, 2.0, 2.4)
-_RATE = 0.8  # assumed acceptance rate at the beginning
-_FIRST = 10.0  # judged tokens that the assumed rate counts as, for the first token of a draft
-_FIRST_FADING = 0.99
-_COST_FADING = 0.98  # of the costs and tokens from which the worth of a token is computed, for each round
-_COST_ROUNDS = 10.0  # tokens that the assumed worth counts as
+_RATE = 0.8  # assumed acceptance rate at the beginning, from which the first worth of a token is computed
+_COST_FADING = 0.97  # of the costs and tokens from which the worth of a token is computed, for each round
+_COST_TOKENS = 10.0  # tokens that the first worth counts as
 _OPTION = 1.1  # one more token also shows whether the tokens after it are worth drafting, which the rule does not count
 
 
-@dataclass(frozen=True, slots=True)
-class Priors:
-    """The prior scores of a drafted token (`token`) and of the token after it (`following`), see `AcceptanceCalibration`."""
-
-    token: Prior
-    following: Prior
-
-
-# Fitted to the bundled pair, to its exit layer and to a near copy of the target as draft.
-GREEDY = Priors(
-    Prior(0.15, (0.45, 0.22, -0.08, 0.67), _EDGES, 30, 20), Prior(1.36, (0.43, -0.16, 0.04, 0.27), _NEXT_EDGES, 20, 40)
+# Fitted to the drafts of the bundled draft model, of the exit layer and of a near copy of the target, on half of the prompts of
+# `examples.yaml`: scores of a drafted token, and of the token after it.
+_GREEDY = (
+    Prior(-0.06, (0.74, 0.08, 0.37, 0.83), _EDGES, 5, 5, 5),
+    Prior(1.27, (0.50, -0.19, 0.30, 0.31), _NEXT_EDGES, 10, 20),
 )
-SAMPLING = Priors(
-    Prior(-0.23, (-0.53, 0.57, -0.41, 0.25), _EDGES, 30, 20), Prior(1.69, (-0.07, -0.16, -0.19, 0.16), _NEXT_EDGES, 20, 40)
+_SAMPLING = (
+    Prior(-0.64, (-0.25, 0.62, -0.04, 0.26), _EDGES, 5, 5, 5),
+    Prior(2.09, (-0.16, -0.15, -0.83, 0.11), _NEXT_EDGES, 10, 20),
 )
 
 
@@ -55,45 +49,37 @@ class Learned:
     """What `adaptive` has learned about a drafter of a pair. Kept from run to run, and saved in a profile.
 
     `token` predicts the acceptance of a drafted token, `following` that of the token after it, both given that the tokens before
-    were accepted. `first` counts accepted and judged first tokens of drafts. `cost` and `tokens` are sums over rounds, from
-    which the worth of a token is computed. All counts fade.
+    were accepted; `first` that of a draft's first token. `cost` and `tokens` are fading sums over rounds, from which the worth of
+    a token is computed.
     """
 
     token: AcceptanceCalibration
     following: AcceptanceCalibration
-    first: list[float]
+    first: FirstAcceptance
     cost: float
     tokens: float
     guard: DraftingGuard = field(default_factory=DraftingGuard)
 
     @classmethod
-    def prior(cls, costs: DraftingCosts, *, greedy: bool) -> Learned:
-        """Returns what is assumed before anything is learned, for decoding at these costs, greedily or by sampling."""
-        priors = GREEDY if greedy else SAMPLING
-        calibrations = AcceptanceCalibration(priors.token), AcceptanceCalibration(priors.following)
-        worth = costs.time_per_token(_RATE)
-        return cls(*calibrations, [_FIRST * _RATE, _FIRST], _COST_ROUNDS * worth, _COST_ROUNDS)
+    def prior(cls, costs: DraftingCosts, temperature: float) -> Learned:
+        """Returns what is assumed before anything is learned, for decoding at these costs and this temperature (0: greedily)."""
+        share = min(temperature, 1.0)
+        pairs = zip(_GREEDY, _SAMPLING, strict=True)
+        token, following = (AcceptanceCalibration(greedy.mixed(sampling, share)) for greedy, sampling in pairs)
+        return cls(token, following, FirstAcceptance(), _COST_TOKENS * costs.time_per_token(_RATE), _COST_TOKENS)
 
     @property
     def worth(self) -> float:
         """What an output token is worth: the cost per output token so far, at most 1, the cost with plain decoding."""
         return min(1.0, self.cost / self.tokens)
 
-    @property
-    def first_acceptance(self) -> float:
-        return self.first[0] / self.first[1]
-
-    def add_first(self, accepted: bool) -> None:
-        self.first = [_FIRST_FADING * self.first[0] + accepted, _FIRST_FADING * self.first[1] + 1]
-
     def add_round(self, cost: float, tokens: int) -> None:
         self.cost = _COST_FADING * self.cost + cost
         self.tokens = _COST_FADING * self.tokens + tokens
 
     def copy(self) -> Learned:
-        return replace(
-            self, token=self.token.copy(), following=self.following.copy(), first=list(self.first), guard=replace(self.guard)
-        )
+        parts = {name: getattr(self, name).copy() for name in ("token", "following", "first", "guard")}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +115,7 @@ class Adaptive(LengthPolicy):
     settings: ClassVar = {
         "draft_cost": Setting(AUTO, "cost of a drafted token in target passes; auto: measured", 0, 100, AUTO, fractional=True),
         "verify_cost": Setting(AUTO, "cost of verifying one more token, likewise", 0, 100, AUTO, fractional=True),
-        "exploration": Setting(3.0, "target passes that drafting may lose before it pauses", 0.1, 1000),
+        "exploration": Setting(6.0, "target passes that drafting may lose before it pauses", 0.1, 1000),
         "max_draft": Setting(40, "longest draft", 1, 1000),
     }
 
@@ -144,23 +130,22 @@ class Adaptive(LengthPolicy):
         self._steps: list[_Step] = []
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
-        self._is_trial = self._was_asked = False
+        self._was_asked = False
         self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing
 
     def starts_draft(self) -> bool:
-        self._was_asked, self._is_trial, self._tokens = True, False, 0
+        self._was_asked, self._tokens = True, 0
         self._survival = prod(step.acceptance for step in self._steps)
         self.predictions = []
         learned = self.learned
         if learned.guard.pauses():
             self.reason = f"no draft: paused, {learned.guard.left} more"
             return False
-        gain = self._survival * learned.first_acceptance * learned.worth * _OPTION
+        gain = self._survival * learned.first.mean * learned.worth * _OPTION
         cost = self._costs.next_cost(0) + self._missed_cost
         if gain <= cost and not self._steps:
             self.reason = f"no draft: gain {comparison(gain, '<', cost)}"
-            self._is_trial = learned.guard.tries()
-            return self._is_trial
+            return False
         return True
 
     @property
@@ -193,19 +178,18 @@ class Adaptive(LengthPolicy):
             learned.token.learn(step.score, is_accepted)
             if position:
                 learned.following.learn(self._steps[position - 1].following_score, is_accepted)
-            else:
-                learned.add_first(is_accepted)
         self._steps = [] if was_rejected or not self._in_parallel else self._steps[drafted:]
         tokens = accepted + (was_rejected or not self._in_parallel)
         cost = 1 + self._costs.of_draft(drafted, max(self._tokens, drafted))
         if drafted:
             cost += self._missed_cost
             self._missed = 0
-            learned.guard.count(cost, tokens, self._exploration, trial=self._is_trial)
+            learned.guard.count(cost, tokens, self._exploration)
         else:
             self._missed += tokens
+        learned.first.add(accepted > 0 if drafted else None)
         learned.add_round(cost, tokens)
         self._was_asked = False
 
     def state(self) -> Mapping[str, float]:
-        return {"worth": self.learned.worth, "first_acceptance": self.learned.first_acceptance}
+        return {"worth": self.learned.worth, "first_acceptance": self.learned.first.mean}
