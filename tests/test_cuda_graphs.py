@@ -44,7 +44,11 @@ DEVICES = [
     pytest.param("cuda:0", torch.float32, 1e-4, id="cuda-float32", marks=CUDA),
     pytest.param("cuda:0", torch.bfloat16, 0.03, id="cuda-bfloat16", marks=CUDA),
 ]
-_CHANGES: dict[str, dict[str, Any]] = {"gemma3_text": {"sliding_window": 12, "sliding_window_pattern": 2}}
+_LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 12, "sliding_window_pattern": 2},
+    "phi3": {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 20},
+}
 
 
 def _graphs(device: str, counts: Counter[str] | None = None) -> Callable[[], Graphs]:
@@ -253,12 +257,13 @@ def test_draft_steps_give_the_drafters_tokens_and_signals(sampling: SamplingPara
     assert len(buckets) > 1
 
 
-@pytest.mark.parametrize("vocab_size", [60, 130])
+@pytest.mark.parametrize(("vocab_size", "family"), [(60, "llama"), (130, "phi3")])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_draft_steps_for_a_target_with_another_vocabulary(vocab_size: int, sampling: SamplingParams) -> None:
-    eager, captured = _pair("gemma3_text", "cpu", torch.float32)
+def test_draft_steps_for_a_target_with_another_vocabulary(vocab_size: int, family: str, sampling: SamplingParams) -> None:
+    eager, captured = _pair(family, "cpu", torch.float32)
     drafts = _compare_drafters(eager, captured, sampling, POLICIES["fixed"], rounds=5, vocab_size=vocab_size)
     assert all(token < vocab_size for draft in drafts for token in draft.tokens)
+    assert {is_long for *_, is_long in captured._forward._self_feeding} == {family == "phi3"}
 
 
 def test_draft_steps_of_bild_and_of_a_target_without_some_layers() -> None:
@@ -277,17 +282,23 @@ def test_draft_steps_of_bild_and_of_a_target_without_some_layers() -> None:
 
 
 @pytest.mark.parametrize(("policy", "reads"), [("fixed", 1), ("long", 2), ("svip", 6)])
-def test_the_host_reads_once_a_draft_or_where_the_policy_decides_once_a_token(policy: str, reads: int) -> None:
+def test_the_host_reads_once_a_draft_or_where_the_policy_decides_once_a_token(
+    policy: str, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = StaticPass._write
     _, captured = _pair("llama", "cpu", torch.float32)
     drafter = ModelDrafter(_setup(captured, SAMPLED, eos=()))
     context = Context(random_tokens(random.Random(7), 30))
     make: Callable[[], LengthPolicy] = POLICIES[policy] if policy != "svip" else lambda: SVIP(10.0, 0.15, 6)
     drafter.propose(context, make(), 30)  # captures
     context.extend([3])
+    loads: list[object] = []
+    monkeypatch.setattr(StaticPass, "_write", lambda self, numbers: loads.append(write(self, numbers)))
     with HostReads() as host:
         draft = drafter.propose(context, make(), 30)
     assert len(draft.tokens) == {"fixed": 5, "long": 30, "svip": 6}[policy]
     assert host.count == reads
+    assert len(loads) == 2  # the pass over the context's last token, and the first step: the others get nothing from the host
 
 
 def test_what_the_host_has_to_decide_is_not_run_on_the_device() -> None:
@@ -309,9 +320,9 @@ def test_accepted_tokens_of_a_draft_are_not_run_again() -> None:
     drafter, context = ModelDrafter(_setup(captured, GREEDY, eos=())), Context(random_tokens(random.Random(7), 30))
     draft = drafter.propose(context, Fixed(5), 30)
     context.extend([*draft.tokens, 9])
-    with HostReads():
-        captured._cached.switch_to(context)
+    captured._cached.switch_to(context)
     assert captured._cached.committed == 34  # the last drafted token has not been run
+    assert captured.last_hidden_state(context) is None  # steps have overwritten what the first pass returned
 
 
 def test_a_nan_in_the_drafts_logits_is_an_error_and_no_token() -> None:
@@ -511,6 +522,7 @@ def test_a_cuda_graph_is_captured_after_runs_on_its_stream_that_leave_the_state(
     count, graphs = torch.zeros(1), CudaGraphs(torch.device("cuda:0"))
 
     def work() -> None:
+        assert cuda_graphs._CAPTURE_LOCK.locked()
         device.events.append(f"work on {device.streams[-1]} at {count.item():g}")
         count.add_(1)
 
