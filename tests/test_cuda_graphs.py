@@ -27,7 +27,7 @@ from specgen.engine.native import cuda_graphs
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import WIDTHS, use_static_passes
+from specgen.engine.native.static_forward import WIDTHS, use_cuda_graphs, use_static_passes
 from specgen.engine.native.static_pass import StaticPass
 from specgen.errors import RunError
 from specgen.pair import Pair
@@ -301,6 +301,16 @@ def test_the_host_reads_once_a_draft_or_where_the_policy_decides_once_a_token(
     assert len(loads) == 2  # the pass over the context's last token, and the first step: the others get nothing from the host
 
 
+def test_each_token_is_shown_as_soon_as_it_is_drafted_and_a_draft_can_be_ended() -> None:
+    _, captured = _pair("llama", "cpu", torch.float32)
+    drafter, context = ModelDrafter(_setup(captured, GREEDY)), Context(random_tokens(random.Random(7), 30))
+    whole = drafter.propose(context, Fixed(5), 30)
+    shown: list[int] = []
+    draft = drafter.propose(context, Fixed(5), 30, whole.tokens[:1], lambda _, token: shown.append(token) or len(shown) < 3)
+    assert draft.stop_reason == "pass ended"
+    assert shown == draft.tokens == whole.tokens[1:4]
+
+
 def test_what_the_host_has_to_decide_is_not_run_on_the_device() -> None:
     _, captured = _pair("llama", "cpu", torch.float32)
     policy = Fixed(3)
@@ -322,7 +332,6 @@ def test_accepted_tokens_of_a_draft_are_not_run_again() -> None:
     context.extend([*draft.tokens, 9])
     captured._cached.switch_to(context)
     assert captured._cached.committed == 34  # the last drafted token has not been run
-    assert captured.last_hidden_state(context) is None  # steps have overwritten what the first pass returned
 
 
 def test_a_nan_in_the_drafts_logits_is_an_error_and_no_token() -> None:
@@ -462,12 +471,13 @@ class _Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
         self.events: list[str] = []
-        self.streams = ["main"]
+        self.streams, self.made = ["main"], 0
         device = self
 
         class Stream:
             def __init__(self, name: Any = "side") -> None:
                 self.name = name if isinstance(name, str) else "side"
+                device.made += self.name == "side"
 
             def wait_stream(self, other: Stream) -> None:
                 device.events.append(f"{self.name} waits for {other.name}")
@@ -519,7 +529,7 @@ class _Device:
 
 def test_a_cuda_graph_is_captured_after_runs_on_its_stream_that_leave_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch)
-    count, graphs = torch.zeros(1), CudaGraphs(torch.device("cuda:0"))
+    count, graphs = torch.zeros(1), CudaGraphs(torch.device("cuda:0"), torch.cuda.Stream())
 
     def work() -> None:
         assert cuda_graphs._CAPTURE_LOCK.locked()
@@ -540,11 +550,29 @@ def test_a_cuda_graph_is_captured_after_runs_on_its_stream_that_leave_the_state(
     assert count.item() == 0
 
 
+def test_a_model_on_a_gpu_captures_on_one_stream_and_an_exact_one_at_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
+    for is_exact, widths in ((False, {1, 4}), (True, {16})):
+        model = random_model("llama")
+        model.exact, device.made = is_exact, 0
+        use_cuda_graphs(model)
+        runner: Any = ModelRunner(model)
+        context = Context(random_tokens(random.Random(1), 20))
+        for tokens in ([], [], [3, 4, 5]):
+            runner.logits(context, tokens)
+        assert {width for width, _, _ in runner._forward._passes} == widths
+        runner.cache.enlarge(1000)
+        runner.logits(context)
+        assert device.made == 1
+        assert device.events.count("capture ends") == len(widths) + 1  # and after the cache has grown
+        device.events.clear()
+
+
 def test_a_cuda_graph_that_cannot_be_captured_leaves_stream_lock_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch, fails=True)
     count = torch.zeros(1)
     with pytest.raises(RuntimeError, match="invalid capture"):
-        CudaGraphs(torch.device("cuda:0")).capture(lambda: [count.add_(1), None][1], [count])
+        CudaGraphs(torch.device("cuda:0"), torch.cuda.Stream()).capture(lambda: [count.add_(1), None][1], [count])
     assert count.item() == 0
     assert device.streams == ["main"]
     assert not cuda_graphs._CAPTURE_LOCK.locked()

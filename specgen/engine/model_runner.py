@@ -158,7 +158,6 @@ class ModelRunner:
         assert forward is not None
         if chosen == 0:
             forward.choose(rule, self.logits(context, draft, start=len(draft)).logits)
-            self._last = None  # the next call overwrites the hidden states
         else:
             self.cache.length = position = len(context) + len(draft) + chosen - 1
             forward.feed(rule, self.cache, position, long_rope=self._cached.uses_long_rope(context))

@@ -31,11 +31,14 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Captures work on a CUDA device, on a stream of its own, with a memory pool of its own. Implements `Graphs`."""
+    """Captures work on a CUDA device, on the stream `stream`, with a memory pool of its own. Implements `Graphs`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    Graphs that are captured on one stream share the workspaces of matrix products. So a stream is for one model, which does one
+    thing at a time.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         self._graphs: list[torch.cuda.CUDAGraph] = []
 

@@ -53,7 +53,8 @@ def use_cuda_graphs(model: NativeModel) -> None:
 
     An exact model runs all of them at one width, so that a token's logits have the same bits whichever tokens are run with it.
     """
-    use_static_passes(model, WIDTHS[-1:] if model.exact else WIDTHS, partial(CudaGraphs, model.device))
+    stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+    use_static_passes(model, WIDTHS[-1:] if model.exact else WIDTHS, partial(CudaGraphs, model.device, stream))
 
 
 @dataclass(slots=True)
