@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from native_configs import sparse
@@ -24,16 +25,18 @@ LENGTH = 2048
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> NativeModel:
+def random_model(
+    family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **changes: Any
+) -> NativeModel:
     """A random model of a family, with 5 layers; `changes` are made to its config."""
     architecture = read_architecture(sparse(family, max_position_embeddings=LENGTH, **changes))
-    generator = torch.Generator(device="cpu").manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
 
     def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if device != "cpu":
+        if device == "meta":
             return torch.zeros(shape, dtype=dtype, device=device)
         numbers = torch.randn(shape, generator=generator)
-        return (1 - architecture.norm_weight_offset + numbers / 8 if "norm" in name else numbers / 8).to(dtype)
+        return (1 - architecture.norm_weight_offset + numbers / 8 if "norm" in name else numbers / 8).to(device, dtype)
 
     with torch.no_grad():
         factory = ProductFactory(torch.device(device), dtype, pack=False)
@@ -116,6 +119,22 @@ class Uploads(TorchDispatchMode):
         return result
 
 
+class Copies(TorchDispatchMode):
+    """Counts the copies from the host into buffers of a device, and refuses all else that involves both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if len({tensor.device.type for tensor in tensors_in((args, kwargs, result))}) == 2:
+            assert func.overloadpacket is torch.ops.aten.copy_, func
+            assert args[1].is_cpu, func
+            self.count += 1
+        return result
+
+
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
     if WAITING & set(func.tags) or func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._pin_memory.default):
         return True
@@ -132,23 +151,86 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Recording(TorchDispatchMode):
-    """Records operators with the storages they read and write, and replays them on the same storages, as a CUDA graph does."""
+    """Records operators with the storages they read and write, and replays them on the same storages, as a CUDA graph does.
+
+    Refuses what a CUDA graph cannot capture.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if refused(func, args, kwargs or {}):
+            raise RuntimeError(f"{func} cannot be captured")
         result = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, result))
         return result
 
     def replay(self) -> None:
         for func, args, kwargs, result in self._calls:
-            known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+            inputs = (tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_mkldnn)  # packed weights have no storage
+            known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
             outputs = tensors_in(result)
             if func._schema.is_mutable:
                 func(*args, **kwargs)
             elif not all(tensor.untyped_storage().data_ptr() in known for tensor in outputs):
                 for old, new in zip(outputs, tensors_in(func(*args, **kwargs)), strict=True):
                     old.copy_(new)
+
+
+class RecordedGraphs:
+    """Captures work by recording its operators, on any device. Implements `cuda_graphs.Graphs`.
+
+    `counts` counts the captures and the replays.
+    """
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def capture(self, work: Callable[[], None], state: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+        saved = [tensor.clone() for tensor in state]
+        for _ in range(2):  # as for a CUDA graph, whose work is run before it is captured
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+            with torch.inference_mode(), Recording() as graph:
+                work()
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
+        self._counts["captures"] += 1
+
+        def replay() -> None:
+            self._counts["replays"] += 1
+            with torch.inference_mode():
+                graph.replay()
+
+        return replay
+
+
+class HostReads:
+    """Counts what brings numbers from a tensor to the host: on a GPU, each waits for it."""
+
+    _NAMES = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._before = {name: getattr(torch.Tensor, name) for name in self._NAMES}
+        for name, method in self._before.items():
+            setattr(torch.Tensor, name, self._counted(method))
+        return self
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._NAMES:
+            delattr(torch.Tensor, name) if name in _INHERITED else setattr(torch.Tensor, name, self._before[name])
+
+
+_INHERITED = frozenset(name for name in HostReads._NAMES if name not in vars(torch.Tensor))

@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from static_checks import LENGTH, OnlyDevice, Recording, Uploads, random_calls, random_model, random_tokens
+from static_checks import LENGTH, Copies, HostReads, OnlyDevice, Recording, Uploads, random_calls, random_model, random_tokens
 
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, LayerPart, TreeNodes, chain_parents
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.native_model import NativeForward
-from specgen.engine.native.static_pass import (
-    SPAN,
-    WIDTHS,
-    StaticForward,
-    StaticPass,
-    pick_bucket,
-    pick_width,
-    use_static_passes,
-)
+from specgen.engine.native.static_forward import WIDTHS, StaticForward, pick_bucket, pick_width, use_static_passes
+from specgen.engine.native.static_pass import SPAN, StaticPass
 from specgen.types import Context
 
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -48,7 +41,6 @@ def test_calls_as_decoding_makes_them_give_the_eager_logits(family: str) -> None
     eager = ModelRunner(model)
     use_static_passes(model)
     static = ModelRunner(model)
-    passes = static._forward._passes  # type: ignore[attr-defined]
     used = set()
     for context, tokens, parents, start in random_calls(random.Random(family), 480, 20):
         expected = eager.logits(context, tokens, parents, start=start)
@@ -57,7 +49,7 @@ def test_calls_as_decoding_makes_them_give_the_eager_logits(family: str) -> None
         assert found.hidden_states is not None
         assert expected.hidden_states is not None
         _assert_close(found.hidden_states, expected.hidden_states)
-        used |= {(width, bucket) for width, bucket, _ in passes}
+        used |= {(width, bucket) for width, bucket, _ in static._forward._passes}  # type: ignore[attr-defined]
     assert {width for width, _ in used} == set(WIDTHS)
     assert {bucket for _, bucket in used} == {512, 1024}
 
@@ -151,6 +143,24 @@ def test_a_pass_never_waits_and_always_runs_the_same_operators(family: str) -> N
             static.run()
         operators.append(mode.names)
     assert operators[0] == operators[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_loading_a_pass_makes_one_copy_and_waits_for_nothing(family: str) -> None:
+    model = random_model(family, torch.bfloat16, "meta", **_CHANGES.get(family, {}))
+    forward, cache, context = model.forward(), model.new_cache(), Context([3] * 20)
+    assert isinstance(forward, NativeForward)
+    cache.enlarge(512)
+    static = StaticPass(forward, cache, 8, 512)
+    chain = TreeNodes([3] * 5, chain_parents(5))
+    with Copies() as copies, HostReads() as reads:
+        for count, draft in enumerate((chain, _TREE), 1):
+            static.load(ForwardPass(context, draft, 19, 25, cache))
+            assert copies.count == count
+        one = StaticPass(forward, cache, 1, 512)
+        before = copies.count
+        one.load_position(30)
+    assert (copies.count - before, reads.count) == (1, 0)
 
 
 def test_the_check_of_operators_refuses_what_makes_the_host_wait() -> None:
@@ -281,7 +291,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_widths_and_buckets() -> None:
-    assert [pick_width(tokens) for tokens in (1, 2, 3, 8, 9, 16, 17)] == [1, 2, 8, 8, 16, 16, None]
+    assert [pick_width(tokens) for tokens in (1, 2, 3, 8, 9, 16, 17)] == [1, 2, 4, 8, 16, 16, None]
     assert [pick_bucket(entries, 3000) for entries in (1, 512, 513, 2048, 2049, 3000)] == [512, 512, 1024, 2048, 3000, 3000]
     assert pick_bucket(3001, 3000) is None
     assert pick_bucket(10, 64) == 64

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from specgen.decoding import logits_ops, signals
+from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelRunner
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
 
@@ -168,20 +170,27 @@ class ModelDrafter(ModelDrafterBase):
         limit = self._room(context, limit + len(tokens)) - len(tokens)
         if limit < 1:
             return Draft()
-        chain = DraftChain(self._setup, self._generator, policy.signals, self._own_signals, keep_probs=self._keeps_probs)
         scores = AcceptanceScores.wanted(self._setup, policy, context)
+        device = None if scores is not None else self._device_chain(context, tokens, policy, is_shown=show is not None)
+        host = DraftChain(self._setup, self._generator, policy.signals, self._own_signals, keep_probs=self._keeps_probs)
+        chain = host if device is None else device
         is_cut = False
 
         def extend(position: int) -> DraftedToken | str:
             nonlocal is_cut
             if is_cut:  # after the policy has seen the last token, from which it may learn later
                 return "pass ended"
-            output = self._runner.logits(context, tokens, start=len(tokens))
-            score = None
-            if scores is not None and output.hidden_states is not None:
-                score = scores.score(output.hidden_states[0], position)
-            unpenalised = None if output.unpenalised is None else output.unpenalised[0, : self._vocab_size]
-            token = chain.append(output.logits[0, : self._vocab_size], score, unpenalised)
+            if device is not None:
+                token = device.append()
+                if device.is_deferred:
+                    return token
+            else:
+                output = self._runner.logits(context, tokens, start=len(tokens))
+                score = None
+                if scores is not None and output.hidden_states is not None:
+                    score = scores.score(output.hidden_states[0], position)
+                unpenalised = None if output.unpenalised is None else output.unpenalised[0, : self._vocab_size]
+                token = host.append(output.logits[0, : self._vocab_size], score, unpenalised)
             if refusal := self._refusal(chain.values):
                 chain.drop_last()
                 return refusal
@@ -190,6 +199,19 @@ class ModelDrafter(ModelDrafterBase):
             return "eos" if tokens[-1] in self._eos_ids else token
 
         return chain.draft(extend_draft(policy, limit, extend, unverified=len(unverified)))
+
+    def _device_chain(
+        self, context: Context, unverified: Sequence[int], policy: LengthPolicy, *, is_shown: bool
+    ) -> DeviceChain | None:
+        """Begins a draft whose tokens are chosen on the device. Returns None if they are not, or if their logits are kept."""
+        runner = self._runner
+        if self._setup.keep_logits or not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
+            return None
+        names, keep_probs = policy.signals | self._own_signals, self._keeps_probs and not self._sampling.greedy
+        choice = ChoiceOnDevice.make(self._sampling, self._vocab_size, names, keep_probs=keep_probs)
+        is_deferred = not (names or policy.random or is_shown)  # then nothing needs a token before the draft ends
+        sequence = context, unverified, policy.signals, self._eos_ids
+        return DeviceChain(runner, choice, self._generator, *sequence, is_deferred=is_deferred)
 
     def _refusal(self, values: Mapping[str, float]) -> str | None:
         """Says why the last token must be dropped and the draft ended, or returns None to keep the token.

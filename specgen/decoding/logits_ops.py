@@ -40,7 +40,7 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
         if width == vocabulary or bool((before[..., -1] >= top_p).all()):
             break
     cut = before >= top_p
-    cut[..., 0] = False  # the likeliest token stays, even if `top_p` is 0 in float32
+    cut[..., 0].fill_(False)  # the likeliest token stays, even if `top_p` is 0 in float32
     kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(cut, 0.0))
     return kept.div_(kept.sum(dim=-1, keepdim=True))
 
@@ -54,10 +54,14 @@ def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if probs.is_cpu and probs.dim() == 1:
         return torch.tensor(draw_on_cpu(probs, generator))
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
-    cumulative = probs.cumsum(dim=-1, dtype=exact)
+    return draw_at(probs, torch.rand(*probs.shape[:-1], 1, dtype=exact, device=probs.device, generator=generator))
+
+
+def draw_at(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Returns the token of each distribution [..., vocabulary] at the `points` [..., 1] in [0, 1): `draw` with random numbers."""
+    cumulative = probs.cumsum(dim=-1, dtype=points.dtype)
     total = cumulative[..., -1:]
-    point = torch.rand(total.shape, dtype=exact, device=probs.device, generator=generator) * total
-    token = torch.searchsorted(cumulative, point, right=True).clamp_max_(probs.shape[-1] - 1)
+    token = torch.searchsorted(cumulative, points * total, right=True).clamp_max_(probs.shape[-1] - 1)
     return token.masked_fill_(~(total > 0), -1)[..., 0]
 
 

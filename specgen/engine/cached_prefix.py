@@ -59,7 +59,7 @@ class CachedPrefix:
         """
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)
-            if self._uses_long_rope(context) != self._uses_long_rope(self._context):
+            if self.uses_long_rope(context) != self.uses_long_rope(self._context):
                 shared = 0
             if shared < self.committed:
                 self.draft = NO_NODES
@@ -104,17 +104,21 @@ class CachedPrefix:
         self._context = context
         self.committed = committed
 
-    def truncate(self, committed: int) -> None:
-        """Counts at most the first `committed` tokens of the context as cached, and no draft nodes."""
-        self.draft = NO_NODES
-        self.committed = min(self.committed, committed)
-
-    def _uses_long_rope(self, context: Context) -> bool:
+    def uses_long_rope(self, context: Context) -> bool:
         """Whether the model uses its rotary frequencies for long contexts (LongRoPE) in a run with this context.
 
         The prompt's length decides: a run ends before a shorter prompt's output needs them (`LoadedModel.max_tokens`).
         """
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
+
+    def set_chain(self, tokens: Sequence[int]) -> None:
+        """Counts a chain of draft nodes after the whole context as cached, because it has been run; drops the other nodes."""
+        self.draft = TreeNodes(list(tokens), chain_parents(len(tokens)))
+
+    def truncate(self, committed: int) -> None:
+        """Counts at most the first `committed` tokens of the context as cached, and no draft nodes."""
+        self.draft = NO_NODES
+        self.committed = min(self.committed, committed)
 
     def _chunk_size(self, context: Context) -> int:
         """Returns how many tokens of a prompt to run in one forward pass.
@@ -122,14 +126,14 @@ class CachedPrefix:
         A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. So if the prompt is
         longer than this boundary, already its first pass has to reach beyond it.
         """
-        if self._rope_boundary is not None and self._uses_long_rope(context):
+        if self._rope_boundary is not None and self.uses_long_rope(context):
             return max(PREFILL_CHUNK, self._rope_boundary + 1 - self.committed)
         return PREFILL_CHUNK
 
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
         """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the cache's length."""
         self.cache.length = first
-        return ForwardPass(context, draft, first, last, self.cache, self._uses_long_rope(context))
+        return ForwardPass(context, draft, first, last, self.cache, self.uses_long_rope(context))
 
 
 def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:

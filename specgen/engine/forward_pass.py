@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -98,6 +98,51 @@ class ModelOutput(NamedTuple):
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
 """A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
 output for this number of tokens, the last ones of the pass."""
+
+
+class TokenChooser(Protocol):
+    """Chooses tokens from logits on the device, in operators that a CUDA graph can capture and replay.
+
+    `state` are the tensors that a call both reads and changes.
+    """
+
+    state: Sequence[torch.Tensor]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the token [1], int64, that is chosen from logits [1, vocabulary]: a valid id, even if a logit is NaN."""
+        ...
+
+
+class ChoiceRule(Protocol):
+    """How tokens are chosen. Hashable: equal rules share a chooser."""
+
+    def __hash__(self) -> int: ...
+
+    def chooser(self, vocab_size: int, device: torch.device) -> TokenChooser:
+        """Makes a chooser for logits of this width."""
+        ...
+
+
+@runtime_checkable
+class SelfFeeding(Protocol):
+    """A forward function that can also run a model token by token, each chosen on the device, without waiting for the host.
+
+    `feeds` says whether it can. The host learns the tokens from the chooser, when it wants to.
+    """
+
+    feeds: bool
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns the chooser for this rule: the same one at each call, unless many other rules were used in between."""
+        ...
+
+    def choose(self, rule: ChoiceRule, logits: torch.Tensor) -> None:
+        """Chooses a token from logits [1, vocabulary] with the rule's chooser."""
+        ...
+
+    def feed(self, rule: ChoiceRule, cache: Any, position: int, *, long_rope: bool) -> None:
+        """Runs the token that was chosen last at index `position` of the cache, and chooses the one that follows."""
+        ...
 
 
 class LayerPart(NamedTuple):

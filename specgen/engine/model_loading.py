@@ -18,6 +18,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.model_shape import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
 from specgen.engine.native.loading import load_native
+from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
@@ -217,7 +218,10 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
     check_weight_files(folder, source.name)
     try:
         if config.architecture is not None:
-            return load_native(folder, source.name, config.architecture, dtype, device, exact=source.exact)
+            native = load_native(folder, source.name, config.architecture, dtype, device, exact=source.exact)
+            if device.type == "cuda":
+                use_cuda_graphs(native)
+            return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
 
         return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device)

@@ -12,7 +12,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
-from specgen.engine.forward_pass import Cache, ForwardFunction, ModelOutput, TreeNodes, chain_parents
+from specgen.engine.forward_pass import (
+    Cache,
+    ChoiceRule,
+    ForwardFunction,
+    ModelOutput,
+    SelfFeeding,
+    TokenChooser,
+    TreeNodes,
+    chain_parents,
+)
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
@@ -84,6 +93,8 @@ class ModelRunner:
         self.cache = model.new_cache() if cache is None else cache
         self._forward = model.forward() if forward is None else forward
         self._penalties = penalties
+        function = self._forward
+        self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
         self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
@@ -125,6 +136,35 @@ class ModelRunner:
             processed = self._penalties(output.logits, context, tokens, nodes.parents, start)
             output = output._replace(logits=processed, unpenalised=output.logits)
         return output
+
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether the model can run token by token without the host: see `choose_next`."""
+        return self._self_feeding is not None
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns what `choose_next` chooses tokens with by this rule."""
+        assert self._self_feeding is not None
+        return self._self_feeding.chooser(rule)
+
+    @inference
+    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], chosen: int) -> None:
+        """Chooses the token that follows the context, the chain `draft` and the `chosen` tokens of the calls before.
+
+        The calls for one chain have the same arguments, but for `chosen`: 0, 1, 2, ... Tokens stay on the device: the caller gets
+        them from the chooser, and reports them to `count_chosen`, so that they need not be run again.
+        """
+        forward = self._self_feeding
+        assert forward is not None
+        if chosen == 0:
+            forward.choose(rule, self.logits(context, draft, start=len(draft)).logits)
+        else:
+            self.cache.length = position = len(context) + len(draft) + chosen - 1
+            forward.feed(rule, self.cache, position, long_rope=self._cached.uses_long_rope(context))
+
+    def count_chosen(self, tokens: Sequence[int]) -> None:
+        """Counts a chain after the context as cached: `draft` of the last calls of `choose_next`, and the tokens they ran."""
+        self._cached.set_chain(tokens)
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
         """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.

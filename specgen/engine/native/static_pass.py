@@ -7,43 +7,18 @@ depends on the data, and the host waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from specgen.engine.devices import pinned
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.native.ancestry import ancestry, base_of
+from specgen.engine.native.ancestry import ancestry
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.layer import KindInputs, PassInputs
 from specgen.engine.native.masks import additive
-from specgen.engine.native.native_model import NativeForward, NativeModel
+from specgen.engine.native.native_model import NativeForward
 
-WIDTHS = (1, 2, 8, 16)
-FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
 SPAN = 63  # tokens from `Ancestry.base` on that a pass can refer to: the bits of an int64 without its sign
-
-
-def pick_width(tokens: int, widths: Sequence[int] = WIDTHS) -> int | None:
-    """Returns the smallest of the ascending `widths` for a pass over this number of tokens; None if all are smaller."""
-    return next((width for width in widths if width >= tokens), None)
-
-
-def pick_bucket(entries: int, capacity: int) -> int | None:
-    """Returns the smallest bucket of at least `entries`, for a KV cache with room for `capacity` tokens; None if that is less."""
-    bucket = FIRST_BUCKET
-    while bucket < entries:
-        bucket *= 2
-    return min(bucket, capacity) if entries <= capacity else None
-
-
-def use_static_passes(model: NativeModel, widths: Sequence[int] = WIDTHS) -> None:
-    """Makes a model run its short passes as static ones, in all forward functions that are made from now on.
-
-    With one width, equal to or above the longest draft's tokens + 1, a token's logits do not depend on the tokens run with it.
-    """
-    model.wrap = lambda forward: StaticForward(forward, widths)
 
 
 class StaticPass:
@@ -111,11 +86,35 @@ class StaticPass:
             *depths,
             *(depths[-1] for _ in range(SPAN + 1 - len(depths))),
         ]
-        self._input.copy_(pinned(torch.tensor(numbers), self._input.device), non_blocking=True)
+        self._write(numbers)
         if self._hidden_in is not None:
             assert hidden is not None
             self._hidden_in[:count] = hidden
             self._hidden_in[count:] = hidden[-1]
+
+    def load_position(self, position: int) -> None:
+        """Writes the inputs of a pass over one token at this index of the cache, but for the token's id: see `feed`."""
+        self._count = 1
+        self._write([position, position, 0, 1, *(0 for _ in range(SPAN + 1))])
+
+    def feed(self, token: torch.Tensor) -> None:
+        """Writes the id of the token to run, `token` [1], which is on the device. For passes of width 1."""
+        self._ids.copy_(token)
+
+    def advance(self) -> None:
+        """Changes the inputs of a pass over one token to the next index of the cache, on the device."""
+        self._base.add_(1)
+        self._first.add_(1)
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """The vector of integers, which `feed` and `advance` change."""
+        return self._input
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The buffer [width, vocabulary] of the logits of all tokens, padding included."""
+        return self._logits
 
     @inference
     def run(self) -> None:
@@ -138,6 +137,9 @@ class StaticPass:
         """Returns the output for the last tokens of the pass, as views of the buffers: the next `run` overwrites them."""
         kept = slice(self._count - logits_to_keep, self._count)
         return ModelOutput(self._logits[kept], self._hidden[kept])
+
+    def _write(self, numbers: list[int]) -> None:
+        self._input.copy_(pinned(torch.tensor(numbers), self._input.device), non_blocking=True)
 
     def _inputs(self) -> PassInputs:
         """Computes slots, positions, rotations and masks on the device, from the vector of integers."""
@@ -167,43 +169,3 @@ class StaticPass:
         group = self._model.inputs.group
         mask = additive(visible, self._model.dtype)
         return mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, self.bucket)
-
-
-class StaticForward:
-    """Runs short passes as static ones, each made when it is first needed, and the others by the eager function `forward`.
-
-    A `ForwardFunction`. It enlarges a KV cache at once to the capacity that was reserved. When a cache grows beyond that, the
-    static passes are made again.
-    """
-
-    def __init__(self, forward: NativeForward, widths: Sequence[int] = WIDTHS) -> None:
-        self._eager, self._widths = forward, sorted(widths)
-        self._data: torch.Tensor | None = None
-        self._passes: dict[tuple[int, int, bool], StaticPass] = {}
-
-    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        first, cache = forward_pass.first, forward_pass.cache
-        width = pick_width(forward_pass.last - first, self._widths)
-        room = forward_pass.last + self._widths[-1]  # also for padding of a later pass over these tokens
-        if room > cache.data.shape[3]:
-            cache.enlarge(max(room, cache.capacity + self._widths[-1], FIRST_BUCKET))
-        if width is None or first - base_of(forward_pass) + width > SPAN:
-            return self._eager(forward_pass, logits_to_keep)
-        source = self._eager.inputs
-        hidden = None if source is None else source(forward_pass)
-        static = self._pass(cache, width, first + width, forward_pass.long_rope)
-        static.load(forward_pass, hidden)
-        static.run()
-        return static.output(logits_to_keep)
-
-    def _pass(self, cache: KVBuffer, width: int, entries: int, long_rope: bool) -> StaticPass:
-        """Returns the pass with the smallest bucket for this number of cache entries."""
-        if cache.data is not self._data:
-            self._passes.clear()
-            self._data = cache.data
-        bucket = pick_bucket(entries, cache.data.shape[3])
-        assert bucket is not None  # the cache has room for all widths
-        key = width, bucket, long_rope
-        if key not in self._passes:
-            self._passes[key] = StaticPass(self._eager, cache, width, bucket, long_rope=long_rope)
-        return self._passes[key]

@@ -1,0 +1,185 @@
+"""Drafts whose tokens are chosen on a GPU: the host reads them later, or one by one where it decides after each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from specgen.decoding import logits_ops, signals
+from specgen.decoding.length_policy import DraftedToken, Signals
+from specgen.engine.model_runner import ModelRunner
+from specgen.errors import nan_logits
+from specgen.types import Context, Draft, SamplingParams
+
+_ROWS = 16  # tokens; the host reads them before more are chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOnDevice:
+    """How tokens are chosen, and what is computed for each. Implements `forward_pass.ChoiceRule`.
+
+    Logits from `vocab_size` on are cut. `signals` are the names of numbers about a token, see `signals.compute`. `keeps_probs`:
+    the distributions that tokens were drawn from are kept.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    vocab_size: int
+    signals: Signals
+    keeps_probs: bool
+
+    @classmethod
+    def make(cls, sampling: SamplingParams, vocab_size: int, read: Signals, *, keep_probs: bool) -> Self:
+        """Returns the choice for these sampling parameters. It computes the signals `read`, entropy and top probability."""
+        names = (read | {"entropy", "top_prob"}) - {"predicted_acceptance"}  # which is not computed from logits
+        return cls(sampling.temperature, sampling.top_p, sampling.top_k, vocab_size, names, keep_probs)
+
+    def chooser(self, vocab_size: int, device: torch.device) -> DeviceChooser:
+        return DeviceChooser(self, min(vocab_size, self.vocab_size), device)
+
+
+class DeviceChooser:
+    """Chooses tokens on the device, and keeps them with their signals for the host. Implements `forward_pass.TokenChooser`.
+
+    `table` [rows, columns] has the token and its signals, in the order of `columns`; `probs` [rows, vocabulary] the distributions
+    (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random number in [0, 1) by which a token is
+    drawn: the caller writes a new one before each token, since random numbers cannot be drawn by a CUDA graph's replay alone.
+    """
+
+    def __init__(self, choice: ChoiceOnDevice, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._signals = vocab_size, choice.signals
+        self._sampling = SamplingParams(temperature=choice.temperature, top_p=choice.top_p, top_k=choice.top_k)
+        self.columns = ("token", *sorted(choice.signals))
+        self.row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
+        self.table = torch.zeros(_ROWS, len(self.columns), dtype=torch.float64, device=device)  # exact for tokens, unlike float32
+        self.probs = torch.zeros(_ROWS, vocab_size, device=device) if choice.keeps_probs else None
+        self.state: Sequence[torch.Tensor] = [self.row]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        logits, probs = logits[:, : self._vocab_size], None
+        if self._sampling.greedy:
+            token = logits.argmax(dim=-1)
+        else:
+            probs = logits_ops.warp(logits, self._sampling)
+            token = logits_ops.draw_at(probs, self.point)
+            if self.probs is not None:
+                self.probs.index_copy_(0, self.row, probs)
+        numbers = signals.compute(self._signals, logits, token, probs)
+        columns = [token, *(numbers[name] for name in self.columns[1:])]
+        self.table.index_copy_(0, self.row, torch.stack([column.double() for column in columns], dim=1))
+        self.row.add_(1)
+        return token.clamp_min(0)  # -1, after logits with a NaN, is no token that can be run
+
+
+class DeviceChain:
+    """A draft that grows token by token on the device, after the context and after `unverified`: tokens that follow it.
+
+    The host needs one transfer for each token, which `choice` chooses. If the draft `is_deferred`, it reads no token before the
+    draft ends. `tokens` are those that it has read, `values` the signals of the last one; `read` names those for the policy.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        choice: ChoiceOnDevice,
+        generator: torch.Generator,
+        context: Context,
+        unverified: Sequence[int],
+        read: Signals,
+        eos_ids: frozenset[int],
+        *,
+        is_deferred: bool,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.values: dict[str, float] = {}
+        self.is_deferred = is_deferred
+        chooser = runner.chooser(choice)
+        assert isinstance(chooser, DeviceChooser)
+        self._runner, self._choice, self._chooser, self._generator = runner, choice, chooser, generator
+        self._read_signals, self._eos_ids = read, eos_ids
+        self._context, self._unverified = context, list(unverified)
+        self._chosen: list[int] = []  # all tokens that the host has read
+        self._statistics: list[tuple[float, float]] = []  # entropy and top probability
+        self._probs: list[torch.Tensor] = []  # of the rows that were used again
+        self._count = 0  # tokens chosen
+        self._first = 0  # the number of the token in row 0
+        self._random_state = None if choice.temperature == 0 or not is_deferred else generator.get_state()
+
+    def append(self) -> DraftedToken:
+        """Adds a token. Returns it with its signals, or without if the draft `is_deferred`."""
+        chooser = self._chooser
+        if self._count == 0:
+            chooser.row.zero_()
+        elif self._count - self._first == _ROWS:
+            self._use_rows_again()
+        if self._choice.temperature != 0:
+            chooser.point.uniform_(generator=self._generator)
+        self._runner.choose_next(self._choice, self._context, self._unverified, self._count)
+        self._count += 1
+        if self.is_deferred:
+            return DraftedToken(self._count)
+        self._read()
+        return DraftedToken(self._count, {name: self.values[name] for name in self._read_signals if name in self.values})
+
+    def drop_last(self) -> None:
+        self.tokens.pop()
+        self._statistics.pop()
+
+    def draft(self, reason: str) -> Draft:
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended.
+
+        A deferred draft ends at the first of `eos_ids`, and then for this reason.
+        """
+        if self._count == 0:
+            return Draft(stop_reason=reason)
+        self._read()
+        if self.is_deferred:
+            reason = self._end_at_eos(reason)
+        self._runner.count_chosen([*self._unverified, *self._chosen[:-1]])
+        if not self.tokens:
+            return Draft(stop_reason=reason)
+        entropies, top_probs = zip(*self._statistics, strict=True)
+        probs = None
+        if self._chooser.probs is not None:
+            probs = torch.cat((*self._probs, self._chooser.probs[: self._count - self._first]))[: len(self.tokens)]
+            probs = logits_ops.pad_probs(probs, self._choice.vocab_size)
+        return Draft.chain(self.tokens, probs=probs, entropies=entropies, top_probs=top_probs, stop_reason=reason)
+
+    def _read(self) -> None:
+        """Reads the tokens that the host has not read yet, in one transfer. Raises RunError if their logits hold a NaN."""
+        if len(self._chosen) == self._count:
+            return
+        rows = self._chooser.table[len(self._chosen) - self._first : self._count - self._first]
+        for row in rows.tolist():
+            token, *numbers = row
+            self.values = dict(zip(self._chooser.columns[1:], numbers, strict=True))
+            if math.isnan(self.values["entropy"]):
+                raise nan_logits("draft")
+            self.tokens.append(logits_ops.valid_token(int(token), "draft"))
+            self._chosen.append(int(token))
+            self._statistics.append((self.values["entropy"], self.values["top_prob"]))
+
+    def _use_rows_again(self) -> None:
+        self._read()
+        if self._chooser.probs is not None:
+            self._probs.append(self._chooser.probs.clone())
+        self._first = self._count
+        self._chooser.row.zero_()
+
+    def _end_at_eos(self, reason: str) -> str:
+        """Drops what follows an end-of-sequence token, as if the draft had ended there. Returns why the draft ended."""
+        end = next((index for index, token in enumerate(self.tokens, 1) if token in self._eos_ids), None)
+        if end is None:
+            return reason
+        del self.tokens[end:], self._statistics[end:]
+        if self._random_state is not None:  # the next draft gets the random numbers that this one should not have drawn
+            self._generator.set_state(self._random_state)
+            for _ in range(end):
+                self._chooser.point.uniform_(generator=self._generator)
+        return "eos"

@@ -1,0 +1,168 @@
+"""Runs a native model's short passes as static ones, captured as CUDA graphs where there is a GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
+from specgen.engine.native.ancestry import base_of
+from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.native_model import NativeForward, NativeModel
+from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
+from specgen.engine.native.static_pass import SPAN, StaticPass
+
+WIDTHS = (1, 2, 4, 8, 16)
+FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
+_MAX_RULES = 8  # rules for choosing tokens for which graphs are kept
+
+_log = logging.getLogger(__name__)
+
+
+def pick_width(tokens: int, widths: Sequence[int] = WIDTHS) -> int | None:
+    """Returns the smallest of the ascending `widths` for a pass over this number of tokens; None if all are smaller."""
+    return next((width for width in widths if width >= tokens), None)
+
+
+def pick_bucket(entries: int, capacity: int) -> int | None:
+    """Returns the smallest bucket of at least `entries`, for a KV cache with room for `capacity` tokens; None if that is less."""
+    bucket = FIRST_BUCKET
+    while bucket < entries:
+        bucket *= 2
+    return min(bucket, capacity) if entries <= capacity else None
+
+
+def use_static_passes(model: NativeModel, widths: Sequence[int] = WIDTHS, new_graphs: Callable[[], Graphs] | None = None) -> None:
+    """Makes a model run its short passes as static ones, in all forward functions that are made from now on.
+
+    With one width, equal to or above the longest draft's tokens + 1, a token's logits do not depend on the tokens run with it.
+    `new_graphs` makes what captures the passes of one forward function; None runs their operators one by one.
+    """
+    capturing = None if new_graphs is None else Capturing(new_graphs)
+    model.wrap = lambda forward: StaticForward(forward, widths, capturing)
+
+
+def use_cuda_graphs(model: NativeModel) -> None:
+    """Makes a model on a CUDA device run its short passes as CUDA graphs, in all forward functions made from now on.
+
+    An exact model runs all of them at one width, so that a token's logits have the same bits whichever tokens are run with it.
+    """
+    stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+    use_static_passes(model, WIDTHS[-1:] if model.exact else WIDTHS, partial(CudaGraphs, model.device, stream))
+
+
+@dataclass(slots=True)
+class Capturing:
+    """Captures the static passes of one model, until a capture fails. `new_graphs` is called for each forward function."""
+
+    new_graphs: Callable[[], Graphs]
+    is_off: bool = False
+
+    def capture(self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor]) -> Work:
+        """Returns a function that does the work: its graph, or if it cannot be captured the work itself. Logs which."""
+        if self.is_off:
+            return work
+        start = time.perf_counter()
+        try:
+            replay = graphs.capture(work, state)
+        except RuntimeError as error:
+            self.is_off = True
+            _log.warning("no CUDA graphs from here on, so passes take longer: %s could not be captured: %s", name, error)
+            return work
+        _log.info("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - start))
+        return replay
+
+
+class StaticForward:
+    """Runs short passes as static ones, each made when it is first needed, and the others by the eager function `forward`.
+
+    A `ForwardFunction`. It enlarges a KV cache at once to the capacity that was reserved. When a cache grows beyond that, the
+    static passes and their graphs are made again. With `capturing`, passes are captured, and it is `SelfFeeding`.
+    """
+
+    def __init__(self, forward: NativeForward, widths: Sequence[int] = WIDTHS, capturing: Capturing | None = None) -> None:
+        self._eager, self._widths, self._capturing = forward, sorted(widths), capturing
+        self.feeds = capturing is not None and forward.inputs is None and forward.parts is not None
+        self._choices: dict[ChoiceRule, TokenChoice] = {}
+        self._drop_passes()
+
+    def _drop_passes(self, data: torch.Tensor | None = None) -> None:
+        """Drops all passes and graphs. `data` is the KV cache's buffer that the next ones are made for."""
+        self._passes: dict[tuple[int, int, bool], StaticPass] = {}
+        self._self_feeding: dict[tuple[ChoiceRule, int, bool], SelfFeedingPass] = {}
+        self._replays: dict[Hashable, Work] = {}
+        self._graphs = None if self._capturing is None else self._capturing.new_graphs()
+        self._data = data
+
+    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        first, cache = forward_pass.first, forward_pass.cache
+        width = pick_width(forward_pass.last - first, self._widths)
+        self._make_room(cache, forward_pass.last)
+        if width is None or first - base_of(forward_pass) + width > SPAN:
+            return self._eager(forward_pass, logits_to_keep)
+        source = self._eager.inputs
+        hidden = None if source is None else source(forward_pass)
+        key = width, self._bucket(cache, first + width), forward_pass.long_rope
+        if key not in self._passes:
+            self._passes[key] = StaticPass(self._eager, cache, *key[:2], long_rope=key[2])
+        static = self._passes[key]
+        static.load(forward_pass, hidden)
+        self._run(key, f"passes of {width} tokens over {key[1]} cache entries", static.run)
+        return static.output(logits_to_keep)
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns the chooser for this rule, which `choose` and `feed` use; see `forward_pass.SelfFeeding`."""
+        if rule not in self._choices:
+            if len(self._choices) == _MAX_RULES:
+                self._choices.clear()
+                self._drop_passes(self._data)
+            self._choices[rule] = TokenChoice(rule, self._eager)
+        return self._choices[rule].chooser
+
+    def choose(self, rule: ChoiceRule, logits: torch.Tensor) -> None:
+        """Chooses a token from logits [1, vocabulary]; see `forward_pass.SelfFeeding`."""
+        choice = self._choices[rule]
+        choice.logits.copy_(logits)
+        self._run(rule, "the choice of a token", choice.run, choice.state)
+
+    def feed(self, rule: ChoiceRule, cache: KVBuffer, position: int, *, long_rope: bool) -> None:
+        """Runs the token chosen last, and chooses the next one; see `forward_pass.SelfFeeding`."""
+        self._make_room(cache, position + 1)
+        key = rule, self._bucket(cache, position + 1), long_rope
+        if key not in self._self_feeding:
+            static = StaticPass(self._eager, cache, 1, key[1], long_rope=long_rope)
+            self._self_feeding[key] = SelfFeedingPass(static, self._choices[rule])
+        step = self._self_feeding[key]
+        step.load(position)
+        self._run(key, f"draft steps over {key[1]} cache entries", step.run, step.state)
+        step.has_run(position)
+
+    def _make_room(self, cache: KVBuffer, last: int) -> None:
+        """Enlarges the cache if it has no room for `last` tokens and the padding of a pass over them."""
+        room = last + self._widths[-1]
+        if room > cache.data.shape[3]:
+            cache.enlarge(max(room, cache.capacity + self._widths[-1], FIRST_BUCKET))
+
+    def _bucket(self, cache: KVBuffer, entries: int) -> int:
+        """Returns the smallest bucket for this number of cache entries. Drops the passes of another buffer."""
+        if cache.data is not self._data:
+            self._drop_passes(cache.data)
+        bucket = pick_bucket(entries, cache.data.shape[3])
+        assert bucket is not None  # the cache has room for all widths
+        return bucket
+
+    def _run(self, key: Hashable, name: str, work: Work, state: Sequence[torch.Tensor] = ()) -> None:
+        """Does the work. At the first time for this key, captures it if there are graphs."""
+        replay = self._replays.get(key)
+        if replay is None:
+            replay = work
+            if self._capturing is not None and self._graphs is not None:
+                replay = self._capturing.capture(self._graphs, name, work, state)
+            self._replays[key] = replay
+        replay()
