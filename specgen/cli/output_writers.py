@@ -167,6 +167,7 @@ def _window(plan: Plan) -> str:
     return (
         f"window {costs.window.size}: a target pass over {costs.width} tokens takes {_milliseconds(costs.target_pass)} ms, "
         f"a draft pass {_milliseconds(costs.draft_pass)} ms, c {costs.ratio:.1f}{first}"
+        + ("; the models take turns on this GPU, so PEARL gains little" if costs.take_turns else "")
     )
 
 

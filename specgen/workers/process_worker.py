@@ -147,7 +147,9 @@ class ProcessDrafter:
         answer: DraftAnswer = self._process.receive(self._serial, self._run)
         self.seconds = answer.seconds
         draft = Draft.chain(answer.tokens, entropies=answer.entropies, top_probs=answer.top_probs, stop_reason=answer.stop_reason)
-        return self._shared.read(self._slot, draft) if draft.tokens and self._shared.size else draft
+        if not (draft.tokens and self._shared.size):
+            return draft
+        return self._shared.read(self._slot, draft, self._components.target.device)
 
     def close(self) -> None:
         if self._process is None:

@@ -148,7 +148,7 @@ class _Run:
         if draft.tokens and self.shared.size:
             self.shared.write(request.slot, draft)
         seconds = time.perf_counter() - start
-        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds)
+        return DraftAnswer(draft.tokens, list(draft.entropies), list(draft.top_probs), draft.stop_reason, seconds)
 
 
 def _reportable(error: Exception) -> SpecgenError:
