@@ -123,6 +123,23 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
     return on_host
 
 
+def argmax_and_ties(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Returns `argmax_tokens`, and for each row whether another token has the same logit. One transfer to the host.
+
+    Ties are only looked for in half precision, where rounding makes them: they may be decided otherwise in a pass of other width.
+    """
+    if logits.dtype == torch.float32:
+        return argmax_tokens(logits), [False] * logits.shape[0]
+    if logits.is_cpu:
+        tokens = argmax_tokens(logits)
+        best = logits.gather(1, torch.tensor(tokens)[:, None].clamp_min(0))
+        return tokens, ((logits == best).sum(dim=-1) > 1).tolist()
+    found = argmax_token(logits)
+    is_tied = (logits == logits.amax(dim=-1, keepdim=True)).sum(dim=-1) > 1
+    on_host: list[list[int]] = torch.stack((found, is_tied)).tolist()
+    return on_host[0], [bool(tied) for tied in on_host[1]]
+
+
 def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes entropy (nats) and largest probability, each [...], from logits [..., vocabulary].
 

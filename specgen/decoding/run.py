@@ -150,7 +150,7 @@ class Run:
         """
         for position, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
-                return Verdict(verdict.path[: position + 1], None, None, verdict.agreement)
+                return replace(verdict, path=verdict.path[: position + 1], token=None, source=None)
         if verdict.token is not None:
             self._ends(verdict.token)
         return verdict

@@ -33,7 +33,12 @@ class GreedyVerifier:
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        return match_argmax_path(draft, logits_ops.argmax_tokens(output.logits))
+        choices, tied = logits_ops.argmax_and_ties(output.logits)
+        verdict = match_argmax_path(draft, choices)
+        if not any(tied):
+            return verdict
+        rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.path) + (verdict.token is not None)]
+        return replace(verdict, ties=sum(tied[row] for row in rows))
 
 
 class RejectionSampling:
