@@ -33,7 +33,9 @@ from specgen.engine.native import weight_files
 from specgen.engine.native.masks import ChainMasks
 from specgen.engine.native.weight_files import WeightFiles
 from specgen.errors import RunError
-from specgen.types import Context, Draft, SamplingParams
+from specgen.traces.summary import Summary
+from specgen.types import Context, Draft, Round, SamplingParams, Verdict
+from specgen.ui.terminal.footer import footer
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -130,6 +132,19 @@ def test_ties_of_the_targets_choice_are_counted_in_half_precision(on_gpu: bool, 
         else:
             verdict = GreedyVerifier().verify(draft, ModelOutput(rows.to(dtype)))
         assert (verdict.path, verdict.token, verdict.ties) == ((0, 1), 0, ties)
+
+
+def test_ties_are_in_the_summary_and_its_line() -> None:
+    rounds = [
+        Round(0, "prefill", Draft(), Verdict((), 3, None, ties=1)),
+        Round(1, "sequential", Draft(), Verdict((), 3, None, ties=1)),
+    ]
+    summary = Summary("ar", rounds)
+    assert summary.as_dict("", "eos")["ties"] == 2
+    assert "2 ties in the target's logits" in footer(summary, [], 200).plain
+    summary.include(summary.as_dict("", "eos") | {"drafts": 0})
+    assert summary.ties == 4
+    assert "ties" not in footer(Summary("ar", [Round(0, "prefill", Draft(), Verdict((), 3))]), [], 200).plain
 
 
 def test_lists_are_uploaded_without_waiting_for_the_device() -> None:

@@ -140,6 +140,8 @@ class OutputWriter:
             notes.append("lossy")
         if plan.info.costs is not None:
             notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
+            if plan.info.costs.take_turns:
+                notes.append("the models take turns on this GPU")
         elif "window" in plan.settings.values and not self._tuned:  # `tuned` contains the window
             notes.append(f"window {plan.settings.values['window']}")
         if plan.method.name == "lookup" and self._pair.draft is None:
