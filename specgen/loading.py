@@ -10,7 +10,7 @@ import torch
 
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
-from specgen.engine.devices import pick_device
+from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
@@ -40,7 +40,8 @@ def load(
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
-    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's device.
+    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's
+    device, or a second GPU if `device` is `auto` and there is one.
     `announce` is called with a short description of each step. `process` is a process started earlier to run PEARL's draft model,
     to save time; None starts one when PEARL first runs. `exit_layer` is the file or folder of EESD's trained exit layer; None
     takes the one that was trained for this target on this machine, or the bundled target's. `backend` says whose forward pass
@@ -54,7 +55,7 @@ def load(
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
     target_device = pick_device(device)
-    other_device = target_device if draft_device is None else pick_device(draft_device)
+    other_device = pick_draft_device(draft_device, device, target_device)
     if exact and target_device.type != "cpu":
         raise SpecgenError(
             f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"

@@ -21,7 +21,7 @@ from specgen.decoding.sequential import Checked
 from specgen.drafting_knowledge import NEW_TOKENS as TIMED_TOKENS
 from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel
-from specgen.engine.devices import ThreadChoice, pick_threads, synchronizer
+from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
 from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Exit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
@@ -37,6 +37,7 @@ from specgen.traces.summary import Summary, speed_without_prefill
 from specgen.traces.trace_writer import RunInfo
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers.process_worker import ProcessWorker
+from specgen.workers.stream_worker import CudaStreams, StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
 
 
@@ -60,7 +61,7 @@ class Pair:
             self.exit_layer = exit_layer
         self._is_closed = False
         self._process_worker = worker
-        self._thread_worker: ThreadWorker | None = None
+        self._thread_worker: ThreadWorker | StreamWorker | None = None
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self._draft_runner: ModelRunner | None = None
@@ -242,7 +243,7 @@ class Pair:
         if settings.policy == Adaptive.name:
             components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
-        clock = Clock(synchronizer(self.target.device))
+        clock = Clock(device_timer(self.target.device))
         run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)
         if measured is not None:
             run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
@@ -331,10 +332,11 @@ class Pair:
 
     @property
     def _worker(self) -> DraftWorker | None:
-        """The process or thread that runs the draft model during the target's passes (PEARL); None without a draft model."""
+        """What runs the draft model during the target's passes (PEARL); None without a draft model."""
         self._check_open()
         if self._process_worker is None and self._thread_worker is None and (draft := self.runners[1]) is not None:
-            self._thread_worker = ThreadWorker(draft)
+            shares_gpu = draft.device.type == "cuda" and draft.device == self.target.device
+            self._thread_worker = StreamWorker(draft, CudaStreams(draft.device)) if shares_gpu else ThreadWorker(draft)
         return self._process_worker or self._thread_worker
 
     def has_flexible_window(self, sampling: SamplingParams) -> bool:

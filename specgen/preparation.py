@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from specgen import measurement_cache, methods
 from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.engine.devices import device_name, synchronizer
+from specgen.engine.devices import device_name, device_timer
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.environment import machine, thread_settings, versions
@@ -94,8 +94,11 @@ class PearlCosts:
             shortest = min(target.max_tokens(length), draft.context_limit)
             length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
             widest = max(1, min(LONGEST_WINDOW, shortest - length))
-            costs = time_parallel_passes(components.target, drafter, Context([1] * length), synchronizer(target.device), widest)
-            if max(astuple(costs)) == math.inf:  # the draft model cannot follow this one context
+            timer = device_timer(target.device)
+            costs = time_parallel_passes(
+                components.target, drafter, Context([1] * length), timer, widest, worker.kind == "stream"
+            )
+            if max(costs.seconds) == math.inf:  # the draft model cannot follow this one context
                 return MeasuredCosts(costs, None)
             measurement_cache.keep("costs", key, asdict(costs))
         drop = partial(measurement_cache.drop, "costs", key)
@@ -120,7 +123,9 @@ def _valid_costs(found: Any) -> ParallelCosts | None:
     """Returns cached pass times (`found`, as read from JSON), or None if they are missing or not positive finite numbers."""
     try:
         costs = ParallelCosts(**found)
-        return costs if min(astuple(costs)) > 0 and max(astuple(costs)) < math.inf else None
+        numbers = *costs.seconds, costs.width, costs.context_length
+        finite = costs.overlap is None or math.isfinite(costs.overlap)
+        return costs if min(numbers) > 0 and max(numbers) < math.inf and finite else None
     except TypeError:
         return None
 

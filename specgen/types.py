@@ -206,13 +206,15 @@ class Verdict:
 
     `source` says whether that token is a correction (after a rejection) or a bonus (after a whole accepted path). It is None for
     an empty draft. `token` is None if the output ended inside the draft, or if the target's logits after its last token are
-    missing; `source` is None then too. `agreement` compares both models' probabilities; None unless recorded.
+    missing; `source` is None then too. `agreement` compares both models' probabilities; None unless recorded. `ties` counts the
+    tokens of the target's choice that rounding may have decided: in half precision, its two largest logits were equal.
     """
 
     path: tuple[int, ...] = ()
     token: int | None = None
     source: Source | None = None
     agreement: DistributionOverlap | None = None
+    ties: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from families import make_model, near_copy, save
+from gpu_models import use_graphs
+from static_checks import random_model, random_tokens
 
 import specgen
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.verdict import judge
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.families import FAMILIES
 from specgen.errors import SpecgenError
-from specgen.types import SamplingParams
+from specgen.types import Context, SamplingParams
 
 METHODS: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
 SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -35,6 +40,20 @@ def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: 
             for name, settings in METHODS.items():
                 pair.forget()
                 assert pair.generate(prompt, name, SAMPLING, **settings).token_ids == expected, (name, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_of_one_width_give_equal_bits_in_bfloat16(family: str) -> None:
+    model, ids = random_model(family, torch.bfloat16), random_tokens(Random(6), 540)
+    use_graphs(model, (16,))
+    plain, verifying = ModelRunner(model), ModelRunner(model)
+    for runner in (plain, verifying):
+        runner.logits(Context(ids[:480]))  # the prompt runs eagerly
+    one_by_one = [plain.logits(Context(ids[:length])).logits[-1].clone() for length in range(480, 541)]
+    for length in (480, 485, 493, 508):
+        found = verifying.logits(Context(ids[:length]), ids[length : length + 15]).logits
+        assert torch.equal(found, torch.stack(one_by_one[length - 480 : length - 464])), length
 
 
 def test_no_difference_between_exact_outputs_is_a_tie() -> None:

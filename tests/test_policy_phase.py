@@ -15,6 +15,7 @@ from scripted_models import TableRunner, TopProbPredictor, scripted_run
 from specgen.decoding import drafters
 from specgen.decoding import run as run_module
 from specgen.decoding.policies import CaliTS
+from specgen.engine.devices import WaitingTimer
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import read_trace
 from specgen.types import SamplingParams
@@ -121,5 +122,5 @@ def test_the_phase_never_waits_for_the_device(name: str) -> None:
     """Only the target's pass is waited for, once a round."""
     waits: list[int] = []
     run = scripted_run(name, {"theta0": 1.0}, TableRunner(1), TableRunner(2), SamplingParams(max_new_tokens=16))
-    rounds = list(replace(run, clock=run_module.Clock(lambda: waits.append(1))).rounds())
+    rounds = list(replace(run, clock=run_module.Clock(WaitingTimer(lambda: waits.append(1)))).rounds())
     assert len(waits) == len(rounds)

@@ -135,7 +135,7 @@ def _check_summary(line: Mapping[str, Any], where: str) -> None:
     phases = line.get("phase_seconds", ...)
     checks: dict[str, Callable[[Any], bool]] = {
         **dict.fromkeys(("rounds", "drafts", "drafted", "accepted"), _is_count),
-        **{name: _is_count for name in ("target_passes", "rejections") if name in line},
+        **{name: _is_count for name in ("target_passes", "rejections", "ties") if name in line},
         "seconds": _is_seconds,
         "phase_seconds": lambda value: value is None or isinstance(value, dict),
         "perplexity": lambda value: value is None or _is_number(value, 1e-9, 1e300),

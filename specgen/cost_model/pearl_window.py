@@ -10,6 +10,7 @@ from specgen.cost_model.round_costs import RoundCosts
 LONGEST_WINDOW = 64
 ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
 _SHORTEST = 1e-9  # seconds
+LEAST_OVERLAP = 0.25  # below, the models count as taking turns
 _TURNS = 2  # estimates of the window after the first
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
@@ -47,6 +48,8 @@ class ParallelCosts:
     """Seconds of forward passes while target and draft model run at the same time, with `context_length` tokens in the caches.
 
     `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` a target pass over one token.
+    `overlap` is how much of the shorter one's time both models save together, against one after the other: 1 if they do not slow
+    each other, 0 if they take turns, negative if they are slower together. None where it was not measured: only on a shared GPU.
     """
 
     draft_pass: float
@@ -54,6 +57,17 @@ class ParallelCosts:
     single_pass: float
     width: int
     context_length: int
+    overlap: float | None = None
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """All times."""
+        return self.draft_pass, self.target_pass, self.single_pass
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether the models were measured not to run at the same time, so that PEARL gains little over drafting first."""
+        return self.overlap is not None and self.overlap < LEAST_OVERLAP
 
     @property
     def ratio(self) -> float:
@@ -93,7 +107,8 @@ class ParallelCosts:
 
     def as_dict(self) -> dict[str, float]:
         """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""
-        return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**given, "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
 
 
 def settled(rough: ParallelCosts, measure: Callable[[int], ParallelCosts], widest: int = LONGEST_WINDOW) -> ParallelCosts:

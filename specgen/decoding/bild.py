@@ -11,6 +11,7 @@ from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import Signals, comparison
 from specgen.decoding.verifiers import accept_prefix
+from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.types import Draft, SamplingParams, Verdict
 
@@ -52,7 +53,7 @@ class BildVerifier:
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         length = len(draft.tokens)
-        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=output.logits.device)
+        tokens = upload(torch.tensor(draft.tokens, dtype=torch.long), output.logits.device)
         logits = output.logits[:length].float()
         log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         accepted = (log_probs >= -self._rollback) | (logits.argmax(dim=-1) == tokens)  # false for NaN

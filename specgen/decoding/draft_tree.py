@@ -9,6 +9,7 @@ import torch
 
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, draft_statistics
+from specgen.engine.devices import upload
 from specgen.types import Context, Draft
 
 
@@ -49,7 +50,7 @@ class DraftTree:
         positions = [node - first for node in nodes]
         if positions == list(range(logits.shape[0])):
             return logits
-        selected = torch.tensor(positions, device=logits.device)
+        selected = upload(torch.tensor(positions), logits.device)
         self.hidden = None if self.hidden is None else self.hidden[selected]
         self.unpenalised = None if self.unpenalised is None else self.unpenalised[selected]
         return logits[selected]
@@ -80,12 +81,12 @@ class DraftTree:
         logits = torch.cat(self._logits)
         parents = [self.parents[node] for node in nodes]
         origins = sorted(set(parents))
-        entropies, top_probs = draft_statistics(logits[torch.tensor([origin + 1 for origin in origins], device=logits.device)])
+        entropies, top_probs = draft_statistics(logits[upload(torch.tensor([origin + 1 for origin in origins]), logits.device)])
         at = {origin: position for position, origin in enumerate(origins)}
         return {
             "entropies": [entropies[at[parent]] for parent in parents],
             "top_probs": [top_probs[at[parent]] for parent in parents],
-            "logits": logits[torch.tensor([parent + 1 for parent in parents], device=logits.device)]
+            "logits": logits[upload(torch.tensor([parent + 1 for parent in parents]), logits.device)]
             if self._setup.keep_logits
             else None,
         }

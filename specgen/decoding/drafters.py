@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, overload
 
 import torch
 
@@ -225,7 +225,8 @@ class DraftChain:
     """A draft that grows token by token. Each token needs one transfer to the host: its id and its signals.
 
     Signals are numbers such as the token's entropy. `read` names those for the length policy, `own` those for the drafter. If
-    neither includes entropy or top probability, a GPU computes these for all tokens at once at the end.
+    neither includes entropy or top probability, a GPU computes these for all tokens at once at the end, and copies them to the
+    host only when they are read.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class DraftChain:
         unpenalised: torch.Tensor | None,
     ) -> tuple[int, dict[str, float]]:
         """Returns a token drawn from `probs` [vocabulary] (None: the likeliest), and its signals by name. One transfer."""
-        token = logits.argmax() if probs is None else logits_ops.draw(probs, self._generator)
+        token = logits_ops.argmax_token(logits) if probs is None else logits_ops.draw(probs, self._generator)
         computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance, unpenalised)
         chosen, *numbers = logits_ops.to_host(token, *computed.values())
         return int(chosen), dict(zip(computed, numbers, strict=True))
@@ -311,9 +312,12 @@ class DraftChain:
         """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended."""
         if not self.tokens:
             return Draft(stop_reason=reason)
-        entropies, top_probs = (
-            zip(*self._statistics, strict=True) if self._statistics else draft_statistics(torch.stack(self._logits))
-        )
+        entropies: Sequence[float]
+        top_probs: Sequence[float]
+        if self._statistics:
+            entropies, top_probs = zip(*self._statistics, strict=True)
+        else:  # tokens are -1 where the logits hold a NaN, so these numbers hold none
+            entropies, top_probs = map(DeviceNumbers, logits_ops.entropy_and_top_prob(torch.stack(self._logits)))
         return Draft.chain(
             self.tokens,
             probs=logits_ops.pad_probs(torch.stack(self._probs), self._setup.vocab_size) if self._probs else None,
@@ -322,6 +326,28 @@ class DraftChain:
             stop_reason=reason,
             logits=torch.stack(self._logits) if self._setup.keep_logits else None,
         )
+
+
+class DeviceNumbers(Sequence[float]):
+    """A vector [n] of numbers on a device, which is copied to the host when it is first read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._on_host: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        if self._on_host is None:
+            self._on_host = self._values.tolist()
+        return self._on_host[index]
 
 
 def draft_statistics(logits: torch.Tensor) -> tuple[list[float], list[float]]:

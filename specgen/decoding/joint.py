@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.errors import RunError, nan_logits
 from specgen.types import Context, Draft, Round, Verdict
@@ -65,7 +66,7 @@ class BlockSearch:
         self, target: DraftRunner, context: Context, eos_ids: Collection[int], length: int, beams: int, most_prefixes: int
     ) -> None:
         self._target, self._context, self._length = target, context, length
-        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=target.device)
+        self._eos = upload(torch.tensor(sorted(eos_ids), dtype=torch.long), target.device)
         self._is_exact, self._width, self._most = beams == 0, beams or BATCH, most_prefixes
         self.passes = 0
         self.log_likelihood = -math.inf  # nats, of the best complete block so far
@@ -122,11 +123,11 @@ class BlockSearch:
         `most_prefixes` (for a beam search, `beams`) of them: the search cannot extend more.
         """
         output = self._target.logits(self._context, self._tokens, self._parents, start=nodes[0] + 1)
-        clock.lap(phase, synchronize=True)
+        clock.lap(phase, on_device=True)
         self.passes += 1
         before = [self._likelihoods[node] if node >= 0 else 0.0 for node in nodes]
-        joint = output.logits.float().log_softmax(dim=-1) + torch.tensor(before, device=output.logits.device)[:, None]
-        is_last = torch.tensor([self._depth(node) == self._length - 1 for node in nodes], device=joint.device)
+        joint = output.logits.float().log_softmax(dim=-1) + upload(torch.tensor(before), output.logits.device)[:, None]
+        is_last = upload(torch.tensor([self._depth(node) == self._length - 1 for node in nodes]), joint.device)
         ended = is_last[:, None].expand_as(joint).clone()
         ended[:, self._eos] = True
         complete = joint.masked_fill(~ended, -math.inf).flatten()
@@ -140,7 +141,7 @@ class BlockSearch:
         if highest > self.log_likelihood:
             self.log_likelihood = highest
             self._last = (nodes[int(index) // vocabulary], int(index) % vocabulary)
-        parents = torch.tensor(list(nodes), device=joint.device)[indices // vocabulary]
+        parents = upload(torch.tensor(list(nodes)), joint.device)[indices // vocabulary]
         clock.lap("sample")
         return torch.stack((values, parents.float(), (indices % vocabulary).float()))
 

@@ -11,6 +11,7 @@ import torch
 from specgen.errors import nan_logits
 from specgen.types import SamplingParams
 
+TIES = 64  # further tokens that may have the k-th largest logit, too, and are sorted with the top k
 _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is sorted
 
 
@@ -26,22 +27,32 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         weakest = scores.topk(sampling.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < weakest, -torch.inf)
     probs = scores.softmax(dim=-1)
-    return _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+    return _nucleus(probs, sampling.top_p, sampling.top_k) if sampling.top_p < 1 else probs
 
 
-def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keeps the fewest likeliest tokens whose total probability reaches `top_p`, and renormalises."""
+def _nucleus(probs: torch.Tensor, top_p: float, top_k: int = 0) -> torch.Tensor:
+    """Keeps the fewest likeliest tokens whose total probability reaches `top_p`, and renormalises.
+
+    If at most `top_k` tokens and ties with the last of them have probabilities (0: all have), no others are sorted.
+    """
     vocabulary = probs.shape[-1]
+    if 0 < top_k < vocabulary - TIES:
+        values, order = probs.topk(top_k + TIES)
+        return _cut(probs, values, order, values.cumsum(dim=-1) - values >= top_p)
     # on a CPU a full sort dominates the time of sampling; on a GPU it takes less time than the check whether it is needed
-    widths = (_HEAD, vocabulary) if probs.device.type == "cpu" and vocabulary > _HEAD else (vocabulary,)
+    widths = (_HEAD, vocabulary) if probs.is_cpu and vocabulary > _HEAD else (vocabulary,)
     for width in widths:
         values, order = probs.topk(width)
-        before = values.cumsum(dim=-1) - values
-        if width == vocabulary or bool((before[..., -1] >= top_p).all()):
+        is_cut = values.cumsum(dim=-1) - values >= top_p
+        if width == vocabulary or bool(is_cut[..., -1].all()):
             break
-    cut = before >= top_p
-    cut[..., 0].fill_(False)  # the likeliest token stays, even if `top_p` is 0 in float32
-    kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(cut, 0.0))
+    return _cut(probs, values, order, is_cut)
+
+
+def _cut(probs: torch.Tensor, values: torch.Tensor, order: torch.Tensor, is_cut: torch.Tensor) -> torch.Tensor:
+    """Returns `probs` without the tokens in `is_cut`, renormalised. `values` are the largest of them, `order` their indices."""
+    is_cut[..., 0].fill_(False)  # the likeliest token stays, even if `top_p` is 0 in float32
+    kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(is_cut, 0.0))
     return kept.div_(kept.sum(dim=-1, keepdim=True))
 
 
@@ -81,8 +92,13 @@ def select_token(logits: torch.Tensor, sampling: SamplingParams, generator: torc
     """
     if not sampling.greedy:
         return draw(warp(logits, sampling), generator)
-    value, token = logits.max(dim=-1)
-    return token.masked_fill(value.isnan(), -1)
+    return argmax_token(logits)
+
+
+def argmax_token(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the likeliest token of logits [..., vocabulary]; -1 where they hold a NaN."""
+    values, tokens = logits.max(dim=-1)
+    return tokens.masked_fill_(values.isnan(), -1)
 
 
 def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -101,15 +117,31 @@ def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
 
 def argmax_tokens(logits: torch.Tensor) -> list[int]:
     """Returns the likeliest token of each row of logits [n, vocabulary], as Python ints; -1 if the row holds a NaN."""
-    if logits.device.type == "cpu":  # NumPy's argmax is an order of magnitude faster there than torch's
+    if logits.is_cpu:  # NumPy's argmax is an order of magnitude faster there than torch's
         chosen: list[int] = []
         for scores in logits.float().numpy():  # one by one: NumPy is slower along an axis
             token = int(scores.argmax())  # the first NaN of a row that has one
             chosen.append(-1 if isnan(scores[token]) else token)
         return chosen
-    values, tokens = logits.max(dim=-1)
-    on_host: list[int] = tokens.masked_fill_(values.isnan(), -1).tolist()
+    on_host: list[int] = argmax_token(logits).tolist()
     return on_host
+
+
+def argmax_and_ties(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Returns `argmax_tokens`, and for each row whether another token has the same logit. One transfer to the host.
+
+    Ties are only looked for in half precision, where rounding makes them: they may be decided otherwise in a pass of other width.
+    """
+    if logits.dtype == torch.float32:
+        return argmax_tokens(logits), [False] * logits.shape[0]
+    if logits.is_cpu:
+        tokens = argmax_tokens(logits)
+        best = logits.gather(1, torch.tensor(tokens)[:, None].clamp_min(0))
+        return tokens, ((logits == best).sum(dim=-1) > 1).tolist()
+    found = argmax_token(logits)
+    is_tied = (logits == logits.amax(dim=-1, keepdim=True)).sum(dim=-1) > 1
+    on_host: list[list[int]] = torch.stack((found, is_tied)).tolist()
+    return on_host[0], [bool(tied) for tied in on_host[1]]
 
 
 def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

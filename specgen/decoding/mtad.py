@@ -14,6 +14,7 @@ from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import accept_prefix
+from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams, Verdict
@@ -96,7 +97,7 @@ class BeamSearchDrafter(ModelDrafterBase):
         vocabulary = logits.shape[-1]
         best = max(beam.log_likelihood for beam in beams)
         scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
-        before = torch.tensor(scale, device=logits.device)  # relative to the best, so that no product of many tokens underflows
+        before = upload(torch.tensor(scale), logits.device)  # relative to the best, so that no product of many tokens underflows
         probs = logits_ops.warp(logits, self._warping)
         joint = (before[: len(growing), None] * probs).flatten()
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
@@ -163,9 +164,9 @@ class JointLikelihoodVerifier:
         length, device = len(draft.tokens), logits.device
         if not length:
             return torch.zeros((), dtype=torch.long, device=device)
-        tokens = torch.tensor(draft.tokens, device=device)
+        tokens = upload(torch.tensor(draft.tokens), device)
         target_probs = logits_ops.warp(logits, self._warping)
         target_joint = target_probs.gather(1, tokens[:, None])[:, 0].log().cumsum(dim=0)
-        draft_joint = torch.tensor(draft.log_likelihoods, device=device)
+        draft_joint = upload(torch.tensor(draft.log_likelihoods), device)
         passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau  # false for NaN, and for -inf whatever tau is
         return (passes * torch.arange(1, length + 1, device=device)).amax()

@@ -12,6 +12,7 @@ from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import make_verdict
+from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
@@ -54,7 +55,9 @@ class MultiDraftDrafter(ModelDrafterBase):
             draws.extend(level.nodes)
             unfinished = [number for number, node in enumerate(level.nodes) if tree.tokens[node] not in self._eos_ids]
             chains[:] = [level.nodes[number] for number in unfinished]
-            joint = level.joint if len(chains) == len(level.nodes) else level.joint[unfinished]
+            joint = level.joint
+            if len(chains) < len(level.nodes):
+                joint = joint.index_select(0, upload(torch.tensor(unfinished, dtype=torch.long), joint.device))
             return DraftedToken(position, level.signals, len(set(level.nodes))) if chains else "eos"
 
         reason = extend_draft(policy, limit, extend)
@@ -75,7 +78,7 @@ class MultiDraftDrafter(ModelDrafterBase):
             chosen = logits.topk(min(len(chains), logits.shape[-1])).indices[0] if origins == [-1] else logits.argmax(dim=-1)
             chains = [-1] * chosen.shape[0] if origins == [-1] else chains
         if read or not self._sampling.greedy:
-            rows = torch.tensor([origins.index(node) for node in chains], device=logits.device)
+            rows = upload(torch.tensor([origins.index(node) for node in chains]), logits.device)
         if not self._sampling.greedy:
             warped = logits_ops.warp(logits, self._sampling)
             chosen = logits_ops.draw(warped.index_select(0, rows), self._generator)
@@ -96,7 +99,7 @@ class MultiDraftDrafter(ModelDrafterBase):
             if step not in nodes:
                 nodes[step] = tree.add(*step)
         if warped is not None:
-            parents = torch.tensor([origins.index(parent) for parent, _ in nodes], device=logits.device)
+            parents = upload(torch.tensor([origins.index(parent) for parent, _ in nodes]), logits.device)
             probs.append(warped.index_select(0, parents))
         values = {name: value for name, value in zip(computed, numbers, strict=True) if name in read}
         return _Level([nodes[step] for step in zip(chains, tokens, strict=True)], joint, values)
@@ -159,7 +162,7 @@ def k_sequential(
     """
     exact = torch.float32 if target_probs.device.type == "mps" else torch.float64
     target, draft = target_probs.to(exact), drawn_from(0, len(counts)).to(exact)
-    number = torch.tensor(counts, dtype=exact, device=target.device)[:, None]
+    number = upload(torch.tensor(counts, dtype=exact), target.device)[:, None]
     rho = number.clone()
     if several := sum(count > 1 for count in counts):
         rho[:several] = _smallest_rho(target[:several], draft[:several], number[:several])
@@ -203,10 +206,10 @@ class TreeSampling:
             return _verdict(draft, [0], int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
         counts = [len(children) for _, children in candidates]
-        parents = torch.tensor([parent + 1 for parent, _ in candidates], device=device)
+        parents = upload(torch.tensor([parent + 1 for parent, _ in candidates]), device)
         padded = [children + [children[0]] * (counts[0] - len(children)) for _, children in candidates]
-        nodes = torch.tensor(padded, device=device)
-        tokens = torch.tensor(draft.tokens, device=device)[nodes]
+        nodes = upload(torch.tensor(padded), device)
+        tokens = upload(torch.tensor(draft.tokens), device)[nodes]
 
         def drawn_from(j: int, count: int) -> torch.Tensor:
             if draft.probs is None:
@@ -215,7 +218,7 @@ class TreeSampling:
             return probs
 
         acceptance = self._rule(target_probs.index_select(0, parents), tokens, counts, drawn_from)
-        exists = torch.arange(counts[0], device=device) < torch.tensor(counts, device=device)[:, None]
+        exists = torch.arange(counts[0], device=device) < upload(torch.tensor(counts), device)[:, None]
         accepted = logits_ops.bernoulli(acceptance.probs, self._generator) & exists
         child = nodes.gather(1, accepted.byte().argmax(dim=1, keepdim=True))[:, 0] + 1
         # positions 0 (the context) and i + 1 (node i): the next one on the accepted path; its last position leads to itself

@@ -18,6 +18,7 @@ import torch
 from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.pearl_window import Window
 from specgen.decoding.components import Components
+from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.setting_parsing import Settings
 from specgen.types import Context, Draft, Mode, Round
@@ -53,16 +54,19 @@ class ParallelDrafter(Protocol):
         """Ends the draft that was started after the token that is being drafted, but not before its first token."""
 
     def finish(self) -> Draft:
-        """Waits for the draft that was started, and returns it. Its `probs` stay valid until the second next draft starts."""
+        """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
+
+        The draft's `probs` stay valid until the second next draft starts.
+        """
 
     def close(self) -> None:
         """Ends the run. A draft that was started but not finished is discarded."""
 
 
 class DraftWorker(Protocol):
-    """Runs the draft model at the same time as the target: in a separate process, or in a thread with its own CUDA stream."""
+    """Runs the draft model at the same time as the target: in a separate process, on a CUDA stream of its own, or in a thread."""
 
-    kind: str  # `process` or `thread`
+    kind: str  # `process`, `stream` or `thread`
     threads: int | None  # CPU threads left to the target; None if the target keeps all of them
 
     def ready(self) -> object:
@@ -127,8 +131,10 @@ class Parallel:
         # the logits after the last possible token are not needed
         inputs = known[: run.remaining - 1]
         output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
-        run.clock.lap("verify", synchronize=True)
-        if window and self.window.is_flexible:
+        run.clock.lap("verify", on_device=True)
+        if window and self.window.is_flexible:  # the draft ends with the target's pass
+            if (wait := synchronizer(run.target.device)) is not None:
+                wait()
             self.drafter.cut()
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")

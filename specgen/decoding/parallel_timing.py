@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,27 +17,40 @@ from specgen.types import Context
 
 if TYPE_CHECKING:
     from specgen.decoding.parallel import ParallelDrafter
+    from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import ModelRunner
 
 _WARM_UP, _STEPS = 5, 30  # the numbers of PEARL's reference implementation
 _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
-_ROUGH_STEPS = 5
+_ROUGH_STEPS = _OVERLAP_STEPS = 5
 
 
 def time_parallel_passes(
     target: ModelRunner,
     drafter: ParallelDrafter,
     context: Context,
-    synchronize: Callable[[], None] | None = None,
+    timer: DeviceTimer | None = None,
     widest: int = LONGEST_WINDOW,
+    shared: bool = False,
 ) -> ParallelCosts:
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
-    A few rough steps estimate the window (tokens drafted during one target pass) first; see `settled`. `synchronize` waits for
-    the device; None if it computes synchronously. No target pass covers more than `widest` tokens. Closes the drafter.
+    A few rough steps estimate the window (tokens drafted during one target pass) first; see `settled`. `timer` times the
+    target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. `shared`: both models are
+    on this device, so also measures whether they overlap there. Closes the drafter.
     """
     deadline = time.perf_counter() + _TIME_LIMIT
+
+    def started(tokens: int) -> Callable[[], float]:
+        """Starts a target pass over so many tokens. Returns a function that waits for it and returns when it ended."""
+        if timer is not None:
+            timer.start()
+        target.logits(context, [context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
+        if timer is not None:
+            return timer.mark()
+        ended = time.perf_counter()
+        return lambda: ended
 
     def steps(width: int, count: int) -> ParallelCosts:
         """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
@@ -50,20 +64,34 @@ def time_parallel_passes(
             for tokens, seconds in ((width, passes), (1, single_passes))[: 1 if len(passes) % 3 else 2]:
                 drafter.start(context, (), width)
                 start = time.perf_counter()
-                target.logits(context, [context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
-                if synchronize is not None:
-                    synchronize()
-                seconds.append(time.perf_counter() - start)
+                ended = started(tokens)
                 drafted = len(drafter.finish().tokens)
+                seconds.append(ended() - start)
                 # Infinite where the draft model cannot follow this context: the window is 1 then.
                 drafts.append(drafter.seconds / drafted if drafted else math.inf)
         return ParallelCosts(_warm_median(drafts), _warm_median(passes), _warm_median(single_passes), width, len(context))
+
+    def overlap(width: int) -> float:
+        alone: dict[str, list[float]] = {"target": [], "draft": [], "both": []}
+        for _ in range(_OVERLAP_STEPS):
+            for kind, seconds in alone.items():
+                start = end = time.perf_counter()
+                if kind != "target":
+                    drafter.start(context, (), width)
+                ended = started(width) if kind != "draft" else None
+                if kind != "target":
+                    drafter.finish()
+                    end = time.perf_counter()
+                seconds.append((end if ended is None else max(end, ended())) - start)
+        target_time, draft_time, both = (_warm_median(seconds) for seconds in alone.values())
+        return (target_time + draft_time - both) / min(target_time, draft_time)
 
     drafter.prefill(context)
     try:
         target.logits(context)
         rough = steps(min(ROUGH_WIDTH, widest), _ROUGH_STEPS)
-        return settled(rough, lambda width: steps(width, _WARM_UP + _STEPS), widest)
+        costs = settled(rough, lambda width: steps(width, _WARM_UP + _STEPS), widest)
+        return replace(costs, overlap=overlap(costs.width)) if shared and max(costs.seconds) < math.inf else costs
     finally:
         drafter.close()
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.verifiers import Verifier
+    from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import ModelRunner
 
 Schedule = Callable[["Run"], Iterator[Round]]
@@ -38,33 +39,44 @@ class StopTexts:
 class Clock:
     """Measures how long each phase of a round takes, in seconds. Phases are the names in `PHASES`; `other` takes the rest.
 
-    Time between rounds is not counted. `synchronize` waits for the device; None if it computes synchronously.
+    Time between rounds is not counted. `timer` finds out when the device has finished its work, for laps that end then; None if
+    the device computes synchronously. The host never waits for the device in a lap, only in `seconds`, after the round.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None) -> None:
-        self._synchronize = synchronize
+    def __init__(self, timer: DeviceTimer | None) -> None:
+        self._timer = timer
         self.start()
 
     def start(self) -> None:
-        self._last = time.perf_counter()
-        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._laps: list[tuple[str, Callable[[], float] | float]] = []
+        self._moves: list[tuple[float, str, str]] = []
+        if self._timer is not None:
+            self._timer.start()
+        self._start = time.perf_counter()
 
-    def lap(self, phase: str, *, synchronize: bool = False) -> None:
-        """Adds the time since the previous lap (or `start`) to `phase`. With `synchronize` it waits for the device first."""
-        if synchronize and self._synchronize is not None:
-            self._synchronize()
-        now = time.perf_counter()
-        self._phases[phase] += now - self._last
-        self._last = now
+    def lap(self, phase: str, *, on_device: bool = False) -> None:
+        """Adds the time since the previous lap (or `start`) to `phase`. With `on_device` it ends with the device's queued work.
+
+        The laps after it begin no earlier.
+        """
+        self._laps.append((phase, self._timer.mark() if on_device and self._timer is not None else time.perf_counter()))
 
     def move(self, seconds: float, source: str, phase: str) -> None:
         """Takes `seconds` from the phase `source` and adds them to `phase`."""
-        self._phases[source] -= seconds
-        self._phases[phase] += seconds
+        self._moves.append((seconds, source, phase))
 
     def seconds(self) -> dict[str, float]:
         self.lap("other")
-        return self._phases
+        phases, last = dict.fromkeys(PHASES, 0.0), self._start
+        for phase, end in self._laps:
+            now = end() if callable(end) else end
+            if now > last:
+                phases[phase] += now - last
+                last = now
+        for seconds, source, phase in self._moves:
+            phases[source] -= seconds
+            phases[phase] += seconds
+        return phases
 
 
 @dataclass(slots=True)
@@ -99,7 +111,7 @@ class Run:
         """Runs round 0: the target's forward pass over the prompt, and its first token."""
         self.clock.start()
         output = self.target.logits(self.context)
-        self.clock.lap("prefill", synchronize=True)
+        self.clock.lap("prefill", on_device=True)
         verdict = self.verifier.verify(Draft(), output)
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)
@@ -139,7 +151,7 @@ class Run:
         """
         for position, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
-                return Verdict(verdict.path[: position + 1], None, None, verdict.agreement)
+                return replace(verdict, path=verdict.path[: position + 1], token=None, source=None)
         if verdict.token is not None:
             self._ends(verdict.token)
         return verdict

@@ -48,7 +48,7 @@ def _draft_then_verify(run: Run) -> Round:
     run.clock.lap("draft")
     run.clock.move(run.policy.take_seconds(), "draft", "policy")
     output = run.target.logits(run.context, draft.tokens, draft.parents)
-    run.clock.lap("verify", synchronize=True)
+    run.clock.lap("verify", on_device=True)
     verdict = run.verifier.verify(draft, output)
     run.clock.lap("sample")
     return run.commit("sequential", draft, verdict)

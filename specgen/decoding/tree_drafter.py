@@ -8,6 +8,7 @@ from specgen.decoding import signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import AcceptanceScores, DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
+from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft
 
@@ -56,7 +57,7 @@ class TopKTreeDrafter(ModelDrafterBase):
         logits = tree.next_logits(nodes)
         log_probs = logits.float().log_softmax(dim=-1)
         values, tokens = log_probs.topk(min(self._width, logits.shape[-1]), dim=-1)
-        joint = values + torch.tensor(log_likelihoods, device=logits.device)[:, None]
+        joint = values + upload(torch.tensor(log_likelihoods), logits.device)[:, None]
         best, positions = joint.flatten().topk(min(self._width, joint.numel()))
         chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
         origins = positions // tokens.shape[1]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.decoding import logits_ops
+from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 
@@ -32,7 +33,12 @@ class GreedyVerifier:
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        return match_argmax_path(draft, logits_ops.argmax_tokens(output.logits))
+        choices, tied = logits_ops.argmax_and_ties(output.logits)
+        verdict = match_argmax_path(draft, choices)
+        if not any(tied):
+            return verdict
+        rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.path) + (verdict.token is not None)]
+        return replace(verdict, ties=sum(tied[row] for row in rows))
 
 
 class RejectionSampling:
@@ -53,7 +59,7 @@ class RejectionSampling:
         if not length:
             return make_verdict(draft, (), int(logits_ops.draw(target_probs[0], self._generator)))
         device = target_probs.device
-        tokens = torch.tensor(draft.tokens, device=device)
+        tokens = upload(torch.tensor(draft.tokens), device)
         draft_probs = None if draft.probs is None else draft.probs.to(device)
         p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
         q = 1.0 if draft_probs is None else draft_probs.gather(1, tokens[:, None])[:, 0]
@@ -93,7 +99,7 @@ class RecordingVerifier:
         logits = output.model_logits
         before = logits[: len(draft.tokens)]
         if not draft.is_chain:
-            before = logits[torch.tensor([parent + 1 for parent in draft.parents], device=logits.device)]
+            before = logits[upload(torch.tensor([parent + 1 for parent in draft.parents]), logits.device)]
         overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,18 @@ def pick_device(name: str) -> torch.device:
     return torch.device(device.type)
 
 
+def pick_draft_device(name: str | None, target_name: str, target: torch.device) -> torch.device:
+    """Returns the draft model's device named `name`. None: the target's, or a second GPU if that was chosen by `auto`.
+
+    `target_name` is the name that `target` was chosen by. Raises SpecgenError as `pick_device`.
+    """
+    if name is not None:
+        return pick_device(name)
+    if target_name == "auto" and target.type == "cuda" and torch.cuda.device_count() > 1:
+        return torch.device("cuda", 1 if target.index == 0 else 0)
+    return target
+
+
 def device_name(device: torch.device) -> str:
     """Returns the device as text, for a CUDA device with the GPU's product name, because measurements hold for one GPU only."""
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
@@ -68,11 +81,87 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
 
 
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor in the CPU's memory, from a GPU through memory that it can write directly; waits for it."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Announces that a tensor is dropped after work of the current stream reads it: its memory is not used again before that.
+
+    Needed where the memory may have been allocated on another stream of the GPU.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """Returns a function that waits until the device has finished its queued work; None for a CPU, which queues nothing."""
     if device.type == "cuda":  # this stream only: a draft may run on another
         return lambda: torch.cuda.current_stream(device).synchronize()
     return torch.mps.synchronize if device.type == "mps" else None
+
+
+class DeviceTimer(Protocol):
+    """Finds out when a device finished some work, without making the host wait for that alone."""
+
+    def start(self) -> None:
+        """Begins a measurement. The device should have no work queued."""
+
+    def mark(self) -> Callable[[], float]:
+        """Marks the end of the work queued so far. Returns a function that waits for it, and returns when it ended.
+
+        The time is in seconds on the clock of `time.perf_counter`.
+        """
+        ...
+
+
+class CudaTimer:
+    """Times the work of the current stream of a GPU by CUDA events, which the host reads after it has waited for a result."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        self._origin, self._started = self._event(), time.perf_counter()
+
+    def mark(self) -> Callable[[], float]:
+        origin, started, event, marked = self._origin, self._started, self._event(), time.perf_counter()
+
+        def ended() -> float:
+            event.synchronize()
+            return max(marked, started + float(origin.elapsed_time(event)) / 1000)  # no event ends before it is queued
+
+        return ended
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+        return event
+
+
+class WaitingTimer:
+    """Waits for the device at each mark."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+
+    def start(self) -> None:
+        pass
+
+    def mark(self) -> Callable[[], float]:
+        self._synchronize()
+        ended = time.perf_counter()
+        return lambda: ended
+
+
+def device_timer(device: torch.device) -> DeviceTimer | None:
+    """Returns a timer for the work of a device; None for a CPU, which has done its work when a call returns."""
+    if device.type == "cuda":
+        return CudaTimer(device)
+    return WaitingTimer(torch.mps.synchronize) if device.type == "mps" else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
+from specgen.engine.devices import upload
 from specgen.engine.forward_pass import (
     Cache,
     ChoiceRule,
@@ -208,7 +209,7 @@ class ModelRunner:
         for start in range(0, len(token_ids), _LIKELIHOOD_CHUNK):
             tokens = list(token_ids[start : start + _LIKELIHOOD_CHUNK])
             logits = self.logits(context, tokens[:-1]).logits.float()
-            chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+            chosen = logits.gather(1, upload(torch.tensor(tokens), logits.device)[:, None])[:, 0]
             total += (chosen - logits.logsumexp(dim=-1)).sum()
             context.extend(tokens)
         return float(total)

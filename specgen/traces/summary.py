@@ -31,6 +31,7 @@ class Summary:
         self.drafted = 0
         self.accepted = 0
         self.rejections = 0
+        self.ties = 0  # tokens that the target chose between equal logits, in half precision
         self.parallel = False  # drafts were made during target passes (PEARL)
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.log_likelihood: float | None = None
@@ -49,6 +50,7 @@ class Summary:
         self.drafted += len(round_.draft.tokens)
         self.accepted += len(round_.verdict.path)
         self.rejections += round_.verdict.source == "correction"
+        self.ties += round_.verdict.ties
         self.parallel |= round_.mode in ("pre-verify", "post-verify")
         for phase, seconds in round_.seconds.items():
             self.phase_seconds[phase] += seconds
@@ -83,6 +85,7 @@ class Summary:
         self.drafted += line["drafted"]
         self.accepted += line["accepted"]
         self.rejections += line.get("rejections", 0)
+        self.ties += line.get("ties", 0)
         if line["phase_seconds"] is None:
             self.unsplit_seconds += line["seconds"]
         else:
@@ -178,6 +181,7 @@ class Summary:
             "new_tokens": self.new_tokens,
             "finish_reason": finish_reason,
             **{name: getattr(self, name) for name in _METRICS},
+            "ties": self.ties,
             "energy": None if self.energy is None else asdict(self.energy),
             "phase_seconds": dict(self.phase_seconds),
         }

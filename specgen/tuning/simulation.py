@@ -55,7 +55,7 @@ class SimulatedClock:
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] += seconds
 
-    def lap(self, phase: str, *, synchronize: bool = False) -> None:
+    def lap(self, phase: str, *, on_device: bool = False) -> None:
         """Does nothing: time advances by `add` only."""
 
     def move(self, seconds: float, source: str, phase: str) -> None:

@@ -156,7 +156,9 @@ class ProcessDrafter:
             stop_reason=answer.stop_reason,
             predicted=answer.predicted,
         )
-        return self._shared.read(self._slot, draft) if draft.tokens and self._shared.size else draft
+        if not (draft.tokens and self._shared.size):
+            return draft
+        return self._shared.read(self._slot, draft, self._components.target.device)
 
     def close(self) -> None:
         if self._process is None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from mmap import mmap
+from typing import Any
 
 import torch
 
 from specgen.decoding.components import Components
+from specgen.decoding.logits_ops import TIES
+from specgen.engine.devices import download, upload
 from specgen.types import Draft
+
+_PACKED = -1.0  # no probability
 
 
 class SharedDrafts:
@@ -17,6 +22,9 @@ class SharedDrafts:
 
     There are two slots, 0 and 1, because one draft is verified while the next is made. `window` is the largest number of tokens
     in a draft. `size` is in bytes; 0 for a run that needs neither tensor.
+
+    With top-k, an accelerator's `probs` are passed as the few that are not 0, if they are few: a row then begins with these
+    probabilities and as many token ids, and `_PACKED` follows.
     """
 
     def __init__(self, components: Components, window: int) -> None:
@@ -24,6 +32,8 @@ class SharedDrafts:
         self._fields = [name for name, is_needed in needed.items() if is_needed]
         self._shape = (len(self._fields), 2, window, components.vocab_size)
         self.size = 4 * prod(self._shape)
+        top_k, vocab_size = components.sampling.top_k, components.vocab_size
+        self._kept = top_k + TIES if top_k > 0 and 2 * (top_k + TIES) < vocab_size else 0  # probabilities in a packed row
 
     def map(self, memory: int, offset: int) -> None:
         """Maps `size` bytes from `offset` on of the file descriptor `memory`. The file must be large enough already."""
@@ -34,9 +44,29 @@ class SharedDrafts:
         """Writes the draft's tensors to a slot. Pads a smaller draft vocabulary: `probs` with zeros, `logits` with -inf."""
         for name, memory in zip(self._fields, self._tensor[:, slot, : len(draft.tokens)], strict=True):
             values = getattr(draft, name)
-            memory[:, : values.shape[-1]].copy_(values)
+            if name == "probs" and self._kept and not values.is_cpu and self._pack(memory, values):
+                continue
+            memory[:, : values.shape[-1]].copy_(download(values))
             memory[:, values.shape[-1] :] = 0.0 if name == "probs" else -torch.inf
 
-    def read(self, slot: int, draft: Draft) -> Draft:
-        """Returns the draft with the tensors of the slot. They stay valid until the second next draft starts."""
-        return replace(draft, **dict(zip(self._fields, self._tensor[:, slot, : len(draft.tokens)], strict=True)))
+    def read(self, slot: int, draft: Draft, device: torch.device) -> Draft:
+        """Returns the draft with the tensors of the slot, on `device`. They stay valid until the second next draft starts."""
+        found: dict[str, Any] = {}
+        for name, memory in zip(self._fields, self._tensor[:, slot, : len(draft.tokens)], strict=True):
+            kept = self._kept
+            if name == "probs" and kept and memory[0, 2 * kept] == _PACKED:
+                values, tokens = torch.split(upload(memory[:, : 2 * kept], device), kept, dim=-1)
+                found[name] = torch.zeros(memory.shape, device=device).scatter_(-1, tokens.long(), values)
+            else:
+                found[name] = upload(memory, device)
+        return replace(draft, **found)
+
+    def _pack(self, memory: torch.Tensor, probs: torch.Tensor) -> bool:
+        """Writes the probabilities that are not 0, with their token ids. Returns False if there are too many."""
+        values, tokens = probs.topk(self._kept + 1)
+        packed = download(torch.cat((values[:, :-1], tokens[:, :-1].float(), values[:, -1:]), dim=-1))  # ids exact up to 2^24
+        if packed[:, -1].any():
+            return False
+        memory[:, : packed.shape[1]] = packed
+        memory[:, packed.shape[1] - 1] = _PACKED
+        return True

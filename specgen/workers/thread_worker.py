@@ -1,15 +1,12 @@
-"""Drafting in a thread: for models that share one accelerator, each on a CUDA stream of its own."""
+"""Drafting in a thread: for models that share an accelerator without CUDA streams, and where no process can be started."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from specgen import factory
 from specgen.decoding.components import Components
@@ -29,7 +26,7 @@ _POLL = 5e-5  # seconds between two looks at a draft that is being made
 class ThreadWorker:
     """Runs a draft model in a thread. Implements `DraftWorker`.
 
-    On CUDA its kernels run at the same time as the target's. The Python code of the two threads takes turns.
+    The Python code of the two threads takes turns.
     """
 
     kind = "thread"
@@ -38,7 +35,6 @@ class ThreadWorker:
     def __init__(self, runner: DraftRunner) -> None:
         self.runner = runner
         self.pool = ThreadPoolExecutor(1, "specgen-draft")
-        self.stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def ready(self) -> None:
         """Returns at once: the thread can always draft."""
@@ -67,7 +63,7 @@ class ThreadDrafter:
     def __init__(self, worker: ThreadWorker, settings: Settings, components: Components) -> None:
         self.policy = factory.make_policy(settings, components.seed, components.adaptive)
         self.seconds = 0.0
-        self._submit, self._runner, self._stream = worker.submit, worker.runner, worker.stream
+        self._submit, self._runner = worker.submit, worker.runner
         self._model = ModelDrafter(factory.draft_setup(replace(components, draft=worker.runner)))
         self._work: Future[Any] | None = None  # the last work that was started: the pass over the prompt, or a draft
         self._shown: list[int] = []
@@ -75,8 +71,6 @@ class ThreadDrafter:
 
     def prefill(self, context: Context) -> None:
         fits = context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit
-        if self._stream is not None:  # kernels of an earlier run may still use the buffers
-            self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
         if fits:
             self._work = self._submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
 
@@ -104,28 +98,19 @@ class ThreadDrafter:
         if self._work is not None:
             wait([self._work])  # the work started before it is complete, too: there is one thread
             self._work = None
-        if self._stream is not None:
-            torch.cuda.current_stream(self._runner.device).wait_stream(self._stream)
 
     @inference
     def _read(self, context: Context) -> None:
-        with self._on_stream():
-            self._runner.logits(context)
+        self._runner.logits(context)
 
     @inference
     def _draft(self, context: Context, unverified: Sequence[int], limit: int) -> Draft:
         start = time.perf_counter()
-        with self._on_stream():
-            draft = self._model.propose(context, self.policy, limit, unverified, self._show)
-            draft = draft.with_predictions(self.policy.predictions)
-            if self._stream is not None:
-                self._stream.synchronize()  # the target's stream reads the distributions next
+        draft = self._model.propose(context, self.policy, limit, unverified, self._show)
+        draft = draft.with_predictions(self.policy.predictions)
         self.seconds = time.perf_counter() - start
         return draft
 
     def _show(self, position: int, token: int) -> bool:
         self._shown.append(token)
         return not self._is_cut
-
-    def _on_stream(self) -> Any:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -155,7 +155,8 @@ class _Run:
             self.shared.write(request.slot, draft)
         predicted = draft.with_predictions(self.policy.predictions).predicted
         seconds = time.perf_counter() - start
-        return DraftAnswer(draft.tokens, draft.entropies, draft.top_probs, draft.stop_reason, seconds, predicted, state)
+        answered = list(draft.entropies), list(draft.top_probs), draft.stop_reason, seconds, predicted, state
+        return DraftAnswer(draft.tokens, *answered)
 
 
 def _reportable(error: Exception) -> SpecgenError:

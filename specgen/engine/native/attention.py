@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import scaled_dot_product_attention
 
 KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
@@ -22,14 +23,15 @@ def attend(
     """Returns softmax(query keys^T + mask) values, [n, heads * head size]. The scale of the scores is part of the query.
 
     `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`),
-    for n from `WIDE` on [n, m]; None if every query sees every key. `score_cap` c limits the scores to c tanh(score / c) before
-    the mask (Gemma 2). `fused` always takes torch's fused attention, also where separate products are faster; capped scores are
-    summed in blocks of keys instead, so that with both a row does not depend on how many blocks follow those that it sees.
+    for n from `WIDE` on [n, m]; None if every query sees every key; a `CausalBias` if each token sees the keys up to its own and
+    no scores are capped. `score_cap` c limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes
+    torch's fused attention, also where separate products are faster; capped scores are summed in blocks of keys instead, so that
+    with both a row does not depend on how many blocks follow those that it sees.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
-    if tokens >= WIDE:
+    if tokens >= WIDE or isinstance(mask, CausalBias):
         if score_cap is None:
             mixed = scaled_dot_product_attention(
                 query.transpose(0, 1)[None], keys[None], values[None], mask, scale=1.0, enable_gqa=group > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardPass
@@ -18,6 +19,7 @@ from specgen.engine.native.rotary import RotaryTable
 # differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
 # product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
+_WIDEST_HEAD = 256  # numbers per head that flash attention can have
 
 
 def layer_kinds(architecture: Architecture) -> list[LayerKind]:
@@ -30,6 +32,8 @@ class InputMaker:
 
     `min_rows` is the least number of tokens per pass. `exact`: pads passes so that the same bits result whatever their width is.
     `kinds` are the kinds of layers, `tables` the rotations by name, `group` the number of query heads per key-value head.
+    `has_causal_kernel`: the device has a fused attention in which each token of a chain sees the keys up to its own, without a
+    mask, and in which several query heads read one key-value head.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class InputMaker:
         self.group = architecture.num_heads // architecture.num_kv_heads
         rounded = None if architecture.rotary_in_float32 else dtype
         self.tables = {key: RotaryTable(rotary, device, rounded) for key, rotary in architecture.rotary.items()}
+        fits = architecture.score_cap is None and architecture.head_size <= _WIDEST_HEAD and not exact
+        self.has_causal_kernel = fits and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         windows = {kind.window for kind in self.kinds}
         self._chain_masks = {window: ChainMasks(self.group, window, dtype, device) for window in windows}
 
@@ -111,8 +117,11 @@ class InputMaker:
         return table.gather(padded, long=long_rope, end=first + rows)[:, None]
 
     def _chain_mask(self, window: int | None, first: int, rows: int, start: int, end: int) -> torch.Tensor | None:
-        if rows == 1 and end == first + 1:  # one token sees all keys: those that its window excludes are not read
+        last = first + rows
+        if rows == 1 and end == last:  # one token sees all keys: those that its window excludes are not read
             return None
+        if self.has_causal_kernel and (window is None or last <= window):
+            return causal_lower_right(rows, end - start)
         if rows >= WIDE:
             return aligned(additive(visible_to_chain(first, rows, start, end, window, self._device), self._dtype))
         return aligned(self._chain_masks[window](first, rows, start, end))

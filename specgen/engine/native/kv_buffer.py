@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from specgen.engine.devices import upload
+from specgen.engine.devices import release, upload
 
 _ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
 
@@ -87,4 +87,5 @@ class KVBuffer:
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
             larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
             larger[:, :, :, : self.length] = old[:, :, :, : self.length]
+        release(old)
         self.data = larger

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from specgen.engine.devices import upload
+from specgen.engine.devices import release, upload
 from specgen.engine.native.ancestry import Ancestry
 from specgen.engine.native.attention import WIDE
 
@@ -51,6 +51,7 @@ class ChainMasks:
         if self._window is not None:
             hidden |= distances <= tokens - self._window
         band = additive(~hidden, self._dtype).repeat_interleave(self._group, dim=0)
+        release(self._band)
         self._band, self._origin = band, left  # on one line, because KeyboardInterrupt may come between two
 
 

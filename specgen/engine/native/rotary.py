@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specgen.engine.devices import release, upload
 from specgen.engine.native.description import Rotary
 
 
@@ -145,8 +146,9 @@ class RotaryTable:
         table = self._tables[long]
         if length > table.shape[0]:
             with torch.inference_mode(False), torch.no_grad():
-                table = torch.cat((table, self._rotations(table.shape[0], max(length, 2 * table.shape[0], 256), long)))
-            self._tables[long] = table
+                longer = torch.cat((table, self._rotations(table.shape[0], max(length, 2 * table.shape[0], 256), long)))
+            release(table)
+            self._tables[long] = table = longer
         return table
 
     def _rotations(self, first: int, last: int, long: bool) -> torch.Tensor:
@@ -154,7 +156,7 @@ class RotaryTable:
         if frequencies is None:
             raise ValueError("only LongRoPE has frequencies for long runs")
         positions = torch.arange(first, last, device=self._device).float()
-        angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=self._device)
+        angles = positions[:, None] * upload(torch.tensor(frequencies, dtype=torch.float32), self._device)
         cos, sin = angles.cos() * self._rotary.factor, angles.sin() * self._rotary.factor
         if self._round_to is not None:
             cos, sin = cos.to(self._round_to).float(), sin.to(self._round_to).float()

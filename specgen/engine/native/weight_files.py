@@ -31,6 +31,7 @@ class WeightFiles:
     def __init__(self, folder: Path, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
         self._open: dict[Path, Any] = {}
+        self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
         with self._reading():
             self._paths = _paths(folder)
             self.bytes = sum(path.stat().st_size for path in set(self._paths.values()))
@@ -96,7 +97,7 @@ class WeightFiles:
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
+            self._open[path] = safe_open(path, framework="pt", device=self._opened_on)
         return self._open[path]
 
     @contextmanager

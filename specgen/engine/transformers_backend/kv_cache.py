@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from specgen.engine.devices import release, upload
+
 
 class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
     """One layer's keys and values, each in a buffer [batch, heads, capacity, head size] with one entry per token.
@@ -61,7 +63,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         device = next((layer.keys.device for layer in self.layers if layer.keys is not None), None)
-        source = torch.tensor(indices, device=device)
+        source = upload(torch.tensor(indices), device or torch.device("cpu"))
         for layer in self.layers:
             layer.gather(source, start)
 
@@ -84,5 +86,6 @@ def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) ->
         buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
         if old is not None:
             buffer[..., :start, :] = old[..., :start, :]
+            release(old)
     buffer[..., start:end, :] = states
     return buffer

@@ -28,6 +28,7 @@ def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = F
         ("shares", f"{summary.share_of_time('draft'):.0%} {words} {summary.share_of_time('verify'):.0%} verify"),
         ("shares", ""),
         ("runs", ""),
+        ("ties", ""),
         ("tokens", tokens),
         ("name", name if notes or tuned else ""),
         *((figure, "") for figure in ("a pass", "accepted", "energy", "perplexity", "speed")),
@@ -55,5 +56,6 @@ def _figures(summary: Summary) -> dict[str, str]:
         "accepted": "" if rate is None else f"{rate:.0%} accepted",
         "a pass": "" if rate is None else f"{summary.block_efficiency:.2f} tokens a pass",
         "runs": f"{run:.1f} per rejection" if summary.parallel and run is not None else "",
+        "ties": f"{summary.ties} tie{'s' * (summary.ties != 1)} in the target's logits" if summary.ties else "",
         "shares": "" if rate is None else shares,
     }

@@ -1,0 +1,309 @@
+"""What `measure_gpu.py` measures with: random models made on the device, timers, graphs, and scripted acceptance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from scripted_models import scripted_run
+from static_checks import Recording
+
+from specgen.decoding import logits_ops
+from specgen.decoding.run import Run
+from specgen.decoding.verifiers import make_verdict
+from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, chain_parents
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.architecture import read_architecture
+from specgen.engine.native.inputs import layer_kinds
+from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer_weights import layer_weights
+from specgen.engine.native.native_model import NativeModel, NativeParts
+from specgen.engine.native.products import ProductFactory
+from specgen.engine.native.static_pass import StaticPass
+from specgen.engine.native.tensor_names import layer_tensors
+from specgen.types import Context, Draft, SamplingParams, Verdict
+
+_LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
+LLAMA_8B = _LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16_384,
+}
+LLAMA_1B = LLAMA_8B | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes and amounts of the measurements."""
+
+    target: dict[str, Any]
+    draft: dict[str, Any]
+    dtype: torch.dtype = torch.bfloat16
+    new_tokens: int = 200
+    long_context: int = 8000
+    buckets: Sequence[int] = (512, 1024, 2048, 4096, 8192)
+    widths: Sequence[int] = (1, 2, 4, 8, 16)
+    copied_bytes: int = 4 << 30
+    repeats: int = 20
+    is_tiny: bool = False
+
+
+FULL = Sizes(LLAMA_8B, LLAMA_1B)
+SMALL = Sizes(
+    TINY,
+    TINY | {"num_hidden_layers": 1},
+    new_tokens=24,
+    long_context=600,
+    buckets=(512,),
+    widths=(1, 8),
+    copied_bytes=1 << 20,
+    repeats=3,
+    is_tiny=True,
+)
+
+
+def native_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0) -> NativeModel:
+    """A native model with random weights, made on the device."""
+    architecture = read_architecture(dict(config))
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shape, dtype=dtype, device=device)
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(0.02)
+
+    with torch.no_grad():
+        factory, kinds, layers = ProductFactory(device, dtype, pack=False), layer_kinds(architecture), []
+        for index, kind in enumerate(architecture.layers):
+            weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype)
+            layers.append(NativeLayer(architecture, index, kinds.index(kind), weights, factory))
+        table = architecture.vocab_size, architecture.hidden_size
+        embedding = take("embedding", table)
+        head = embedding if architecture.tied else take("head", table)
+        parts = NativeParts(embedding, take("norm", table[1:]), None, factory(head))
+        return NativeModel(architecture, layers, parts, dtype)
+
+
+def transformers_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of transformers with the same shapes and random weights, made on the device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            fields = {name: value for name, value in config.items() if name != "model_type"}
+            return LlamaForCausalLM(LlamaConfig(**fields)).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def weight_bytes(model: NativeModel) -> int:
+    """The bytes of the weights that a pass over one token reads: all but the embedding."""
+    shape, architecture = model.shape, model.architecture
+    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    layer = shape.hidden_size * (heads + 3 * architecture.intermediate_size)
+    return (layer * shape.num_layers + shape.vocab_size * shape.hidden_size) * model.dtype.itemsize
+
+
+def use_graphs(model: NativeModel, widths: Sequence[int] | None = None) -> str:
+    """Makes a model on a GPU run its short passes as CUDA graphs if this version can. Returns how they are run."""
+    try:
+        from specgen.engine.native import static_forward
+        from specgen.engine.native.cuda_graphs import CudaGraphs
+    except ImportError:
+        from specgen.engine.native import static_pass
+
+        static_pass.use_static_passes(model, *(() if widths is None else (widths,)))
+        return "static passes, not captured: this version has no CUDA graphs"
+    new_graphs = (lambda: CudaGraphs(model.device)) if model.device.type == "cuda" else None
+    static_forward.use_static_passes(model, static_forward.WIDTHS if widths is None else widths, new_graphs)
+    return "CUDA graphs" if new_graphs is not None else "static passes, not captured"
+
+
+def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Captures work on fixed buffers in a CUDA graph and returns its replay. On a CPU records and repeats its operators.
+
+    The work is run before, so its inputs have to be valid; what it changes has to be set again.
+    """
+    if device.type != "cuda":
+        with torch.inference_mode(), Recording() as recorded:
+            work()
+        return inference(recorded.replay)
+    with suppress(ImportError):
+        from specgen.engine.native.cuda_graphs import CudaGraphs
+
+        return CudaGraphs(device).capture(work)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        work()
+    return graph.replay
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median time of one call, the device's work included. On a GPU by events, so without waiting between calls."""
+    for _ in range(2):
+        work()
+    synchronize(device)
+    if device.type != "cuda":
+        return 1000 * median(seconds_of(work, device) for _ in range(repeats))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    synchronize(device)
+    return median(first.elapsed_time(second) for first, second in pairwise(marks))
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """The time of one call, until the device has done its work."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def tokens(count: int, config: dict[str, Any], seed: int = 0) -> list[int]:
+    return [3 + number % (config["vocab_size"] - 3) for number in Random(seed).choices(range(1 << 20), k=count)]
+
+
+def static_pass(model: NativeModel, width: int, bucket: int, context: int, seed: int = 0) -> tuple[StaticPass, ForwardPass]:
+    """A static pass of this size, loaded with a chain after `context` tokens, which its KV cache holds."""
+    forward, cache = model.forward(), model.new_cache()
+    cache.enlarge(max(bucket, context + width))
+    ids = tokens(context + width, {"vocab_size": model.vocab_size}, seed)
+    before = Context(ids[:context])
+    eager = getattr(forward, "_eager", forward)
+    inference(eager)(ForwardPass(before, TreeNodes([], range(-1, -1)), 0, context, cache), 1)
+    cache.length = context
+    static = StaticPass(eager, cache, width, bucket)
+    chain = ForwardPass(before, TreeNodes(ids[context:], chain_parents(width)), context, context + width, cache)
+    static.load(chain)
+    return static, chain
+
+
+@dataclass
+class ForcedVerifier:
+    """Accepts each drafted token with probability `rate`, whatever the models say, and does a greedy verifier's work."""
+
+    rate: float
+    random: Random = field(default_factory=lambda: Random(0))
+
+    @inference
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        choices = logits_ops.argmax_tokens(output.logits)
+        count = next((n for n in range(len(draft.tokens)) if self.random.random() >= self.rate), len(draft.tokens))
+        return Verdict(tuple(range(count))) if count == len(choices) else make_verdict(draft, range(count), choices[count])
+
+
+class ForcedCandidates:
+    """Forces transformers' assisted generation to accept each candidate with probability `rate`. A logits processor."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self._random = rate, Random(0)
+        self._candidates: torch.Tensor | None = None
+        self._is_drafting = False
+        self.drafted = 0
+
+    def __deepcopy__(self, memo: object) -> ForcedCandidates:
+        return self
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        length = input_ids.shape[1]
+        if self._is_drafting or self._candidates is None or length >= self._candidates.shape[1]:
+            return scores
+        value = torch.inf if self._random.random() < self.rate else -torch.inf
+        return scores.scatter(1, self._candidates[:, length : length + 1], value)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Sees the candidates that are drafted inside the block."""
+        from transformers.generation.candidate_generator import AssistedCandidateGenerator as Generator
+
+        original = Generator.get_candidates
+
+        def get_candidates(generator: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._is_drafting = True
+            try:
+                found = original(generator, input_ids, *args, **kwargs)
+            finally:
+                self._is_drafting = False
+            self._candidates = found[0]
+            self.drafted += found[0].shape[1] - input_ids.shape[1]
+            return found
+
+        Generator.get_candidates = get_candidates
+        try:
+            yield
+        finally:
+            Generator.get_candidates = original
+
+
+def decode(
+    method: str,
+    target: ModelRunner,
+    draft: ModelRunner | None,
+    prompt: Sequence[int],
+    new_tokens: int,
+    settings: dict[str, object] | None = None,
+    *,
+    rate: float | None = None,
+    worker: Any = None,
+) -> tuple[list[int], dict[str, float]]:
+    """Decodes greedily, with the forced acceptance `rate` if given. Returns the new tokens, and figures without the prefill."""
+    for runner in (target, draft):
+        if runner is not None:
+            runner.clear_cache()
+            runner.reserve(len(prompt) + new_tokens + 80)
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    run: Run = scripted_run(method, settings or {}, target, draft, sampling, prompt=prompt, worker=worker)
+    if rate is not None:
+        run = replace(run, verifier=ForcedVerifier(rate))
+    rounds = run.rounds()
+    first = next(rounds)
+    start = time.perf_counter()
+    others = list(rounds)
+    seconds = time.perf_counter() - start
+    found = [token for round_ in (first, *others) for token in round_.token_ids]
+    drafted = sum(len(round_.draft.tokens) for round_ in others)
+    accepted = sum(len(round_.verdict.path) for round_ in others)
+    figures = {
+        "tokens_per_second": (len(found) - len(first.token_ids)) / seconds,
+        "ms_per_round": 1000 * seconds / max(len(others), 1),
+        "drafted": drafted,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+    }
+    return found, figures

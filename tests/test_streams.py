@@ -1,0 +1,236 @@
+"""PEARL with both models on one GPU: one thread queues their work on two streams. Streams are recorded here instead of used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scripted_models import TableRunner, ids_of, scripted_run
+
+from specgen import preparation
+from specgen.cli.output_writers import _window
+from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.decoding.components import Components
+from specgen.decoding.length_policy import Always
+from specgen.decoding.logits_ops import TIES
+from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.engine.forward_pass import ModelOutput
+from specgen.types import Context, Draft, SamplingParams
+from specgen.workers.shared_drafts import SharedDrafts
+from specgen.workers.stream_worker import StreamWorker
+from specgen.workers.thread_worker import ThreadWorker
+
+GREEDY = SamplingParams(max_new_tokens=24)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
+
+
+class RecordedStreams:
+    """Streams that note what is called, in order, and which stream is the current one."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.is_drafting = False
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        self.is_drafting = True
+        yield
+        self.is_drafting = False
+
+    def draft_waits(self) -> None:
+        self.events.append("draft waits")
+
+    def current_waits(self) -> None:
+        self.events.append("current waits")
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        self.events.append("hand over")
+
+
+class NotedRunner(TableRunner):
+    """A model runner that notes its passes among the events of the streams."""
+
+    def __init__(self, seed: int, streams: RecordedStreams, name: str) -> None:
+        super().__init__(seed)
+        self.streams, self.name = streams, name
+
+    def logits(self, *args: Any, **named: Any) -> ModelOutput:
+        assert self.streams.is_drafting == (self.name == "draft"), "each model has a stream"
+        self.streams.events.append(self.name)
+        return super().logits(*args, **named)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_targets_pass_is_queued_before_the_draft_is_made(sampling: SamplingParams) -> None:
+    streams = RecordedStreams()
+    target, draft = NotedRunner(1, streams, "target"), NotedRunner(2, streams, "draft")
+    run = scripted_run("pearl", {"window": 3}, target, draft, sampling, worker=StreamWorker(draft, streams))  # type: ignore[arg-type]
+    rounds = run.rounds()
+    next(rounds)
+    assert streams.events == ["draft waits", "draft", "target"], (
+        "both prompts are queued, after what the buffers' earlier runs did"
+    )
+    streams.events.clear()
+    drafted = 0
+    for round_ in rounds:
+        passes = [event for event in streams.events if event in ("target", "draft")]
+        assert passes[0] == "target"
+        assert passes.count("target") == 1
+        handing = [event for event in streams.events if event not in passes]
+        if run.finish_reason is None and passes.count("draft"):
+            assert handing == ([] if sampling.greedy else ["current waits", "hand over"])
+        drafted += len(round_.draft.tokens)
+        streams.events.clear()
+    assert drafted
+    assert streams.events == ["current waits"], "later runs may use the draft model on the target's stream"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_are_those_of_a_thread(sampling: SamplingParams, seed: int) -> None:
+    found = []
+    for make in (lambda runner: StreamWorker(runner, RecordedStreams()), ThreadWorker):  # type: ignore[arg-type]
+        draft = TableRunner(2)
+        worker = make(draft)
+        run = scripted_run("pearl", {"window": 3}, TableRunner(1), draft, sampling, worker=worker, seed=seed)
+        rounds = list(run.rounds())
+        found.append([(round_.draft.tokens, round_.verdict.path, round_.token_ids) for round_ in rounds])
+        if sampling.greedy:
+            plain = scripted_run("ar", {}, TableRunner(1), None, sampling)
+            assert ids_of(rounds) == ids_of(plain.rounds())
+        worker.close()
+    assert found[0] == found[1]
+
+
+def test_a_run_that_ends_early_leaves_no_draft() -> None:
+    streams = RecordedStreams()
+    draft = TableRunner(2)
+    worker = StreamWorker(draft, streams)
+    run = scripted_run("pearl", {"window": 3}, TableRunner(1), draft, GREEDY, worker=worker)  # type: ignore[arg-type]
+    rounds = run.rounds()
+    next(rounds)
+    next(rounds)
+    rounds.close()  # type: ignore[attr-defined]
+    assert streams.events[-1] == "current waits"
+
+
+# ------------------------------------------------------------------ do the models overlap?
+
+PASS, STEP, WIDTH = 0.008, 0.002, 4  # seconds of a target pass and of a drafted token
+
+
+class Gpu:
+    """A GPU on a clock: the target's pass is queued, the host waits for drafts. With `turns` the models take turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, turns: bool) -> None:
+        self.now = self.busy_until = 0.0
+        self.turns = turns
+        self.policy, self.seconds = Always(), 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def logits(self, context: Context, draft: Any = ()) -> ModelOutput:
+        self.busy_until = self.now + PASS
+        return ModelOutput(torch.zeros(len(draft) + 1, 4))
+
+    def mark(self) -> Callable[[], float]:
+        end = self.busy_until
+
+        def ended() -> float:
+            self.now = max(self.now, end)
+            return end
+
+        return ended
+
+    def prefill(self, context: Context) -> None: ...
+
+    def start(self, *given: Any) -> None:
+        if given:
+            self.limit = given[2]
+
+    def finish(self) -> Draft:
+        begin = max(self.now, self.busy_until) if self.turns else self.now
+        before, self.now = self.now, begin + self.limit * STEP
+        self.seconds = self.now - before
+        return Draft.chain([0] * self.limit)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_the_overlap_of_both_models_is_measured(turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = Gpu(monkeypatch, turns=turns)
+    costs = time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16, True)
+    assert costs.overlap == pytest.approx(0.0 if turns else 1.0)
+    assert costs.take_turns == turns
+    assert costs.target_pass == pytest.approx(PASS)
+    assert time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16).overlap is None
+    plan: Any = SimpleNamespace(
+        info=SimpleNamespace(costs=costs), run=SimpleNamespace(schedule=SimpleNamespace(window=costs.window))
+    )
+    assert ("the models take turns on this GPU, so PEARL gains little" in _window(plan)) == turns
+    assert preparation._valid_costs({**vars_of(costs)}) == costs
+    assert preparation._valid_costs({**vars_of(costs), "overlap": float("nan")}) is None
+
+
+def vars_of(costs: ParallelCosts) -> dict[str, Any]:
+    return {name: getattr(costs, name) for name in costs.__dataclass_fields__}
+
+
+# ------------------------------------------------------------------ drafts from a GPU's process
+
+
+@pytest.mark.parametrize("kept", [20, 20 + TIES + 1])
+def test_probabilities_cross_as_those_that_top_k_left(kept: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    sampling = SamplingParams(temperature=1.0, top_k=20)
+    shared = SharedDrafts(Components(None, None, sampling, frozenset(), 1000, 0), 4)  # type: ignore[arg-type]
+    with (tmp_path / "memory").open("w+b") as file:
+        file.truncate(shared.size)
+        file.flush()
+        shared.map(file.fileno(), 0)
+    scores = torch.randn(3, 990, generator=torch.Generator().manual_seed(kept))  # a smaller vocabulary than the target's
+    probs = torch.zeros_like(scores).scatter_(1, scores.topk(kept).indices, scores.topk(kept).values.softmax(-1))
+    shared._tensor.fill_(0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cpu", False)
+        shared.write(1, Draft.chain([1, 2, 3], probs=probs))
+    is_packed = bool((shared._tensor[0, 1, :3, 500:] == 0.25).all())
+    assert is_packed == (kept == 20), "few numbers cross, unless too many tokens are as likely as the last of the top k"
+    found = shared.read(1, Draft.chain([1, 2, 3]), torch.device("cpu")).probs
+    assert torch.equal(found, torch.nn.functional.pad(probs, (0, 10)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_under_load_two_streams_give_the_tokens_of_one(temperature: float) -> None:
+    from gpu_models import TINY, native_model
+
+    from specgen.engine.model_runner import ModelRunner
+    from specgen.workers.stream_worker import CudaStreams
+
+    device = torch.device("cuda", 0)
+    target, other = (native_model(TINY, device, torch.float32, seed) for seed in (0, 1))
+    sampling = SamplingParams(max_new_tokens=200, temperature=temperature, seed=5)
+    numbers = torch.randn(2000, 2000, device=device)
+    outputs = []
+    for busy in (False, True, True):
+        draft = ModelRunner(other)
+        run = scripted_run(
+            "pearl",
+            {"window": 4},
+            ModelRunner(target),
+            draft,
+            sampling,
+            worker=StreamWorker(draft, CudaStreams(device)),  # type: ignore[arg-type]
+        )
+        found = []
+        for round_ in run.rounds():
+            found += round_.token_ids
+            if busy:
+                _ = [numbers @ numbers for _ in range(5)]
+        outputs.append(found)
+    assert outputs[0] == outputs[1] == outputs[2]
