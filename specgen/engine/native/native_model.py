@@ -46,7 +46,7 @@ class NativeModel:
     `norm_gain` is part of the weights that follow a norm (see `residual`). `min_rows` is the least number of tokens per forward
     pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have the same
     bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed, and why.
-    `wrap` makes the functions that the methods return out of eager ones, see `static_pass.use_static_passes`; None returns the
+    `wrap` makes the functions that the methods return out of eager ones, see `static_forward.use_static_passes`; None returns the
     eager ones.
     """
 
