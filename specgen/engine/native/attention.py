@@ -24,9 +24,9 @@ def attend(
 
     `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`),
     for n from `WIDE` on [n, m]; None if every query sees every key; `CAUSAL` only where no scores are capped. `score_cap` c
-    limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention, also where separate
-    products are faster; capped scores are summed in blocks of keys instead, so that with both a row does not depend on how many
-    blocks follow those that it sees.
+    limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention, also where
+    separate products are faster; capped scores are summed in blocks of keys instead, so that with both a row does not depend on
+    how many blocks follow those that it sees.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]
