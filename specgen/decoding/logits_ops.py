@@ -51,7 +51,7 @@ def _nucleus(probs: torch.Tensor, top_p: float, top_k: int = 0) -> torch.Tensor:
 
 def _cut(probs: torch.Tensor, values: torch.Tensor, order: torch.Tensor, is_cut: torch.Tensor) -> torch.Tensor:
     """Returns `probs` without the tokens in `is_cut`, renormalised. `values` are the largest of them, `order` their indices."""
-    is_cut[..., 0] = False  # the likeliest token stays, even if `top_p` is 0 in float32
+    is_cut[..., 0].fill_(False)  # the likeliest token stays, even if `top_p` is 0 in float32
     kept = torch.zeros_like(probs).scatter_(-1, order, values.masked_fill_(is_cut, 0.0))
     return kept.div_(kept.sum(dim=-1, keepdim=True))
 
