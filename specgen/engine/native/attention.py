@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import scaled_dot_product_attention
 
 KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
+CAUSAL = torch.empty(0)  # in place of a mask: each token sees the keys up to its own, the last one sees all
 WIDE = 64  # tokens; from here on the keys are repeated for grouped heads instead of the mask, as computing dominates
 _WRITTEN_OUT = 64  # query rows; below, in float32 on a CPU, separate products are faster than torch's fused attention
 
@@ -23,15 +23,18 @@ def attend(
     """Returns softmax(query keys^T + mask) values, [n, heads * head size]. The scale of the scores is part of the query.
 
     `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`),
-    for n from `WIDE` on [n, m]; None if every query sees every key; a `CausalBias` if each token sees the keys up to its own and
-    no scores are capped. `score_cap` c limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes
-    torch's fused attention, also where separate products are faster; capped scores are summed in blocks of keys instead, so that
-    with both a row does not depend on how many blocks follow those that it sees.
+    for n from `WIDE` on [n, m]; None if every query sees every key; `CAUSAL` only where no scores are capped. `score_cap` c
+    limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention, also where
+    separate products are faster; capped scores are summed in blocks of keys instead, so that with both a row does not depend on
+    how many blocks follow those that it sees.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
-    if tokens >= WIDE or isinstance(mask, CausalBias):
+    if mask is CAUSAL:
+        mixed = _causal(query.transpose(0, 1)[None], keys[None], values[None])[0]
+        return mixed.transpose(0, 1).reshape(tokens, heads * size)
+    if tokens >= WIDE:
         if score_cap is None:
             mixed = scaled_dot_product_attention(
                 query.transpose(0, 1)[None], keys[None], values[None], mask, scale=1.0, enable_gqa=group > 1
@@ -53,6 +56,23 @@ def attend(
     if group == 1:
         return mixed.transpose(0, 1).reshape(tokens, heads * size)
     return mixed.view(kv_heads, tokens, group, size).transpose(0, 1).reshape(tokens, heads * size)
+
+
+def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns the attention [1, heads, n, size] of the last n tokens, each of which sees the keys up to its own.
+
+    On a GPU by torch's flash attention, whose causal mask begins at the lower right, and which needs half precision, heads of at
+    most 256 numbers, a multiple of 8, and copies no keys for grouped heads. (`torch.nn.attention.bias` calls it alike, but takes
+    a second to import.) Elsewhere with a mask.
+    """
+    if query.is_cuda:
+        mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, is_causal=True, return_debug_mask=False, scale=1.0
+        )[0]
+        return mixed
+    tokens, count = query.shape[2], keys.shape[2]
+    visible = torch.ones(tokens, count, dtype=torch.bool, device=query.device).tril(count - tokens)
+    return scaled_dot_product_attention(query, keys, values, visible, scale=1.0, enable_gqa=query.shape[1] > keys.shape[1])
 
 
 def attend_batch(

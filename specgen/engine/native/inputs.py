@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.ancestry import ancestry
-from specgen.engine.native.attention import KEY_BLOCK, WIDE
+from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE
 from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
@@ -45,7 +44,8 @@ class InputMaker:
         self.group = architecture.num_heads // architecture.num_kv_heads
         rounded = None if architecture.rotary_in_float32 else dtype
         self.tables = {key: RotaryTable(rotary, device, rounded) for key, rotary in architecture.rotary.items()}
-        fits = architecture.score_cap is None and architecture.head_size <= _WIDEST_HEAD and not exact
+        size = architecture.head_size
+        fits = architecture.score_cap is None and size <= _WIDEST_HEAD and size % 8 == 0 and not exact
         self.has_causal_kernel = fits and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         windows = {kind.window for kind in self.kinds}
         self._chain_masks = {window: ChainMasks(self.group, window, dtype, device) for window in windows}
@@ -121,7 +121,7 @@ class InputMaker:
         if rows == 1 and end == last:  # one token sees all keys: those that its window excludes are not read
             return None
         if self.has_causal_kernel and (window is None or last <= window):
-            return causal_lower_right(rows, end - start)
+            return CAUSAL
         if rows >= WIDE:
             return aligned(additive(visible_to_chain(first, rows, start, end, window, self._device), self._dtype))
         return aligned(self._chain_masks[window](first, rows, start, end))
