@@ -275,7 +275,7 @@ ADAPTIVE_POLICY = [
         _GUARD,
         ESTIMATES,
         ("guard: pauses of one length", "self.pause = min(2 * self.pause, LONGEST_PAUSE)", "pass"),
-        ("guard: a loss is forgotten with its pause", "self.left, self.loss = self.pause, self.loss - budget", "self.left = self.pause"),
+        ("guard: a pause does not lower the loss", "self.left, self.loss = self.pause, self.loss - budget", "self.left = self.pause"),
         ("guard: every gain halves the pause", "elif self.loss < -budget:", "elif cost < tokens:"),
         ("guard: gains count for later losses", "max(self.pause // 2, SHORTEST_PAUSE), 0.0", "max(self.pause // 2, SHORTEST_PAUSE), self.loss"),
     ),
