@@ -254,7 +254,11 @@ ADAPTIVE_POLICY = [
         ),
         ("adaptive: a level costs as one token", "self._level = token.nodes", "self._level = 1"),
         ("adaptive: drafts that never pay are started", "        return gain > cost\n", "        return True\n"),
-        ("adaptive: no pauses", "        guard = self.learned.guard\n        if guard.pauses():", "        guard = self.learned.guard\n        if False:"),
+        (
+            "adaptive: no pauses",
+            "        guard = self.learned.guard\n        if guard.pauses():",
+            "        guard = self.learned.guard\n        if False:",
+        ),
         ("adaptive: rounds without a draft are rejections", "accepted > 0 if drafted else None", "accepted > 0"),
     ),
     *mutants(
@@ -275,16 +279,32 @@ ADAPTIVE_POLICY = [
         _GUARD,
         ESTIMATES,
         ("guard: pauses of one length", "self.pause = min(2 * self.pause, LONGEST_PAUSE)", "pass"),
-        ("guard: a pause does not lower the loss", "self.left, self.loss = self.pause, self.loss - budget", "self.left = self.pause"),
+        (
+            "guard: a pause does not lower the loss",
+            "self.left, self.loss = self.pause, self.loss - budget",
+            "self.left = self.pause",
+        ),
         ("guard: every gain halves the pause", "elif self.loss < -budget:", "elif cost < tokens:"),
-        ("guard: gains count for later losses", "max(self.pause // 2, SHORTEST_PAUSE), 0.0", "max(self.pause // 2, SHORTEST_PAUSE), self.loss"),
+        (
+            "guard: gains count for later losses",
+            "max(self.pause // 2, SHORTEST_PAUSE), 0.0",
+            "max(self.pause // 2, SHORTEST_PAUSE), self.loss",
+        ),
     ),
     *mutants(
         "decoding/acceptance_calibration.py",
         ESTIMATES,
         ("calibration: the same offset for all intervals", "bisect(self.prior.edges, score), self.FADING", "0, self.FADING"),
-        ("calibration: the sums never fade", "self.information = self.information * fading", "self.information = self.information"),
-        ("calibration: nothing is learned for all tokens", "self.offset += residual / (self.information + prior.strength)", "pass"),
+        (
+            "calibration: the sums never fade",
+            "self.information = self.information * fading",
+            "self.information = self.information",
+        ),
+        (
+            "calibration: nothing is learned for all tokens",
+            "self.offset += residual / (self.information + prior.strength)",
+            "pass",
+        ),
         (
             "calibration: the last tokens count as the others",
             "residuals * self.RECENT_FADING + residual, informations * self.RECENT_FADING + information",

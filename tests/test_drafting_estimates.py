@@ -30,9 +30,7 @@ def teach(calibration: AcceptanceCalibration, score: float, rate: float, count: 
         calibration.learn(score, math.floor((number + 1) * rate) > math.floor(number * rate))
 
 
-@pytest.mark.parametrize(
-    "prior", [known.prior for learned in (GREEDY, SAMPLING) for known in (learned.token, learned.following)]
-)
+@pytest.mark.parametrize("prior", [known.prior for learned in (GREEDY, SAMPLING) for known in (learned.token, learned.following)])
 def test_calibration_corrects_a_wrong_prior_in_each_interval(prior: Prior) -> None:
     calibration = AcceptanceCalibration(prior)
     low, high = prior.edges[0] - 0.5, prior.edges[-1] + 0.5
