@@ -23,13 +23,13 @@ from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.drafter_kinds import LOOKUP, DraftSource
 from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_sweep import WARM_UP, LengthSweep
+from specgen.decoding.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
 from specgen.plan import prepared
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.methods import Method
-    from specgen.plan import RunRequest
+    from specgen.plan import Plan, RunRequest
 
 LENGTHS = (1, 4, 8, 0)  # tokens in the timed drafts; the first one is not 0, so that the draft model's prefill warms up
 NEW_TOKENS = 160  # of a timed run, at most
@@ -83,21 +83,33 @@ class DraftingKnowledge:
             return False
         return any(settings.values[name] == AUTO for name in _COST_SETTINGS)
 
-    def measure(self, request: RunRequest, make_run: Callable[[int], Run], part: str | None = None) -> None:
+    def measure(self, request: RunRequest, plan: Callable[..., Plan], context_limit: int, part: str | None = None) -> None:
         """Times rounds like the request's, or reads their times from the cache.
 
-        `make_run(length)` returns a run of the request's method with its settings on a prompt of `length` tokens, of
-        `NEW_TOKENS` new tokens if they fit. `part` identifies the part of the target that drafts, if one does.
+        `plan` makes a run, see `Pair.plan`. `context_limit` (tokens) is that of the models. `part` identifies the part of the
+        target that drafts, if one does.
         """
         key = self._cost_key(request)
         stored = {**self._conditions(), "rounds": [str(each) for each in key], "part": part}
         costs = _costs_of(measurement_cache.find("rounds", stored))
         if costs is None:
-            costs = time_rounds(make_run(_context_length(request)))
+            costs = time_rounds(self._timed_run(request, plan, context_limit))
             measurement_cache.keep("rounds", stored, costs.as_dict())
         self._costs[key] = costs
         drafting, verification = (partial(_seconds, table) for table in (costs.draft_cost, costs.verification_cost))
         self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
+
+    def _timed_run(self, request: RunRequest, plan: Callable[..., Plan], context_limit: int) -> Run:
+        """Returns a run like the one requested, of `NEW_TOKENS` tokens if they fit. Without a model it always drafts."""
+        sampling = replace(request.sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True, stop=(), seed=0)
+        length = max(1, min(_context_length(request), context_limit - NEW_TOKENS))
+        given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
+        given |= {"draft_cost": 0, "verify_cost": 0}
+        has_model = self.drafts_with_model(request.method)
+        if has_model and "lookup" in given:
+            given["lookup"] = False
+        run = plan([1] * length, request.method.name, sampling, **given).run
+        return run if has_model else replace(run, drafter=RepeatDrafter())
 
     def check(self, request: RunRequest) -> CostCheck | None:
         """Returns the check of the costs that the request's run decides by; None if they were not measured by `measure`.

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -14,11 +14,9 @@ from specgen import factory, methods, preparation
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.components import Components
-from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.parallel import DraftWorker, Parallel
-from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.decoding.run import Clock, StopTexts
 from specgen.decoding.sequential import Checked
-from specgen.drafting_knowledge import NEW_TOKENS as TIMED_TOKENS
 from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
@@ -188,19 +186,8 @@ class Pair:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
         if self.knowledge.lacks_costs(request):
             part = self._fastest_skips if request.method.skips_layers else self.exits.digest(request.settings.values.get("exit"))
-            self.knowledge.measure(request, partial(self._timed_run, request), part)
-
-    def _timed_run(self, request: RunRequest, length: int) -> Run:
-        """Returns a run like the one requested, with the same method and settings, to be timed on a prompt of `length` tokens."""
-        sampling = replace(request.sampling, max_new_tokens=TIMED_TOKENS, ignore_eos=True, stop=(), seed=0)
-        length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
-        given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
-        given |= {"draft_cost": 0, "verify_cost": 0}
-        has_model = self.knowledge.drafts_with_model(request.method)
-        if has_model and "lookup" in given:
-            given["lookup"] = False
-        run = self.plan([1] * length, request.method.name, sampling, **given).run
-        return run if has_model else replace(run, drafter=RepeatDrafter())
+            limit = min(model.context_limit for model in self._models(request.method))
+            self.knowledge.measure(request, self.plan, limit, part)
 
     def plan(
         self,

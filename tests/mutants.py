@@ -39,6 +39,7 @@ GREEDY = Selection("test_verifiers.py")
 TREE_LEVELS = Selection("test_eesd_signals.py::test_signals_of_a_tree_are_those_of_each_levels_likeliest_node")
 LENGTHS = Selection("test_policies.py")
 ADAPTIVE, ADAPTIVE_RUNS = Selection("test_adaptive.py"), Selection("test_adaptive_runs.py")
+ESTIMATES = Selection("test_drafting_estimates.py")
 SHARED = Selection("test_adaptive_pairs.py")
 LOSSY = Selection("test_joint.py")
 WARPING = Selection("test_distributions.py::test_warping_is_transformers")
@@ -194,11 +195,11 @@ DRAFTING = [
             'return "eos" if tokens[-1] in self._eos_ids else token\n',
             "return token\n",
         ),
-        (
-            "prompt lookup drafts after EOS",
-            'return "eos" if tokens[-1] in self._eos_ids else DraftedToken(position)',
-            "return DraftedToken(position)",
-        ),
+    ),
+    *mutants(
+        "decoding/prompt_lookup.py",
+        LENGTHS,
+        ("prompt lookup drafts after EOS", "eos = tokens[-1] in self._eos_ids", "eos = False"),
         (
             "prompt lookup copies from one token too early",
             "self._continuations[tuple(context.ids[position - length : position])] = position",
@@ -252,6 +253,13 @@ ADAPTIVE_POLICY = [
             "tokens = accepted + was_rejected",
         ),
         ("adaptive: a level costs as one token", "self._level = token.nodes", "self._level = 1"),
+        ("adaptive: drafts that never pay are started", "        return gain > cost\n", "        return True\n"),
+        (
+            "adaptive: no pauses",
+            "        guard = self.learned.guard\n        if guard.pauses():",
+            "        guard = self.learned.guard\n        if False:",
+        ),
+        ("adaptive: rounds without a draft are rejections", "accepted > 0 if drafted else None", "accepted > 0"),
     ),
     *mutants(
         _DRAFTERS,
@@ -269,20 +277,62 @@ ADAPTIVE_POLICY = [
     ),
     *mutants(
         _GUARD,
-        ADAPTIVE,
-        ("guard: trials that lose are repeated", "(trial and cost >= tokens)", "(trial and tokens == 1)"),
+        ESTIMATES,
         ("guard: pauses of one length", "self.pause = min(2 * self.pause, LONGEST_PAUSE)", "pass"),
-        ("guard: every trial halves the pause", "if self.loss < -budget:", "if trial or self.loss < -budget:"),
+        (
+            "guard: a pause does not lower the loss",
+            "self.left, self.loss = self.pause, self.loss - budget",
+            "self.left = self.pause",
+        ),
+        ("guard: every gain halves the pause", "elif self.loss < -budget:", "elif cost < tokens:"),
+        (
+            "guard: gains count for later losses",
+            "max(self.pause // 2, SHORTEST_PAUSE), 0.0",
+            "max(self.pause // 2, SHORTEST_PAUSE), self.loss",
+        ),
     ),
     *mutants(
         "decoding/acceptance_calibration.py",
-        ADAPTIVE,
-        ("calibration: corrections are computed once", "        self._corrections.clear()\n", ""),
+        ESTIMATES,
+        ("calibration: the same offset for all intervals", "bisect(self.prior.edges, score), self.FADING", "0, self.FADING"),
         (
-            "calibration: one correction for all intervals",
-            "interval = bisect(self.prior.edges, score)\n        correction",
-            "interval = 0\n        correction",
+            "calibration: the sums never fade",
+            "self.information = self.information * fading",
+            "self.information = self.information",
         ),
+        (
+            "calibration: nothing is learned for all tokens",
+            "self.offset += residual / (self.information + prior.strength)",
+            "pass",
+        ),
+        (
+            "calibration: the last tokens count as the others",
+            "residuals * self.RECENT_FADING + residual, informations * self.RECENT_FADING + information",
+            "residuals * fading + residual, informations * fading + information",
+        ),
+        (
+            "calibration: the last tokens change what is learned",
+            "expected = probability(score + self.offset + self.offsets[interval])",
+            "expected = self.predict(score)",
+        ),
+        ("calibration: a copy shares its offsets", "offsets=list(self.offsets), informations=", "informations="),
+    ),
+    *mutants(
+        "decoding/first_acceptance.py",
+        ESTIMATES,
+        ("first token: likelihoods swapped", "(level if accepted else 1 - level)", "(1 - level if accepted else level)"),
+        ("first token: no change without a draft", "stays = 1 - self.change", "stays = 1 - self.change * (accepted is not None)"),
+        ("first token: trials get rarer after any rejection", "elif weights[0] > _USELESS:", "else:"),
+        ("first token: trials stay rare", "                self.change = _CHANGE\n", "                pass\n"),
+    ),
+    *mutants(
+        "decoding/learned_drafting.py",
+        ESTIMATES,
+        ("start: later tokens do not count", "+ later) - (1", ") - (1"),
+        ("start: later tokens may count as a loss", "max(0.0, self.later[0] / self.later[1])", "self.later[0] / self.later[1]"),
+        ("start: waste does not count", " - (1 - accepted) * waste", ""),
+        ("start: the first token counts as waste", "self.waste[0] + cost - cost_of_first", "self.waste[0] + cost"),
+        ("the prior of greedy decoding for sampling", "share = min(temperature, 1.0)", "share = 0.0"),
     ),
     *mutants(
         "cost_model/drafting_costs.py",

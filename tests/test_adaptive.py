@@ -141,13 +141,13 @@ def test_drafts_that_are_rejected_get_rare_and_return_when_they_are_accepted() -
 
 def test_drafting_pauses_after_losses() -> None:
     made = policy(DraftingCosts.linear(0.4, 0.0), exploration=0.5)
-    lengths = []
+    lengths, reasons = [], []
     for _ in range(6):
         lengths.append(draft(made, LIKELY, LIKELY))
-        reason = made.reason
+        reasons.append(made.reason)
         made.observe(lengths[-1], 0)
-    assert lengths[-1] == 0
-    assert reason.startswith("no draft: paused")
+    assert [length > 0 for length in lengths] == [True, False, False, False, False, True]
+    assert reasons[1:5] == [*(f"no draft: paused, {left} more rounds" for left in (3, 2, 1)), "no draft: paused"]
 
 
 def test_it_learns_from_judged_tokens_only() -> None:

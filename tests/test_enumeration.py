@@ -73,6 +73,7 @@ CHAINS = [  # the rejection sampler
     Case("lookup", {"k": 3, "ngram": 2}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
     Case("mtad", {"tau": 1, "k": 2, "beams": 2}, 5),  # nothing is accepted: the output is the target's own
 ]
+UNMIXED = {"draft_cost": 0.3, "verify_cost": 0.1, "exploration": 0.1, "lookup": False}  # the draft model alone drafts
 POLICIES = [  # that read the drawn token or what was accepted before
     Case("sd", {"policy": "confidence", "threshold": 0.5, "max_draft": 4}, 5),
     Case("sd", {"policy": "confidence", "threshold": 0.3, "max_draft": 3}, 5, THREE, {"top_p": 0.9}),
@@ -82,8 +83,8 @@ POLICIES = [  # that read the drawn token or what was accepted before
     Case("sd", {"policy": "beta-ts", "alpha": 3.0}, 5),
     Case("eesd-cali", {"theta0": 0.9}, 4),
     Case("adaptive", {"draft_cost": 0.2, "verify_cost": 0.05}, 5),
-    Case("adaptive", {"draft_cost": 0.2, "verify_cost": 0.1, "exploration": 0.1}, 5, THREE, {"top_p": 0.9}, eos=(2,), seed=3),
-    Case("adaptive", {"draft_cost": 0.25, "verify_cost": 0.1, "exploration": 0.5}, 5, THREE, {"top_k": 2}, zero=True, seed=1),
+    Case("adaptive", UNMIXED, 5, THREE, {"top_p": 0.9}, eos=(2,), seed=3),
+    Case("adaptive", {"draft_cost": 0.1, "verify_cost": 0.1, "exploration": 0.5}, 5, THREE, {"top_k": 2}, zero=True, seed=1),
     Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
     # prompt lookup's drafts, which are not drawn, take turns with the draft model's
     Case("adaptive", {"draft_cost": 0.3, "verify_cost": 0.02, "max_draft": 2}, 5),
@@ -149,6 +150,7 @@ def test_adaptive_decides_by_the_drawn_token_in_these_cases(case: Case) -> None:
             first.add((rounds[0].draft.stop_reason, len(rounds[0].draft.tokens)))
     assert len({length for reason, length in first if reason.startswith("gain")}) > 1 or "no draft" in reasons
     assert "gain" in reasons
+    assert "no draft" in reasons or "exploration" not in case.settings
 
 
 @pytest.mark.parametrize("case", PARALLEL, ids=str)

@@ -89,9 +89,10 @@ def test_adaptive_says_why_a_draft_ended_and_why_there_is_none() -> None:
     assert policy.reason.startswith("gain 0.")
     assert policy.reason.endswith(" < cost 0.22")
     policy.observe(1, 0)
-    learned.first = [0.1, 1.0]
+    learned.first.weights = [1.0, *[0.0] * 6]
     assert not policy.starts_draft()
     assert policy.reason.startswith("no draft: gain 0.")
     assert policy.reason.endswith(" < cost 0.22")
+    learned.guard.left = 3
     assert not policy.starts_draft()
     assert policy.reason == "no draft: paused, 2 more rounds"

@@ -109,7 +109,7 @@ class AcceptanceCalibration:
     def as_dict(self) -> dict[str, list[float]]:
         """Returns the learned numbers, to be saved in a profile."""
         sums = [self.offset, self.information, *self.recent]
-        return {"offsets": self.offsets, "informations": self.informations, "sums": sums}
+        return {"offsets": list(self.offsets), "informations": list(self.informations), "sums": sums}
 
     @classmethod
     def of_dict(cls, prior: Prior, saved: Mapping[str, Sequence[float]]) -> AcceptanceCalibration:
