@@ -93,7 +93,10 @@ class DraftingKnowledge:
         costs = _costs_of(measurement_cache.find("rounds", stored))
         if costs is None:
             costs = time_rounds(make_run(_context_length(request)))
-            measurement_cache.keep("rounds", stored, costs.as_dict())
+            if any(max(curve.points) for curve in costs.draft_cost.curves.values()):
+                measurement_cache.keep("rounds", stored, costs.as_dict())
+            else:  # the draft model could not follow this one context: its tokens are taken to cost as much as the target's
+                costs = replace(costs, draft_cost=_table({0: [0.0], 1: [_seconds(costs.verification_cost, 1)]}, 0))
         self._costs[key] = costs
         drafting, verification = (partial(_seconds, table) for table in (costs.draft_cost, costs.verification_cost))
         self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
@@ -197,7 +200,14 @@ def _seconds(table: CostTable, tokens: int) -> float:
 
 
 def _table(seconds: Mapping[int, list[float]], length: int) -> CostTable:
-    return CostTable({length: Curve({tokens: median(each) for tokens, each in sorted(seconds.items())})})
+    """Returns the medians as costs that do not fall with the number of tokens, as medians on a busy machine may.
+
+    Each is the mean of the largest median up to its number of tokens and of the smallest one from there on.
+    """
+    tokens = sorted(seconds)
+    medians = [median(seconds[count]) for count in tokens]
+    rising = [(max(medians[: position + 1]) + min(medians[position:])) / 2 for position in range(len(medians))]
+    return CostTable({length: Curve(dict(zip(tokens, rising, strict=True)))})
 
 
 def _costs_of(stored: Any) -> RoundCosts | None:

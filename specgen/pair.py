@@ -194,10 +194,9 @@ class Pair:
         sampling = replace(request.sampling, max_new_tokens=TIMED_TOKENS, ignore_eos=True, stop=(), seed=0)
         length = max(1, min(length, min(model.context_limit for model in self._models(request.method)) - TIMED_TOKENS))
         given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
-        given |= {"draft_cost": 0, "verify_cost": 0}
         has_model = self.knowledge.drafts_with_model(request.method)
-        if has_model and "lookup" in given:
-            given["lookup"] = False
+        timed = {"draft_cost": 0, "verify_cost": 0, "fallback": 0} | ({"lookup": False} if has_model else {})
+        given |= {name: value for name, value in timed.items() if name in given}  # fallback: BiLD drops no token
         run = self.plan([1] * length, request.method.name, sampling, **given).run
         return run if has_model else replace(run, drafter=RepeatDrafter())
 
