@@ -14,6 +14,10 @@ from scripted_models import TableRunner, scripted_run
 from specgen import drafting_knowledge
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.drafting_guard import LONGEST_PAUSE, DraftingGuard
+from specgen.decoding.learned_drafting import Learned
+from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.sequential import Checked
 from specgen.pair import Pair
 from specgen.tuning.simulation import SimulatedClock, SimulatedDrafter
@@ -144,3 +148,33 @@ def test_a_simulated_draft_model_that_never_drafts_runs_over_no_prompt() -> None
     policy: Any = SimpleNamespace(starts_draft=lambda **_: False, seconds=0.0, reason="no draft", signals=frozenset())
     assert SimulatedDrafter(recorded, costs, clock).propose(Context(PROMPT), policy, 9).stop_reason == "no draft"
     assert sum(clock.seconds().values()) == 0
+
+
+@pytest.mark.parametrize("verify", [0.02, 0.2])
+def test_drafting_returns_after_a_long_text_without_accepted_tokens(verify: float) -> None:
+    """Though the draft model then has to read many tokens: this alone must not be the reason for the next pause."""
+    costs = DraftingCosts.linear(0.4, verify)
+    policy = Adaptive(AUTO, AUTO, 6.0, 40, AdaptiveInputs(costs, Learned.prior(costs, 0.0)))
+    sure, unsure = {"entropy": 0.02, "top_prob": 0.99, "prob": 0.99}, {"entropy": 1.0, "top_prob": 0.5, "prob": 0.5}
+
+    def drafts(signals: dict[str, float], rounds: int, *, accepted: bool) -> int:
+        count = 0
+        for _ in range(rounds):
+            length = int(policy.starts_draft())
+            while length and policy.keep_drafting(DraftedToken(length, signals)):
+                length += 1
+            policy.observe(length, length if accepted else 0)
+            count += length > 0
+        return count
+
+    assert drafts(unsure, 12_000, accepted=False) < 150
+    assert drafts(sure, LONGEST_PAUSE + 200, accepted=True) > 150
+
+
+def test_one_round_that_lost_much_does_not_end_drafting() -> None:
+    guard = DraftingGuard()
+    guard.count(200.0, 1, 6.0)
+    assert guard.left == 4
+    guard.left = 0
+    guard.count(1.5, 3, 6.0)
+    assert not guard.left, "it gains now"
