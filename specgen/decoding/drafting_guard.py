@@ -13,8 +13,8 @@ class DraftingGuard:
 
     Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain
     decoding pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, the sum falls by
-    the budget, at least to the budget, and the next pause is twice as long; below minus the budget the next pause is half as
-    long. So one draft that is accepted ends the pauses, however much was lost before. Whatever is accepted, n rounds lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding,
+    the budget and the next pause is twice as long; below minus the budget the next pause is half as long. So whatever is
+    accepted, n rounds lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding,
     where b is the larger one of the budget and the loss of one round.
     """
 
@@ -33,7 +33,7 @@ class DraftingGuard:
         """Counts a round with a draft: its cost in units, and the tokens that it gave."""
         self.loss += cost - tokens
         if self.loss > budget:
-            self.left, self.loss = self.pause, min(self.loss - budget, budget)
+            self.left, self.loss = self.pause, self.loss - budget
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
         elif self.loss < -budget:
             self.pause, self.loss = max(self.pause // 2, SHORTEST_PAUSE), 0.0
