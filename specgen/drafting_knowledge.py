@@ -94,7 +94,10 @@ class DraftingKnowledge:
         costs = _costs_of(measurement_cache.find("rounds", stored))
         if costs is None:
             costs = time_rounds(self._timed_run(request, plan, context_limit))
-            measurement_cache.keep("rounds", stored, costs.as_dict())
+            if any(max(curve.points) for curve in costs.draft_cost.curves.values()):
+                measurement_cache.keep("rounds", stored, costs.as_dict())
+            else:  # the draft model could not follow this one context: its tokens are taken to cost as much as the target's
+                costs = replace(costs, draft_cost=_table({0: [0.0], 1: [_seconds(costs.verification_cost, 1)]}, 0))
         self._costs[key] = costs
         drafting, verification = (partial(_seconds, table) for table in (costs.draft_cost, costs.verification_cost))
         self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
@@ -104,10 +107,9 @@ class DraftingKnowledge:
         sampling = replace(request.sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True, stop=(), seed=0)
         length = max(1, min(_context_length(request), context_limit - NEW_TOKENS))
         given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
-        given |= {"draft_cost": 0, "verify_cost": 0}
         has_model = self.drafts_with_model(request.method)
-        if has_model and "lookup" in given:
-            given["lookup"] = False
+        timed = {"draft_cost": 0, "verify_cost": 0, "fallback": 0} | ({"lookup": False} if has_model else {})
+        given |= {name: value for name, value in timed.items() if name in given}  # fallback: BiLD drops no token
         run = plan([1] * length, request.method.name, sampling, **given).run
         return run if has_model else replace(run, drafter=RepeatDrafter())
 

@@ -14,9 +14,14 @@ from scripted_models import TableRunner, scripted_run
 from specgen import drafting_knowledge
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.drafting_guard import LONGEST_PAUSE
+from specgen.decoding.learned_drafting import Learned
+from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.sequential import Checked
 from specgen.pair import Pair
-from specgen.types import Context, SamplingParams
+from specgen.tuning.simulation import SimulatedClock, SimulatedDrafter
+from specgen.types import Context, Draft, SamplingParams
 
 PROMPT = [5, 9, 7, 3]
 COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
@@ -108,3 +113,59 @@ def test_costs_of_another_exit_layer_are_measured(near: Pair, monkeypatch: pytes
     for part, count in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
         near.knowledge.measure(request, lambda _: None, part)  # type: ignore[arg-type, return-value]
         assert len(measured) == count
+
+
+def test_medians_of_a_noisy_machine_do_not_fall() -> None:
+    noisy = {0: [0.0], 1: [0.012, 0.012, 0.05], 2: [0.010], 5: [0.013], 9: [0.011]}
+    points = drafting_knowledge._table(noisy, 7).curves[7].points
+    assert list(points) == [0, 1, 2, 5, 9]
+    assert list(points.values()) == pytest.approx([0.0, 0.011, 0.011, 0.012, 0.012])
+    rising = {1: [0.01], 2: [0.011], 5: [0.02]}
+    assert list(drafting_knowledge._table(rising, 7).curves[7].points.values()) == [0.01, 0.011, 0.02]
+
+
+def test_a_draft_model_that_could_not_be_timed_is_not_taken_to_be_free(near: Pair, tmp_path: Path) -> None:
+    """For instance because the timed context has a token that its vocabulary lacks. A later process tries again."""
+    run = near.plan(PROMPT, "adaptive", SamplingParams(max_new_tokens=60), lookup=False, **COSTS).run
+    never: Any = SimpleNamespace(propose=lambda *_: Draft())
+    request: Any = near._request(PROMPT, "adaptive", None, {})
+    near.knowledge.measure(request, lambda _: replace(run, drafter=never))
+    assert near.knowledge.inputs(request, None).costs.draft == pytest.approx(1.0)
+    assert not (tmp_path / "cache" / "rounds").exists()
+
+
+def test_bild_is_timed_with_drafts_of_all_lengths(near: Pair) -> None:
+    """It ends drafts by itself, before the lengths that are to be timed."""
+    request: Any = near._request(PROMPT, "bild", None, {"policy": "adaptive"})
+    costs = drafting_knowledge.time_rounds(near._timed_run(request, 8))
+    assert set(next(iter(costs.draft_cost.curves.values())).points) == {0, 1, 4, 8}
+
+
+def test_a_simulated_draft_model_that_never_drafts_runs_over_no_prompt() -> None:
+    clock = SimulatedClock()
+    recorded: Any = SimpleNamespace(prefill_seconds=5.0, rollouts=[[]])
+    costs = RoundCosts(one_length(_0=0, _4=0.004), one_length(_1=0.01, _5=0.012))
+    policy: Any = SimpleNamespace(starts_draft=lambda **_: False, seconds=0.0, reason="no draft", signals=frozenset())
+    assert SimulatedDrafter(recorded, costs, clock).propose(Context(PROMPT), policy, 9).stop_reason == "no draft"
+    assert sum(clock.seconds().values()) == 0
+
+
+@pytest.mark.parametrize("verify", [0.02, 0.2])
+def test_drafting_returns_after_a_long_text_without_accepted_tokens(verify: float) -> None:
+    """Though the draft model then has to read many tokens: this alone must not be the reason for the next pause."""
+    costs = DraftingCosts.linear(0.4, verify)
+    policy = Adaptive(AUTO, AUTO, 6.0, 40, AdaptiveInputs(costs, Learned.prior(costs, 0.0)))
+    sure, unsure = {"entropy": 0.02, "top_prob": 0.99, "prob": 0.99}, {"entropy": 1.0, "top_prob": 0.5, "prob": 0.5}
+
+    def drafts(signals: dict[str, float], rounds: int, *, accepted: bool) -> int:
+        count = 0
+        for _ in range(rounds):
+            length = int(policy.starts_draft())
+            while length and policy.keep_drafting(DraftedToken(length, signals)):
+                length += 1
+            policy.observe(length, length if accepted else 0)
+            count += length > 0
+        return count
+
+    assert drafts(unsure, 12_000, accepted=False) < 150
+    assert drafts(sure, LONGEST_PAUSE + 200, accepted=True) > 150

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from specgen.cost_model.round_costs import Curve, RoundCosts
 
 _USUAL = 6  # drafted tokens: the cost of a draft divided by its tokens is taken at this length
 _STAGES = 8  # how many tokens `next_cost` looks ahead
 _CONTINUES = 0.9  # assumed probability that a token is accepted if the one before it was
+_USED = tuple(accumulate(_CONTINUES**step for step in range(_STAGES)))  # expected number of steps that are of use, of 1, 2, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class DraftingCosts:
 
     draft: float
     verification: Curve
-    _next_costs: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
+    _next_costs: dict[tuple[int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _next_verifications: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def linear(cls, draft: float, verify: float) -> DraftingCosts:
@@ -40,6 +43,8 @@ class DraftingCosts:
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
         """Returns these costs with another cost of drafting or of verifying one token; None keeps what they have."""
+        if draft is None and verify is None:
+            return self
         verification = self.verification if verify is None else Curve({0: 0.0, 1: verify})
         return DraftingCosts(self.draft if draft is None else draft, verification)
 
@@ -55,12 +60,20 @@ class DraftingCosts:
         """
         key = tokens, added
         if (known := self._next_costs.get(key)) is None:
-            known = self._next_costs[key] = min(self._mean_cost(tokens, added, steps) for steps in range(1, _STAGES + 1))
+            known = self._next_costs[key] = min(
+                (steps * self.draft + self._added(tokens, steps * added)) / used for steps, used in enumerate(_USED, 1)
+            )
         return known
 
-    def _mean_cost(self, tokens: int, added: int, steps: int) -> float:
-        verification = max(0.0, self.verification.at(tokens + steps * added) - self.verification.at(tokens))
-        return (steps * self.draft + verification) / sum(_CONTINUES**step for step in range(steps))
+    def next_verification(self, tokens: int) -> float:
+        """Returns the lowest cost per token of verifying some more tokens, up to eight, after `tokens` drafted ones."""
+        if (known := self._next_verifications.get(tokens)) is None:
+            known = self._next_verifications[tokens] = min(self._added(tokens, more) / more for more in range(1, _STAGES + 1))
+        return known
+
+    def _added(self, tokens: int, more: int) -> float:
+        """What verifying `more` tokens adds to the cost of `tokens`. Not negative, as measured costs on a busy machine may be."""
+        return max(0.0, self.verification.at(tokens + more) - self.verification.at(tokens))
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
         """Returns the lowest expected cost per output token with drafts of a fixed length, at most `longest` tokens.

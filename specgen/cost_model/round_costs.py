@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,8 +17,14 @@ class Curve:
     """
 
     points: Mapping[int, float]
+    _found: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # what `at` has returned
 
     def at(self, tokens: int) -> float:
+        if (seconds := self._found.get(tokens)) is None:
+            seconds = self._found[tokens] = self._interpolated(tokens)
+        return seconds
+
+    def _interpolated(self, tokens: int) -> float:
         if tokens in self.points:
             return self.points[tokens]
         known = sorted(self.points)

@@ -160,7 +160,8 @@ class Adaptive(LengthPolicy):
         cost = self._costs.of_draft(drafted, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:
             learned.add_draft(accepted, cost, self._costs.next_cost(0, self._level))
-            cost += self._missed * self._costs.draft * self._costs.verification.at(1)  # per token as the target's, relatively
+            missed = self._missed * self._costs.draft * self._costs.verification.at(1)  # per token as the target's, relatively
+            cost += min(missed, self._exploration / 2)  # after a long pause it must not cause the next one by itself
             self._missed = 0
             learned.guard.count(1 + cost, tokens, self._exploration)
         else:

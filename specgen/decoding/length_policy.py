@@ -19,8 +19,11 @@ NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 def comparison(value: float, sign: str, limit: float) -> str:
     """Returns text such as `0.38 < 0.40`, with two decimals, or as many as the two different numbers need to look different."""
-    digits = next((count for count in range(2, 8) if f"{value:.{count}f}" != f"{limit:.{count}f}"), 8)
-    return f"{value:.{digits}f} {sign} {limit:.{digits}f}"
+    for digits in range(2, 9):
+        first, second = f"{value:.{digits}f}", f"{limit:.{digits}f}"
+        if first != second:
+            break
+    return f"{first} {sign} {second}"
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior
@@ -16,7 +17,6 @@ from specgen.decoding.drafting_guard import DraftingGuard
 from specgen.decoding.length_policy import comparison
 
 _UNLIKELY = 0.01  # a draft ends before a token that is accepted less likely than this, even if verification costs nothing
-_AHEAD = 8  # tokens that a draft may have to grow by before it gains more, if the target's pass gets longer in jumps
 _BIAS, _WEIGHT = -1.2, 0.8  # log odds of acceptance are at least about _BIAS + _WEIGHT ln(match length) with the bundled target
 _EDGES = tuple(_BIAS + _WEIGHT * math.log(length) for length in (1.5, 2.5, 3.5, 5.5, 8.5, 12.5, 20.5))
 PRIOR = Prior(_BIAS, (_WEIGHT,), _EDGES, 10, 10, 5)
@@ -44,6 +44,7 @@ class LearnedLookup:
         return LearnedLookup(self.acceptance.copy(), replace(self.guard))
 
 
+@cache
 def _score(match_length: int) -> float:
     return PRIOR.score((math.log(match_length),))
 
@@ -67,23 +68,22 @@ def best_plan(learned: LearnedLookup, match_length: int, worth: float, costs: Dr
     verification.
     """
     acceptances: list[float] = []
-    values: list[float] = []  # what each token is expected to be worth
     best, length, value, survival = 0.0, 0, 0.0, 1.0
-    reason = f"limit {longest}"
+    reason, predict, verification = f"limit {longest}", learned.predict, costs.verification.at
     for position in range(longest):
-        acceptance = learned.predict(match_length + position)
+        acceptance = predict(match_length + position)
         survival *= acceptance
         if survival < _UNLIKELY:
             reason = f"acceptance {comparison(survival, '<', _UNLIKELY)}"
             break
-        acceptances.append(acceptance)
-        values.append(survival * worth)
-        value += values[-1]
-        if (gain := value - costs.verification.at(position + 1)) > best:
-            best, length = gain, position + 1
-        elif position >= length + _AHEAD:
+        if survival * worth <= (cost := costs.next_verification(position)):  # each token after it is worth less
+            reason = f"gain {comparison(survival * worth, '< cost', cost)}"
             break
-    if length < len(values):
-        cost = costs.verification.at(length + 1) - costs.verification.at(length)
-        reason = f"gain {comparison(values[length], '< cost', cost)}"
+        acceptances.append(acceptance)
+        value += survival * worth
+        if (gain := value - verification(position + 1)) > best:
+            best, length = gain, position + 1
+    if length < len(acceptances):
+        left_out = verification(len(acceptances)) - verification(length)
+        reason = f"gain {comparison(value - best - verification(length), '< cost', left_out)}"
     return LookupPlan(acceptances[:length], best, reason)

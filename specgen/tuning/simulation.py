@@ -125,8 +125,9 @@ class SimulatedDrafter:
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         draft = self.draft(context, policy, limit)
-        self._clock.add("draft", self._prefill_seconds + self.cost(len(draft.tokens), policy, context))
-        self._prefill_seconds = 0.0
+        if draft.tokens:
+            self._clock.add("draft", self._prefill_seconds + self.cost(len(draft.tokens), policy, context))
+            self._prefill_seconds = 0.0
         return draft
 
     def draft(self, context: Context, policy: LengthPolicy, limit: int, unverified: int = 0) -> Draft:
