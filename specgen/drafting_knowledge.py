@@ -6,7 +6,6 @@ first run and stored in the user's cache folder. What is learned stays from run 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -212,15 +211,7 @@ def _seconds(table: CostTable, tokens: int) -> float:
 
 
 def _table(seconds: Mapping[int, list[float]], length: int) -> CostTable:
-    """Returns the median seconds by number of tokens, but none that are longer than those of more tokens.
-
-    Those are disturbed measurements: with a falling curve, further tokens would cost next to nothing or less.
-    """
-    points: dict[int, float] = {}
-    shortest = math.inf
-    for tokens in sorted(seconds, reverse=True):
-        points[tokens] = shortest = min(shortest, median(seconds[tokens]))
-    return CostTable({length: Curve(dict(sorted(points.items())))})
+    return CostTable({length: Curve({tokens: median(each) for tokens, each in sorted(seconds.items())})})
 
 
 def _costs_of(stored: Any) -> RoundCosts | None:

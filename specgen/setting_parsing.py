@@ -101,8 +101,9 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 def written(name: str, settings: Mapping[str, Value]) -> str:
     """Writes the method `name` with its settings as `compare --methods` reads it: `svip:threshold=0.4:max_draft=12`."""
-    return ":".join([name, *(f"{key}={_text(value)}" for key, value in settings.items())])
+    return ":".join([name, *(f"{key}={written_value(value)}" for key, value in settings.items())])
 
 
-def _text(value: Value) -> str:
+def written_value(value: Value) -> str:
+    """Writes a setting's value as users write it: `true`, `0.4`."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

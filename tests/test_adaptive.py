@@ -55,15 +55,31 @@ def table(**points: float) -> CostTable:
 
 
 def test_costs_of_measured_rounds_are_in_passes_over_one_token() -> None:
-    drafting, verification = table(_0=0, _1=0.002, _4=0.006, _8=0.012), table(_1=0.010, _2=0.011, _5=0.014, _9=0.009)
+    drafting, verification = table(_0=0, _1=0.002, _4=0.006, _8=0.012), table(_1=0.010, _2=0.011, _5=0.014, _9=0.015)
     costs = DraftingCosts.of_rounds(RoundCosts(drafting, verification, signal_cost=0.0005), 100)
     assert costs.draft == pytest.approx(0.2)  # six tokens take 0.009 s, and 0.0005 s each for their signals
-    assert [costs.verification.at(tokens) for tokens in (0, 1, 2, 4, 8)] == pytest.approx([0, 0.1, 0.2, 0.4, 0])
+    assert [costs.verification.at(tokens) for tokens in (0, 1, 2, 4, 8)] == pytest.approx([0, 0.1, 0.2, 0.4, 0.5])
     assert costs.of_draft(2, 4) == pytest.approx(0.8)
     assert costs.with_values(0.5, None).of_draft(2, 4) == pytest.approx(1.4)
     assert costs.with_values(None, 0.01).of_draft(2, 4) == pytest.approx(0.44)
     only_plain = DraftingCosts.of_rounds(RoundCosts(table(_0=0), table(_1=0.01)), 2000)  # the draft could not follow
     assert (only_plain.draft, only_plain.verification.at(5)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("verification", "wanted"),
+    [
+        (table(_1=0.010, _2=0.015, _5=0.011, _9=0.012), [0.1, 0.1, 0.2]),  # the pass over 2 tokens was disturbed
+        (table(_1=0.015, _2=0.012, _5=0.010, _9=0.012), [0, 0, 0.2]),
+        (table(_2=0.010, _5=0.020, _9=0.020), [0.5, 2, 2]),  # the line through the first two gives 0.0067 for one token
+        (table(_2=0.010, _3=0.022, _9=0.022), [1, 3.4, 3.4]),  # it gives less than nothing
+    ],
+)
+def test_costs_are_positive_and_rise_with_the_tokens_whatever_was_measured(verification: CostTable, wanted: list[float]) -> None:
+    drafting = table(_0=0, _1=0.009, _4=0.006, _8=0.012)
+    costs = DraftingCosts.of_rounds(RoundCosts(drafting, verification), 100)
+    assert [costs.verification.at(tokens) for tokens in (1, 4, 8)] == pytest.approx(wanted, abs=0.01)
+    assert 0.09 < costs.draft < 0.31
 
 
 def test_a_step_up_of_the_pass_is_shared_by_the_tokens_that_use_it() -> None:

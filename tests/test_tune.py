@@ -27,7 +27,7 @@ from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
 from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import Deadline, TuningRequest
-from specgen.tuning.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe
+from specgen.tuning.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe, measure_costs
 from specgen.tuning.settings_search import simulate_grids, tuned_skips
 from specgen.tuning.simulation import PairMeasurements, simulate
 from specgen.tuning.tuner import outcome_of, select_methods, tune
@@ -229,6 +229,14 @@ def test_real_rounds_of_each_length_are_timed(near: Pair) -> None:
     assert all(curve.points[length] > 0 for length in (1, 3))
     assert set(next(iter(costs.verification_cost.curves.values())).points) == {2, 4}
     assert costs.signal_cost >= 0
+
+
+def test_the_time_of_a_round_without_a_draft_is_that_of_the_target_alone(near: Pair) -> None:
+    """And not extrapolated from the passes over drafts, which could give any number on a disturbed machine."""
+    references = [record_reference(near, PROMPTS[0], replace(GREEDY, max_new_tokens=16))]
+    costs = measure_costs(near, ["echo", "model"], references, GREEDY, Deadline.after(40, count().__next__), lambda _: None).costs
+    alone, drafting = costs["echo"].verification_cost, costs["model"].verification_cost
+    assert all(curve.points[1] == alone.at(1, length) for length, curve in drafting.curves.items())
 
 
 def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from specgen.cost_model.round_costs import Curve, RoundCosts
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 
 _USUAL = 6  # drafted tokens: the cost of a draft divided by its tokens is taken at this length
 _STAGES = 8  # how many tokens `next_cost` looks ahead
@@ -34,11 +35,10 @@ class DraftingCosts:
     @classmethod
     def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
         """Converts measured seconds of rounds, at this context length (tokens), to units of a target pass over one token."""
-        table = costs.verification_cost
-        curve = table.curves[min(table.curves, key=lambda length: abs(length - context_length))]
-        single = table.at(1, context_length)
-        points = {tokens - 1: max(0.0, table.at(tokens, context_length) / single - 1) for tokens in curve.points}
-        draft = costs.draft_cost.at(_USUAL, context_length) / _USUAL + costs.signal_cost
+        verification = _without_outliers(costs.verification_cost, context_length)
+        single = max(verification.at(1), min(verification.points.values()) / 2)  # bounds the extrapolation
+        points = {tokens - 1: max(0.0, seconds / single - 1) for tokens, seconds in verification.points.items()}
+        draft = _without_outliers(costs.draft_cost, context_length).at(_USUAL) / _USUAL + costs.signal_cost
         return cls(draft / single, Curve({0: 0.0} | points))
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
@@ -85,3 +85,15 @@ class DraftingCosts:
             tokens += acceptance**length
             best = min(best, (1 + self.of_draft(length, length)) / tokens)
         return best
+
+
+def _without_outliers(table: CostTable, context_length: int) -> Curve:
+    """Returns the seconds at a context length, where no number of tokens takes longer than a larger number.
+
+    If one did, the measurement was disturbed, and the tokens up to the larger number would seem to cost nothing or less.
+    """
+    lengths = min(table.curves.items(), key=lambda item: abs(item[0] - context_length))[1].points
+    shortest, points = math.inf, dict[int, float]()
+    for tokens in sorted(lengths, reverse=True):
+        points[tokens] = shortest = min(shortest, table.at(tokens, context_length))
+    return Curve(points)

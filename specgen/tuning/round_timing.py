@@ -293,7 +293,18 @@ def measure_costs(
             failures[kind] = error.message
     timed = {kind: probe for kind, probe in probes.items() if kind not in failures}
     slowdown = next((probe.slowdown for probe in timed.values() if isinstance(probe, ParallelProbe)), 1.0)
-    return MeasuredCosts({kind: probe.costs for kind, probe in timed.items()}, slowdown, failures)
+    alone = probes["echo"].costs.verification_cost
+    return MeasuredCosts({kind: _with_single_pass(probe.costs, alone) for kind, probe in timed.items()}, slowdown, failures)
+
+
+def _with_single_pass(costs: RoundCosts, alone: CostTable) -> RoundCosts:
+    """Returns the costs with the pass over one token, taken from those of the target `alone` if it was not timed.
+
+    It is the pass of a round without a draft, which is rare or missing where another model drafts.
+    """
+    table = costs.verification_cost
+    curves = {length: Curve({1: alone.at(1, length)} | curve.points) for length, curve in table.curves.items()}
+    return replace(costs, verification_cost=CostTable(curves))
 
 
 def _probes(

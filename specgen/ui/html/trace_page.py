@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from specgen.setting_parsing import written_value
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.traces.trace_reader import TracedRun
 from specgen.ui.html.bounds_charts import lengths_chart, ratios_chart, sorted_chart
@@ -63,7 +64,7 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
         statistics = TraceStatistics(run.method)
         statistics.add(run)
     settings = (
-        f"{name} {value}" + (f" ({entry.varying[name]} over all runs)" if name in entry.varying else "")
+        f"{name} {written_value(value)}" + (f" ({entry.varying[name]} over all runs)" if name in entry.varying else "")
         for name, value in run.start["settings"].items()
     )
     rounds = [traced.round for traced in run.rounds]
