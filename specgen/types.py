@@ -14,6 +14,7 @@ from specgen.errors import SpecgenError
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
+LARGEST = 1 << 40  # tokens that `SamplingParams` may name
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
 # The phases of a round, by which its seconds are reported.
 # - prefill: the target's pass over the prompt.
@@ -55,6 +56,9 @@ class SamplingParams:
                 object.__setattr__(self, name, kind(value))  # NumPy's numbers cannot be written as JSON
 
     def _check(self) -> None:
+        for name in ("max_new_tokens", "top_k"):
+            if _is_integer(number := getattr(self, name)) and number > LARGEST:
+                raise SpecgenError(f"{name} is above 2^40", "Take a smaller number")
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
             raise SpecgenError(f"max_new_tokens is {self.max_new_tokens}", "It has to be a whole number of at least 1")
         if not _is_number(self.temperature) or not 0 <= self.temperature <= 100:

@@ -82,6 +82,8 @@ OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
     (["-m", "bild", "-t", "some/model"], ("bild needs a draft model", "--draft")),
     (["-n", "0"], ("max_new_tokens is 0", "at least 1")),
     (["-n", "-5"], ("max_new_tokens is -5", "at least 1")),
+    (["-n", "9" * 400], ("max_new_tokens is above 2^40", "smaller")),
+    (["--top-k", str(2**40 + 1)], ("top_k is above 2^40", "smaller")),
     (["-n", "abc"], ("--max-new-tokens is 'abc'", "integer")),
     (["--temperature", "-1"], ("temperature is -1", "between 0")),
     (["--temperature", "nan"], ("temperature is nan", "between 0")),
