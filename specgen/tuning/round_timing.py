@@ -303,7 +303,7 @@ def _with_single_pass(costs: RoundCosts, alone: CostTable) -> RoundCosts:
     It is the pass of a round without a draft, which is rare or missing where another model drafts.
     """
     table = costs.verification_cost
-    curves = {length: Curve({1: alone.at(1, length)} | curve.points) for length, curve in table.curves.items()}
+    curves = {length: Curve({1: alone.at(1, length), **curve.points}) for length, curve in table.curves.items()}
     return replace(costs, verification_cost=CostTable(curves))
 
 
