@@ -19,6 +19,7 @@ from specgen.errors import SpecgenError, nearest
 from specgen.setting_parsing import Setting, Settings, Value
 from specgen.types import SamplingParams
 
+DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
 ALL_METHODS = "specgen inspect --methods"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 
@@ -240,11 +241,6 @@ METHODS: Mapping[str, Method] = {
         ),
     )
 }
-
-
-def default_name(*, has_draft_model: bool) -> str:
-    """The name of the method that is used if neither the user nor a saved tuning result (profile) names one."""
-    return "adaptive" if has_draft_model else "lookup"
 
 
 def no_draft_model(method: Method) -> SpecgenError:

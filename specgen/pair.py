@@ -71,10 +71,6 @@ class Pair:
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
     @property
-    def default_method(self) -> str:
-        return methods.default_name(has_draft_model=self.draft is not None)
-
-    @property
     def runners(self) -> tuple[ModelRunner, ModelRunner | None]:
         """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
         self.load_draft()
@@ -265,7 +261,7 @@ class Pair:
         parameters: dict[str, object],
     ) -> RunRequest:
         self._check_open()
-        chosen = methods.find(self.default_method if method is None else method)
+        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
         exit_name = str(parameters.get("exit", methods.DEFAULT_EXIT))
         has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
         settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)

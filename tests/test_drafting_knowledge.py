@@ -167,7 +167,6 @@ def test_each_round_is_checked_but_not_the_first_draft() -> None:
 
 
 def test_the_default_of_a_pair_needs_prepare_first(near: Pair) -> None:
-    assert near.default_method == "adaptive"
     with pytest.raises(SpecgenError, match="adaptive is not prepared for this run"):
         near.plan(PROMPT)
     assert near.plan(PROMPT, draft_cost=0.2, verify_cost=0.02).method.name == "adaptive"

@@ -49,7 +49,7 @@ def generate(
     from specgen.ui.terminal.loading_line import LoadingLine
 
     if help_method:
-        shown = methods.default_name(has_draft_model=True) if method is None else method
+        shown = methods.DEFAULT_METHOD if method is None else method
         method_catalogue.method_card(theme.console(no_color=output.no_color), methods.find(shown))
         return None
     models = profile_lookup.with_exit(models, profile)
@@ -71,7 +71,7 @@ def generate(
         loading_pair = open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential, chat=chat)
         pair = opened.enter_context(loading_pair)
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
-        choice = profile_lookup.choose(tuned, pair, method, given)
+        choice = profile_lookup.choose(tuned, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
         decided = methods.find(choice.method)
         may_measure = decided.may_measure(methods.resolve(decided, choice.settings))
@@ -88,7 +88,7 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
 
     Raises SpecgenError if the method needs a draft model or a trained exit layer that is missing.
     """
-    chosen = methods.find(methods.default_name(has_draft_model=models.has_draft) if name is None else name)
+    chosen = methods.find(methods.DEFAULT_METHOD if name is None else name)
     if chosen.needs_draft_model and not models.has_draft:
         raise methods.no_draft_model(chosen)
     if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:

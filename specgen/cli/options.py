@@ -31,8 +31,7 @@ MethodName = Annotated[
         "--method",
         "-m",
         metavar="NAME",
-        help="The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive, or lookup "
-        "without a draft model.",
+        help="The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive.",
     ),
 ]
 Settings = Annotated[

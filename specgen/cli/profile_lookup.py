@@ -103,14 +103,14 @@ def _note(err: Console, text: str, quiet: bool) -> None:
         err.print(Text(text), soft_wrap=True)
 
 
-def choose(profile: Profile | None, pair: Pair, method: str | None, settings: Mapping[str, object]) -> Choice:
+def choose(profile: Profile | None, method: str | None, settings: Mapping[str, object]) -> Choice:
     """Returns the method and settings to decode with, where the user's choice goes before the profile's.
 
     If the user gave settings or there is no profile, the profile is not used; a `method` of None is then the default method. If
     the user named only a method, its settings are the profile's. If the user gave neither, the profile chooses both.
     """
     if settings or profile is None:
-        return Choice(method or pair.default_method, settings)
+        return Choice(method or methods.DEFAULT_METHOD, settings)
     name = method or profile.chosen.method
     tuned = profile.settings_of(name)
     if tuned is None:
