@@ -321,7 +321,11 @@ ADAPTIVE_POLICY = [
         "decoding/first_acceptance.py",
         ESTIMATES,
         ("first token: likelihoods swapped", "(level if accepted else 1 - level)", "(1 - level if accepted else level)"),
-        ("first token: no change without a draft", "stays = 1 - self.change", "stays = 1 - self.change * (accepted is not None)"),
+        (
+            "first token: no change without a draft",
+            "stays = 1 - self.change",
+            "stays = 1 - self.change\n        if accepted is None:\n            return",
+        ),
         ("first token: trials get rarer after any rejection", "elif weights[0] > _USELESS:", "else:"),
         ("first token: trials stay rare", "                self.change = _CHANGE\n", "                pass\n"),
     ),
