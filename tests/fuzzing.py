@@ -248,6 +248,7 @@ def _state(case: Case) -> dict[str, tuple[int, ...]]:
     for path in (*own, *shared):
         real, status = os.path.realpath(path), path.lstat()
         is_allowed = any(real == one or real.startswith(f"{one}/") for one in allowed)
+        is_allowed |= path.is_dir() and any(one.startswith(f"{real}/") for one in allowed)  # made for an output in it
         if not is_allowed or not (path.is_file() or path.is_dir()) or path.is_symlink():
             is_compared = path.is_file() and not is_allowed
             found[str(path)] = (status.st_ino, status.st_mode, *((status.st_size, status.st_mtime_ns) if is_compared else ()))

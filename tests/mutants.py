@@ -141,7 +141,11 @@ REJECTION_SAMPLING = [
         "decoding/logits_ops.py",
         WARPING,
         ("top-k keeps one token less", "scores < weakest", "scores <= weakest"),
-        ("top-p before the token that reaches it", "cut = before >= top_p", "cut = values + before >= top_p"),
+        (
+            "top-p before the token that reaches it",
+            "        is_cut = values.cumsum(dim=-1) - values >= top_p",
+            "        is_cut = values.cumsum(dim=-1) >= top_p",
+        ),
     ),
     *mutants(
         "decoding/logits_ops.py",
@@ -424,8 +428,8 @@ TREES = [
         ),
         (
             "SpecTr: the rho of all chains where fewer survive",
-            "number = torch.tensor(counts, dtype=exact, device=target.device)[:, None]",
-            "number = torch.tensor([counts[0]] * len(counts), dtype=exact, device=target.device)[:, None]",
+            "number = upload(torch.tensor(counts, dtype=exact), target.device)[:, None]",
+            "number = upload(torch.tensor([counts[0]] * len(counts), dtype=exact), target.device)[:, None]",
         ),
         ("SpecTr: residual without A / b", "residual = (target - common * taken)", "residual = (target - common)"),
     ),
@@ -455,7 +459,7 @@ TREES = [
         TREE_LEVELS,
         (
             "top-k tree: a level's nodes chosen without their path's probability",
-            "joint = values + torch.tensor(log_likelihoods, device=logits.device)[:, None]",
+            "joint = values + upload(torch.tensor(log_likelihoods), logits.device)[:, None]",
             "joint = values",
         ),
     ),
@@ -468,7 +472,7 @@ LOSSY_METHODS = [
         (
             "MTAD's threshold on the single token",
             """.log().cumsum(dim=0)
-        draft_joint = torch.tensor(draft.log_likelihoods, device=device)""",
+        draft_joint = upload(torch.tensor(draft.log_likelihoods), device)""",
             """.log()
         draft_joint = torch.tensor([0.0, *draft.log_likelihoods], device=device).diff()""",
         ),

@@ -111,17 +111,8 @@ def test_costs_of_another_exit_layer_are_measured(near: Pair, monkeypatch: pytes
     monkeypatch.setattr(drafting_knowledge, "time_rounds", times)
     request: Any = near._request(PROMPT, "adaptive", None, {})
     for part, count in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
-        near.knowledge.measure(request, lambda _: None, part)  # type: ignore[arg-type, return-value]
+        near.knowledge.measure(request, near.plan, 200, part)
         assert len(measured) == count
-
-
-def test_medians_of_a_noisy_machine_do_not_fall() -> None:
-    noisy = {0: [0.0], 1: [0.012, 0.012, 0.05], 2: [0.010], 5: [0.013], 9: [0.011]}
-    points = drafting_knowledge._table(noisy, 7).curves[7].points
-    assert list(points) == [0, 1, 2, 5, 9]
-    assert list(points.values()) == pytest.approx([0.0, 0.011, 0.011, 0.012, 0.012])
-    rising = {1: [0.01], 2: [0.011], 5: [0.02]}
-    assert list(drafting_knowledge._table(rising, 7).curves[7].points.values()) == [0.01, 0.011, 0.02]
 
 
 def test_a_draft_model_that_could_not_be_timed_is_not_taken_to_be_free(near: Pair, tmp_path: Path) -> None:
@@ -129,7 +120,7 @@ def test_a_draft_model_that_could_not_be_timed_is_not_taken_to_be_free(near: Pai
     run = near.plan(PROMPT, "adaptive", SamplingParams(max_new_tokens=60), lookup=False, **COSTS).run
     never: Any = SimpleNamespace(propose=lambda *_: Draft())
     request: Any = near._request(PROMPT, "adaptive", None, {})
-    near.knowledge.measure(request, lambda _: replace(run, drafter=never))
+    near.knowledge.measure(request, lambda *_, **__: SimpleNamespace(run=replace(run, drafter=never)), 200)
     assert near.knowledge.inputs(request, None).costs.draft == pytest.approx(1.0)
     assert not (tmp_path / "cache" / "rounds").exists()
 
@@ -137,7 +128,7 @@ def test_a_draft_model_that_could_not_be_timed_is_not_taken_to_be_free(near: Pai
 def test_bild_is_timed_with_drafts_of_all_lengths(near: Pair) -> None:
     """It ends drafts by itself, before the lengths that are to be timed."""
     request: Any = near._request(PROMPT, "bild", None, {"policy": "adaptive"})
-    costs = drafting_knowledge.time_rounds(near._timed_run(request, 8))
+    costs = drafting_knowledge.time_rounds(near.knowledge._timed_run(request, near.plan, 200))
     assert set(next(iter(costs.draft_cost.curves.values())).points) == {0, 1, 4, 8}
 
 

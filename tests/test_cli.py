@@ -273,9 +273,9 @@ def test_a_seed_repeats_sampled_output(generate: Generate) -> None:
     assert sampled("1") == sampled("1") != sampled("2")
 
 
-def test_without_a_draft_model_lookup_is_the_default_and_the_footer_says_so(generate: Generate, pair: tuple[str, ...]) -> None:
+def test_the_footer_says_that_there_is_no_draft_model(generate: Generate, pair: tuple[str, ...]) -> None:
     _, footer = generate("-n", "20", PROMPT, models=pair[:2])
-    assert footer.strip().startswith("lookup (no draft model)  ")
+    assert footer.strip().startswith("adaptive (no draft model)  ")
     out, _ = generate("-n", "20", "--json", PROMPT, models=pair[:2])
     assert parsed(out)[0]["draft"] is None
 

@@ -152,6 +152,7 @@ def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
         settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
+        settings["adaptive"] = {"draft_cost": 0.1, "verify_cost": 0.02}
         for method in specgen.METHODS:
             pair.plan("def f(x):", method, **settings.get(method, {}))
         for method in settings:

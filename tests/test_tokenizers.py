@@ -277,3 +277,20 @@ def test_the_demo_pair_shares_one_tokenizer() -> None:
     target, draft = (load(Path(demo.folder(role))) for role in ("target", "draft"))
     assert target.digest == draft.digest
     assert target.fallback is None
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_a_wrong_input() -> None:
+    """The tokenizers library raises plain Exception, for instance if the vocabulary lacks the token for unknown words."""
+    tokenizer = Tokenizer(Failing(), chat_template=None)  # type: ignore[arg-type]
+    with pytest.raises(SpecgenError, match="the tokenizer cannot encode this text: Unk token `<unk>` not found"):
+        tokenizer.encode("abc")
+
+
+class Failing:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if text == "abc":
+            raise Exception("Unk token `<unk>` not found in the vocabulary")
+        return [0]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "."

@@ -69,8 +69,11 @@ class Tokenizer:
         return self._backend.vocabulary()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the text's token ids, with the special tokens that the tokenizer adds (such as a beginning-of-text token)."""
-        return self._backend.encode(text, add_special_tokens=True)
+        """Returns the text's token ids, with the special tokens that the tokenizer adds (such as a beginning-of-text token).
+
+        Raises SpecgenError if the tokenizer's files do not fit together, so that it cannot encode this text.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Returns the token ids of a conversation in the model's chat template, up to where the model's next answer starts.
@@ -92,7 +95,14 @@ class Tokenizer:
             text = self.templates.render(template, messages, special_tokens)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
-        return self._backend.encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the tokenizers library raises plain Exception
+            why = shorten(str(error), 160, placeholder=" …")
+            raise SpecgenError(f"the tokenizer cannot encode this text: {why}", "Download or save the model again") from error
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Returns the text of some tokens for display, with leading spaces and the names of special tokens.

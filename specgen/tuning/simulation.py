@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from specgen import factory, methods
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.pearl_window import Window, costs_of_rounds
@@ -85,6 +87,7 @@ class SimulatedTarget:
     def __init__(self, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float) -> None:
         self._costs, self._clock, self._prefill_seconds = costs, clock, prefill_seconds
         self.pass_seconds = 0.0  # seconds of the last pass
+        self.device = torch.device("cpu")  # nothing waits for it
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
         generated = len(context) - context.prompt_length
