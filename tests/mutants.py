@@ -316,8 +316,8 @@ ADAPTIVE_POLICY = [
         ),
         (
             "calibration: the last tokens change what is learned",
-            "expected = probability(score + self.offset + self.offsets[interval])",
-            "expected = self.predict(score)",
+            "        residual, information = accepted - expected,",
+            "        expected = self.predict(score)\n        residual, information = accepted - expected,",
         ),
         ("calibration: a copy shares its offsets", "offsets=list(self.offsets), informations=", "informations="),
     ),
@@ -327,8 +327,8 @@ ADAPTIVE_POLICY = [
         ("first token: likelihoods swapped", "(level if accepted else 1 - level)", "(1 - level if accepted else level)"),
         (
             "first token: no change without a draft",
-            "stays = 1 - self.change",
-            "stays = 1 - self.change\n        if accepted is None:\n            return",
+            "        change = self.change",
+            "        change = self.change\n        if accepted is None:\n            return",
         ),
         ("first token: trials get rarer after any rejection", "elif weights[0] > _USELESS:", "else:"),
         ("first token: trials stay rare", "                self.change = _CHANGE\n", "                pass\n"),

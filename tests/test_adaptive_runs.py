@@ -37,7 +37,7 @@ def noted_labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, 
 
     def noted(self: AcceptanceCalibration, score: float, accepted: bool) -> None:
         if self.prior == TOKEN:
-            labels.append((score, accepted))
+            labels.append((round(score, 9), accepted))
         learn(self, score, accepted)
 
     with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
                 continue
             entropy, top_prob = draft.entropies[nodes[0]], draft.top_probs[nodes[0]]
             assert accepted or TokenStatus.REJECTED in statuses
-            found.append((TOKEN.score(features(entropy, top_prob, top_prob)), accepted))
+            found.append((round(TOKEN.score(features(entropy, top_prob, top_prob)), 9), accepted))
     return found
 
 
@@ -143,7 +143,7 @@ def test_simulated_pearl_judges_each_token_once(pair_of: PairOf, monkeypatch: py
         accepted = len(round_.verdict.path)
         for position in range(accepted + (round_.verdict.source == "correction")):
             known = recorded.rollouts[generated + position][0].signals
-            score = TOKEN.score(features(known["entropy"], known["top_prob"], known["prob"]))
+            score = round(TOKEN.score(features(known["entropy"], known["top_prob"], known["prob"])), 9)
             wanted.append((score, position < accepted))
         generated += len(round_.token_ids)
     assert learned == wanted

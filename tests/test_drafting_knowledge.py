@@ -19,6 +19,7 @@ from specgen.cli import profile_lookup
 from specgen.cost_model.cost_check import FEWEST_ROUNDS, CostCheck
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.sequential import Checked
 from specgen.errors import SpecgenError
@@ -120,7 +121,7 @@ def test_measured_numbers_that_cannot_be_are_refused(
 def test_a_profile_replaces_the_measurement(near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured"))
     learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0)
-    learned.first.weights = [1.0, *[0.0] * 6]
+    learned.first = FirstAcceptance([1.0, *[0.0] * 6])
     made = replace(outcome(), costs={"model": costs().as_dict()}, learned={"model": learned.as_dict()})
     profiles.save(profiles.from_outcome(made, profiles.profile_key_of(near)), tmp_path)
     found = profile_lookup.find(near, SAMPLING, tmp_path, Console(), quiet=True)

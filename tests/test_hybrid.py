@@ -14,6 +14,7 @@ from specgen import drafting_knowledge, measurement_cache
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.hybrid_drafter import HybridDrafter
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
@@ -105,7 +106,7 @@ def learned(*, lookup: float, gain: float, first: float = 0.8) -> Learned:
         found.lookup.learn(4, 3 * agrees, ended=not agrees)
     found.gains, found.cost, found.tokens = [100 * gain, 100.0], 5.0, 10.0
     if first < 0.5:
-        found.first.weights = [1.0, *[0.0] * 6]
+        found.first = FirstAcceptance([1.0, *[0.0] * 6])
     return found
 
 

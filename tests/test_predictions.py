@@ -13,6 +13,7 @@ from scripted_models import TableRunner, scripted_run
 
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken
 from specgen.decoding.parallel import _joined
@@ -89,7 +90,7 @@ def test_adaptive_says_why_a_draft_ended_and_why_there_is_none() -> None:
     assert policy.reason.startswith("gain 0.")
     assert policy.reason.endswith(" < cost 0.22")
     policy.observe(1, 0)
-    learned.first.weights = [1.0, *[0.0] * 6]
+    learned.first = FirstAcceptance([1.0, *[0.0] * 6])
     assert not policy.starts_draft()
     assert policy.reason.startswith("no draft: gain 0.")
     assert policy.reason.endswith(" < cost 0.22")

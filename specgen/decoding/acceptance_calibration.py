@@ -17,10 +17,6 @@ _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
 _LARGEST_OFFSET = 1000  # in log odds
 
 
-def _bounded(probability: float) -> float:
-    return _SMALLEST if probability < _SMALLEST else _LARGEST if probability > _LARGEST else probability
-
-
 def probability(odds: float) -> float:
     """Returns the probability with these log odds."""
     return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
@@ -32,8 +28,13 @@ def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float
     p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
     the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
     """
-    top, chosen = _bounded(top_prob), _bounded(prob)
-    return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
+    top = _SMALLEST if top_prob < _SMALLEST else _LARGEST if top_prob > _LARGEST else top_prob
+    log_top, log_rest = math.log(top), -math.log(1 - top)
+    root = math.sqrt(entropy) if entropy > 0 else 0.0
+    if prob == top_prob:
+        return log_top, log_rest, root, log_top + log_rest
+    chosen = _SMALLEST if prob < _SMALLEST else _LARGEST if prob > _LARGEST else prob
+    return log_top, log_rest, root, math.log(chosen / (1 - chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,13 @@ class AcceptanceCalibration:
         if strength := self.prior.recent_strength:
             residuals, information = self.recent
             odds += residuals / (information + strength)
-        return probability(odds)
+        return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0  # not a call of `probability`: this runs for every token
 
     def learn(self, score: float, accepted: bool) -> None:
         """Learns from a judged token: one that the target accepted, or the first one that it rejected."""
         prior, interval, fading = self.prior, bisect(self.prior.edges, score), self.FADING
-        expected = probability(score + self.offset + self.offsets[interval])
+        odds = score + self.offset + self.offsets[interval]
+        expected = 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
         residual, information = accepted - expected, expected * (1 - expected)
         if prior.recent_strength:
             residuals, informations = self.recent

@@ -68,7 +68,8 @@ class Adaptive(LengthPolicy):
         self._in_parallel, self.learned = inputs.in_parallel, inputs.learned
         self._costs = inputs.costs.with_values(0.0 if inputs.in_parallel else drafting, verification)
         self._exploration, self.max_draft = exploration, max_draft
-        self._priors = self.learned.token.prior, self.learned.following.prior
+        priors = self.learned.token.prior, self.learned.following.prior
+        self._weights = [(prior.bias, *prior.weights) for prior in priors]
         self.signals = self.preferred_signals
         self.predictions: list[float] = []
         self._steps: list[_Step] = []  # in PEARL those of earlier rounds too, if they are not judged yet
@@ -122,9 +123,11 @@ class Adaptive(LengthPolicy):
             self.predictions.append(self._plan.acceptances[token.position - 1])
             self.reason = self._plan.reason
             return token.position < len(self._plan.acceptances)
-        learned, (prior, following), known = self.learned, self._priors, token.signals.get
-        read = features(known("entropy", 0.5), known("top_prob", 0.8), known("prob", 0.8))
-        score, following_score = prior.score(read), following.score(read)
+        learned, known = self.learned, token.signals.get
+        x1, x2, x3, x4 = features(known("entropy", 0.5), known("top_prob", 0.8), known("prob", 0.8))
+        (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = self._weights  # written out, because this runs for every token
+        score = t0 + t1 * x1 + t2 * x2 + t3 * x3 + t4 * x4
+        following_score = f0 + f1 * x1 + f2 * x2 + f3 * x3 + f4 * x4
         acceptance = learned.token.predict(score)
         self._steps.append((score, following_score, acceptance))
         self.predictions.append(acceptance)

@@ -26,10 +26,10 @@ class FirstAcceptance:
 
     weights: Sequence[float] = field(default=PRIOR)
     change: float = _CHANGE
+    mean: float = field(init=False)
 
-    @property
-    def mean(self) -> float:
-        return float(sum(map(mul, LEVELS, self.weights)))
+    def __post_init__(self) -> None:
+        self.mean = sum(map(mul, LEVELS, self.weights))
 
     def add(self, accepted: bool | None) -> None:
         """Adds a round: whether the first drafted token was accepted; None without a draft."""
@@ -42,8 +42,9 @@ class FirstAcceptance:
                 self.change = _CHANGE
             elif weights[0] > _USELESS:
                 self.change = max(_LEAST_CHANGE, _SHRINKING * self.change)
-        stays = 1 - self.change
-        self.weights = [stays * weight + self.change * prior for weight, prior in zip(weights, PRIOR, strict=True)]
+        change = self.change
+        self.weights = [weight + change * (prior - weight) for weight, prior in zip(weights, PRIOR, strict=True)]
+        self.mean = sum(map(mul, LEVELS, self.weights))
 
     def as_list(self) -> list[float]:
         """Returns the weights and `change`, to be saved in a profile."""
