@@ -28,7 +28,7 @@ def test_csv_and_json_keep_their_keys() -> None:
     header = csv_text(made).splitlines()[0]
     assert header == CSV_HEADER
     csv_only = {"category", *(f"{phase}_seconds" for phase in PHASE_SHARES), "predicted_eq14", "predicted_pass_costs"}
-    json_only = {"type", "energy", "phase_seconds", "differences", "by_category"}
+    json_only = {"type", "ties", "energy", "phase_seconds", "differences", "by_category"}
     assert all(set(as_json(result)) == (set(header.split(",")) - csv_only) | json_only for result in made)
 
 
@@ -56,6 +56,7 @@ def test_figures_by_hand_are_the_same_in_json_csv_and_table() -> None:
         "mean_draft_length": 280 / 90,
         "mean_accepted_run": 210 / 60,
         "target_passes": 90,
+        "ties": 0,
         "rounds": 90,
         "drafted": 280,
         "accepted": 210,

@@ -84,6 +84,7 @@ class TestCorpus:
         assert namespace["binary_search"]([1, 4, 9], 9) == 2
         assert namespace["keep_digits"]("a1b2") == "12"
 
+    @pytest.mark.slow
     def test_held_out_library_files_are_not_trained(self) -> None:
         held_out_files, trained = (set(standard_library._files(held_out)[0]) for held_out in (True, False))
         assert held_out_files.isdisjoint(trained)

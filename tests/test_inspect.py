@@ -340,9 +340,7 @@ def test_a_failed_write_leaves_the_old_page(inspect: Inspect, tmp_path: Path, mo
     assert sorted(found.name for found in tmp_path.iterdir()) == ["page.html", "t.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "option", [pytest.param("", marks=pytest.mark.slow), "--html", pytest.param("--json", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("option", ["", *(pytest.param(option, marks=pytest.mark.slow) for option in ("--html", "--json"))])
 def test_ten_thousand_rounds_take_seconds_and_no_torch(tmp_path: Path, option: str) -> None:
     path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(10_000))
     limited = (

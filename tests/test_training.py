@@ -91,7 +91,7 @@ def test_gradients_do_not_depend_on_the_piece_size(folder: Path, corpus: Path, m
             torch.testing.assert_close(weight, other[name], atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_training_lowers_the_loss_and_raises_greedy_agreement(folder: Path, corpus: Path, tmp_path: Path, backend: str) -> None:
     target, observer = opened(folder, backend), Recorder()
     recipe = replace(TINY, steps=150, learning_rate=3e-3, batch_size=8)

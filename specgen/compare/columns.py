@@ -132,7 +132,7 @@ COLUMNS = (
     Column("mean_draft_length", _summary("mean_draft_length"), "draft\nlength", _draft_length, 8, "drafted"),
     Column("mean_accepted_run", _summary("mean_accepted_run"), "accepted per\nrejection", "{:.1f}", 13, "accepted per rejection"),
     Column("target_passes", _summary("target_passes"), "target\npasses", "{:,}", 12),
-    Column("ties", _summary("ties")),
+    Column("ties", _summary("ties"), in_csv=False),
     Column("rounds", _summary("rounds")),
     Column("drafted", _summary("drafted")),
     Column("accepted", _summary("accepted")),
