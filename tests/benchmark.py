@@ -27,7 +27,7 @@ from specgen.methods import find, resolve
 from specgen.tuning.outcome import counted
 
 PLAIN = "transformers"
-METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "beta-ts", "lookup", "pearl")
+METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "adaptive", "beta-ts", "lookup", "pearl")
 Answer = tuple[list[int], float, dict[str, float]]
 
 
