@@ -32,10 +32,12 @@ STORY = "def read_lines(path):"
 def draw(pair: specgen.Pair, flavour: str) -> str:
     """The rounds of a run as an SVG of a terminal."""
     console = recorder(WIDTH, flavour)
-    plan = pair.plan(f"{QUESTION}\nAnswer:", "svip", specgen.SamplingParams(max_new_tokens=128))
+    sampling = specgen.SamplingParams(max_new_tokens=128)
+    pair.prepare(f"{QUESTION}\nAnswer:", sampling=sampling)
+    plan = pair.plan(f"{QUESTION}\nAnswer:", sampling=sampling)
     rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.info.prompt_ids))
     answer, view = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), ()), AnswerView(console)
-    summary = Summary("svip")
+    summary = Summary(plan.method.name)
     pieces = []
     console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
     rounds.legend()

@@ -102,7 +102,8 @@ Seed = Annotated[
     int | None,
     _sampling(
         metavar="N",
-        help="The seed for sampling and for bandit policies. The same seed gives the same tokens. Default: a random one.",
+        help="The seed for sampling and for bandit policies. The same seed gives the same tokens; with adaptive and pearl, for "
+        "equal measured costs. Default: a random one.",
     ),
 ]
 FixedSeed = Annotated[int | None, _sampling("--seed", metavar="N", help="The seed for sampling and for training.")]
