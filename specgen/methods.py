@@ -329,6 +329,8 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
         _join_k_and_depth(known, wanted)
     values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
     _check_signals(method, policy, values)
+    if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
+        raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
     if values.get("width") == 1 and "depth" in given and isinstance(values["depth"], int) and not method.drafter.drafts_trees:
         raise SpecgenError(f"depth is {values['depth']}, but width is 1", "Give width=2 or more: a chain's length is k")
     return Settings(policy, values)

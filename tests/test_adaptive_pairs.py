@@ -151,6 +151,6 @@ def test_pearl_with_a_given_window_measures_what_it_needs(
     ids = pair.generate(PROMPT, "ar", GREEDY).token_ids
     assert pair.generate(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_).token_ids == ids
     assert bool(pair._pearl_costs._known) == (not given_)
-    policy: Any = pair.plan(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, draft_cost=9, **given_).run.policy
+    policy: Any = pair.plan(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_).run.policy
     assert policy._costs.draft == 0
     assert policy._costs.verification.at(1) == given_.get("verify_cost", policy._costs.verification.at(1))

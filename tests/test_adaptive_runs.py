@@ -60,7 +60,7 @@ def test_each_judged_token_of_a_run_is_learned_once(
     method: str, options: dict[str, object], window: Window | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its own score and outcome, in order, also where drafts are cut when the target's pass ends."""
-    given_ = {**options, **({"policy": "adaptive"} if method == "pearl" else {}), "verify_cost": 0.02, "draft_cost": 0.05}
+    given_ = {**options, "verify_cost": 0.02, **({"policy": "adaptive"} if method == "pearl" else {"draft_cost": 0.05})}
     for seed in range(6):
         target, draft = TableRunner(seed), TableRunner(seed + 1)
         draft.table = torch.where(

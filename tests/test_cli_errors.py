@@ -74,6 +74,7 @@ OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
     (["-m", "sd", "--set", "k"], ("'k'", "NAME=VALUE")),
     (["-m", "sd", "--set", "policy=fixd"], ("'fixd'", "did you mean fixed?", "beta-ts")),
     (["-m", "lookup", "--set", "policy=svip"], ("lookup", "'svip'", "Use one of fixed, heuristic, beta-ts")),
+    (["-m", "pearl", "--set", "policy=adaptive", "--set", "draft_cost=1"], ("pearl drafts during", "Leave it out")),
     (["-m", "mtad", "--set", "tau=2"], ("tau is 2", "between 0 and 1")),
     (["-m", "mtad", "--set", "beams=0"], ("beams is 0", "between 1 and 256")),
     (["-m", "mtad", "--set", "beam=wide"], ("beam is 'wide'", "greedy, sample")),
