@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -40,19 +40,28 @@ def time_parallel_passes(
     target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. `shared`: both models are
     on this device, so also measures whether they overlap there. Closes the drafter.
     """
-    deadline = time.perf_counter() + _TIME_LIMIT
+    passes = _TimedPasses(target, drafter, context, timer, time.perf_counter() + _TIME_LIMIT)
+    drafter.prefill(context)
+    try:
+        target.logits(context)
+        rough = passes.steps(min(ROUGH_WIDTH, widest), _ROUGH_STEPS)
+        costs = settled(rough, lambda width: passes.steps(width, _WARM_UP + _STEPS), widest)
+        return replace(costs, overlap=passes.overlap(costs.width)) if shared and max(costs.seconds) < math.inf else costs
+    finally:
+        drafter.close()
 
-    def started(tokens: int) -> Callable[[], float]:
-        """Starts a target pass over so many tokens. Returns a function that waits for it and returns when it ended."""
-        if timer is not None:
-            timer.start()
-        target.logits(context, [context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
-        if timer is not None:
-            return timer.mark()
-        ended = time.perf_counter()
-        return lambda: ended
 
-    def steps(width: int, count: int) -> ParallelCosts:
+@dataclass(frozen=True, slots=True)
+class _TimedPasses:
+    """Times passes of both models after `context`, until the `deadline` (of `time.perf_counter`)."""
+
+    target: ModelRunner
+    drafter: ParallelDrafter
+    context: Context
+    timer: DeviceTimer | None
+    deadline: float
+
+    def steps(self, width: int, count: int) -> ParallelCosts:
         """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
 
         Every third step is followed by one with a one-token target pass, so that a slow phase of the machine affects both.
@@ -60,40 +69,43 @@ def time_parallel_passes(
         drafts: list[float] = []
         passes: list[float] = []
         single_passes: list[float] = []
-        while len(passes) < count and (len(passes) < _FEWEST or time.perf_counter() < deadline):
+        while len(passes) < count and (len(passes) < _FEWEST or time.perf_counter() < self.deadline):
             for tokens, seconds in ((width, passes), (1, single_passes))[: 1 if len(passes) % 3 else 2]:
-                drafter.start(context, (), width)
+                self.drafter.start(self.context, (), width)
                 start = time.perf_counter()
-                ended = started(tokens)
-                drafted = len(drafter.finish().tokens)
+                ended = self._started(tokens)
+                drafted = len(self.drafter.finish().tokens)
                 seconds.append(ended() - start)
                 # Infinite where the draft model cannot follow this context: the window is 1 then.
-                drafts.append(drafter.seconds / drafted if drafted else math.inf)
-        return ParallelCosts(_warm_median(drafts), _warm_median(passes), _warm_median(single_passes), width, len(context))
+                drafts.append(self.drafter.seconds / drafted if drafted else math.inf)
+        draft_pass, target_pass, single_pass = (_warm_median(seconds) for seconds in (drafts, passes, single_passes))
+        return ParallelCosts(draft_pass, target_pass, single_pass, width, len(self.context))
 
-    def overlap(width: int) -> float:
+    def overlap(self, width: int) -> float:
+        """Returns which share of a target pass or a draft over `width` tokens, the shorter of both, runs beside the other."""
         alone: dict[str, list[float]] = {"target": [], "draft": [], "both": []}
         for _ in range(_OVERLAP_STEPS):
             for kind, seconds in alone.items():
                 start = end = time.perf_counter()
                 if kind != "target":
-                    drafter.start(context, (), width)
-                ended = started(width) if kind != "draft" else None
+                    self.drafter.start(self.context, (), width)
+                ended = self._started(width) if kind != "draft" else None
                 if kind != "target":
-                    drafter.finish()
+                    self.drafter.finish()
                     end = time.perf_counter()
                 seconds.append((end if ended is None else max(end, ended())) - start)
         target_time, draft_time, both = (_warm_median(seconds) for seconds in alone.values())
         return (target_time + draft_time - both) / min(target_time, draft_time)
 
-    drafter.prefill(context)
-    try:
-        target.logits(context)
-        rough = steps(min(ROUGH_WIDTH, widest), _ROUGH_STEPS)
-        costs = settled(rough, lambda width: steps(width, _WARM_UP + _STEPS), widest)
-        return replace(costs, overlap=overlap(costs.width)) if shared and max(costs.seconds) < math.inf else costs
-    finally:
-        drafter.close()
+    def _started(self, tokens: int) -> Callable[[], float]:
+        """Starts a target pass over so many tokens. Returns a function that waits for it and returns when it ended."""
+        if self.timer is not None:
+            self.timer.start()
+        self.target.logits(self.context, [self.context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
+        if self.timer is not None:
+            return self.timer.mark()
+        ended = time.perf_counter()
+        return lambda: ended
 
 
 def _warm_median(seconds: list[float]) -> float:
