@@ -85,7 +85,10 @@ def test_in_pearl_the_worker_keeps_what_it_learned(load: Callable[[], Pair]) -> 
     assert learned.token.information == 0, "the copy in this process saw no token and learned nothing"
 
 
-def test_costs_are_measured_once_and_kept_in_the_cache(load: Callable[[], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_and_kept_in_the_cache(
+    load: Callable[[], Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))  # other tests have measured this pair
     measured = []
 
     def times(run: object) -> RoundCosts:
