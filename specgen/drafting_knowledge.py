@@ -45,9 +45,9 @@ class DraftingKnowledge:
     """The costs of drafting and what `adaptive` has learned, for one pair of models.
 
     `conditions` returns everything about the models and the machine that changes the costs; `has_draft_model` says whether the
-    pair has a draft model, which `adaptive` can do without. `tuned_costs` are seconds of rounds
-    by `Method.cost_kind`, and `tuned_learned` what `adaptive` learned during tuning, by the drafter's name; both come from a
-    profile, and are empty without one.
+    pair has a draft model, which `adaptive` can do without. `tuned_costs` are seconds of rounds by `Method.cost_kind`, and
+    `tuned_learned` what `adaptive` learned during tuning, by the drafter's name; both come from a profile, and are empty without
+    one.
     """
 
     def __init__(self, conditions: Callable[[], Mapping[str, Any]], *, has_draft_model: bool) -> None:
@@ -73,14 +73,14 @@ class DraftingKnowledge:
 
     def lacks_costs(self, request: RunRequest) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
-        return self._needs_costs(request) and self._tuned_costs(request) is None and self._cost_key(request) not in self._costs
+        return self._measures_costs(request) and self._cost_key(request) not in self._costs
 
-    def _needs_costs(self, request: RunRequest) -> bool:
-        """Whether the run's policy is `adaptive` with costs that are those of the method's rounds."""
+    def _measures_costs(self, request: RunRequest) -> bool:
+        """Whether the run's policy is `adaptive` with costs that `measure` finds: of the method's rounds, not from a profile."""
         settings = request.settings
         if settings.policy != Adaptive.name or request.method.is_parallel:
             return False
-        return any(settings.values[name] == AUTO for name in _COST_SETTINGS)
+        return any(settings.values[name] == AUTO for name in _COST_SETTINGS) and self._tuned_costs(request) is None
 
     def measure(self, request: RunRequest, plan: Callable[..., Plan], context_limit: int, part: str | None = None) -> None:
         """Times rounds like the request's, or reads their times from the cache.
@@ -96,9 +96,11 @@ class DraftingKnowledge:
             if any(max(curve.points) for curve in costs.draft_cost.curves.values()):
                 measurement_cache.keep("rounds", stored, costs.as_dict())
             else:  # the draft model could not follow this one context: its tokens are taken to cost as much as the target's
-                costs = replace(costs, draft_cost=_table({0: [0.0], 1: [_seconds(costs.verification_cost, 1)]}, 0))
+                costs = replace(costs, draft_cost=_table({0: [0.0], 1: [costs.verification_cost.at(1, 0)]}, 0))
         self._costs[key] = costs
-        drafting, verification = (partial(_seconds, table) for table in (costs.draft_cost, costs.verification_cost))
+        length = _context_length(request)
+        drafting = partial(costs.draft_cost.at, context_length=length)
+        verification = partial(costs.verification_cost.at, context_length=length)
         self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
 
     def _timed_run(self, request: RunRequest, plan: Callable[..., Plan], context_limit: int) -> Run:
@@ -117,8 +119,7 @@ class DraftingKnowledge:
 
         If they do not fit the times of rounds, later processes measure again.
         """
-        needs_costs = self._needs_costs(request) and self._tuned_costs(request) is None
-        return self._checks.get(self._cost_key(request)) if needs_costs else None
+        return self._checks.get(self._cost_key(request)) if self._measures_costs(request) else None
 
     def inputs(self, request: RunRequest, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
         """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
@@ -133,10 +134,8 @@ class DraftingKnowledge:
         if parallel_costs is not None:
             single = parallel_costs.single_pass
             costs = DraftingCosts.linear(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
-        elif method.is_parallel:
-            costs = DraftingCosts.linear(0.0, 0.0)
-        elif AUTO not in given:
-            costs = DraftingCosts.linear(*map(float, given))
+        elif method.is_parallel or AUTO not in given:
+            costs = DraftingCosts.linear(0.0, 0.0)  # the settings replace them
         else:
             measured = self._tuned_costs(request) or prepared(method, self._costs.get(self._cost_key(request)))
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
@@ -194,20 +193,14 @@ def time_rounds(run: Run, clock: Callable[[], float] = time.perf_counter) -> Rou
     drafting, verification = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     start, length = clock(), len(run.context)
     for position, round_ in enumerate(run.rounds()):
-        seconds = round_.seconds
         if position >= WARM_UP:
-            drafting[round_.draft.levels].append(seconds["draft"] + seconds["policy"])
-            verification[len(round_.draft.tokens) + 1].append(seconds["verify"] + seconds["sample"] + seconds["other"])
+            drafting[round_.draft.levels].append(round_.drafting_seconds)
+            verification[len(round_.draft.tokens) + 1].append(round_.verification_seconds)
         counted = position + 1 - WARM_UP
         if counted >= _ROUNDS * len(LENGTHS) or (counted >= len(LENGTHS) and clock() - start > _SECONDS):
             break
     drafting[0].append(0.0)
     return RoundCosts(_table(drafting, length), _table(verification, length))
-
-
-def _seconds(table: CostTable, tokens: int) -> float:
-    """Returns the seconds for some tokens in a table of one context length."""
-    return next(iter(table.curves.values())).at(tokens)
 
 
 def _table(seconds: Mapping[int, list[float]], length: int) -> CostTable:

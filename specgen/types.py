@@ -239,6 +239,16 @@ class Round:
     target_passes: int = 1
 
     @property
+    def drafting_seconds(self) -> float:
+        """The seconds of drafting, with the length policy's."""
+        return self.seconds["draft"] + self.seconds["policy"]
+
+    @property
+    def verification_seconds(self) -> float:
+        """The seconds of the target's pass and of all that follows it."""
+        return self.seconds["verify"] + self.seconds["sample"] + self.seconds["other"]
+
+    @property
     def accepted_ids(self) -> list[int]:
         return [self.draft.tokens[node] for node in self.verdict.path]
 

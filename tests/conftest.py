@@ -26,6 +26,7 @@ from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, 
 
 import specgen
 from specgen.demo.recipe.tokenizer import train_tokenizer
+from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.pair import Pair
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
@@ -59,6 +60,15 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
         return pair
 
     return made
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing is known, with an empty cache of measurements."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    pair = pair_of("llama", "near")
+    monkeypatch.setattr(pair, "knowledge", DraftingKnowledge(dict, has_draft_model=True))
+    return pair
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +28,6 @@ COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
 
 def one_length(**points: float) -> CostTable:
     return CostTable({100: Curve({int(name[1:]): seconds for name, seconds in points.items()})})
-
-
-@pytest.fixture
-def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
-    """A pair of which nothing is known, with an empty cache of measurements."""
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    pair = pair_of("llama", "near")
-    monkeypatch.setattr(pair, "knowledge", drafting_knowledge.DraftingKnowledge(dict, has_draft_model=True))
-    return pair
 
 
 def test_only_equal_settings_and_sampling_share_what_is_learned(near: Pair) -> None:

@@ -13,13 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features, probability
+from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features
 from specgen.decoding.drafting_guard import LONGEST_PAUSE, SHORTEST_PAUSE, DraftingGuard
 from specgen.decoding.first_acceptance import LEVELS, PRIOR, FirstAcceptance
 from specgen.decoding.learned_drafting import OPTION, Learned
 
 COSTS = DraftingCosts.linear(0.1, 0.02)
 GREEDY, SAMPLING = Learned.prior(COSTS, 0.0), Learned.prior(COSTS, 1.0)
+
+
+def probability(odds: float) -> float:
+    return 1 / (1 + math.exp(-odds))
+
 
 # calibration
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,15 +33,6 @@ PROMPT = [5, 9, 7, 3]
 def costs(factor: float = 1.0) -> RoundCosts:
     drafting, verification = {0: 0.0, 1: 0.002, 8: 0.016}, {1: 0.01, 2: 0.012, 9: 0.02}
     return RoundCosts(CostTable({128: Curve(drafting)}), CostTable({128: Curve(verification)})).times(factor)
-
-
-@pytest.fixture
-def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
-    """A pair of which nothing is known, with an empty cache of measurements."""
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    pair = pair_of("llama", "near")
-    monkeypatch.setattr(pair, "knowledge", drafting_knowledge.DraftingKnowledge(dict, has_draft_model=True))
-    return pair
 
 
 def test_what_was_learned_is_saved_and_read_again() -> None:

@@ -17,11 +17,6 @@ _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
 _LARGEST_OFFSET = 1000  # in log odds
 
 
-def probability(odds: float) -> float:
-    """Returns the probability with these log odds."""
-    return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
-
-
 def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
     """Returns what a drafted token's acceptance is predicted from: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
 
@@ -92,7 +87,7 @@ class AcceptanceCalibration:
         if strength := self.prior.recent_strength:
             residuals, information = self.recent
             odds += residuals / (information + strength)
-        return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0  # not a call of `probability`: this runs for every token
+        return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
 
     def learn(self, score: float, accepted: bool) -> None:
         """Learns from a judged token: one that the target accepted, or the first one that it rejected."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from specgen.cost_model.drafting_costs import DraftingCosts
@@ -41,7 +41,7 @@ class LearnedLookup:
             self.acceptance.learn(_score(match_length + agreed), accepted=False)
 
     def copy(self) -> LearnedLookup:
-        return LearnedLookup(self.acceptance.copy(), replace(self.guard))
+        return LearnedLookup(self.acceptance.copy(), self.guard.copy())
 
 
 @cache

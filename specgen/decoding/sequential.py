@@ -28,12 +28,11 @@ class Checked:
         is_first = True  # the draft model runs over the prompt in the first draft
         try:
             for round_ in sequential(run):
-                draft, seconds = round_.draft, round_.seconds
+                draft = round_.draft
                 drafted = draft.levels if draft.entropies else 0  # copied tokens are not the draft model's
                 if round_.mode != "prefill":
-                    verification = seconds["verify"] + seconds["sample"] + seconds["other"]
                     counted = 0 if is_first else drafted
-                    self.check.add(counted, seconds["draft"] + seconds["policy"], len(draft.tokens) + 1, verification)
+                    self.check.add(counted, round_.drafting_seconds, len(draft.tokens) + 1, round_.verification_seconds)
                     is_first = is_first and not drafted
                 yield round_
         finally:

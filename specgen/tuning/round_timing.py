@@ -65,9 +65,8 @@ class _Timings:
         return round(median(self.context_lengths))
 
     def add(self, round_: Round, with_signals: bool, context_length: int) -> None:
-        seconds = round_.seconds
-        self.drafting[round_.draft.levels, with_signals].append(seconds["draft"] + seconds["policy"])
-        self.verification[len(round_.draft.tokens) + 1].append(seconds["verify"] + seconds["sample"] + seconds["other"])
+        self.drafting[round_.draft.levels, with_signals].append(round_.drafting_seconds)
+        self.verification[len(round_.draft.tokens) + 1].append(round_.verification_seconds)
         self.context_lengths.append(context_length)
 
 
