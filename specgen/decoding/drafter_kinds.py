@@ -25,6 +25,7 @@ class DraftSource(Enum):
     DRAFT_MODEL = "a draft model"
     EXIT_LAYER = "the target's first layers and an exit layer"
     SKIPPED_LAYERS = "the target without some layers"
+    HEAD = "a head on the target's hidden states"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
