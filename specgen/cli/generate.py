@@ -14,6 +14,7 @@ from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.errors import SpecgenError
 from specgen.input_files import waiting_for
+from specgen.missing_parts import no_draft_model, no_exit_layer
 from specgen.setting_parsing import parse_pairs
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
     """
     chosen = methods.find(methods.DEFAULT_METHOD if name is None else name)
     if chosen.needs_draft_model and not models.has_draft:
-        raise methods.no_draft_model(chosen)
+        raise no_draft_model(chosen)
     if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:
-        raise methods.no_exit_layer(chosen, models.target)
+        raise no_exit_layer(chosen, models.target)
     return chosen
 
 

@@ -40,6 +40,7 @@ class ModelOptions:
     trust_remote_code: options.TrustRemoteCode = False
     offline: options.Offline = False
     exit_layer: options.ExitLayer = None
+    head: options.Head = None
     backend: options.Backend = "auto"
 
     def __post_init__(self) -> None:

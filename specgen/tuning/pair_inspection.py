@@ -25,6 +25,7 @@ from specgen.engine.native.products import ProductChoice
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
+from specgen.missing_parts import training_command
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
@@ -245,7 +246,7 @@ def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | Non
     if found is not None:
         return None
     location = None if target.source.label else target.source.location
-    return "no exit layer", f"train one with {methods.training_command(location)}"
+    return "no exit layer", f"train one with {training_command(location)}"
 
 
 def _readiness(

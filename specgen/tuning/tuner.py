@@ -106,6 +106,8 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
+    if method.head and pair.heads.folder(method.head) is None:
+        return str(pair.heads.refusals.get(method.head) or f"there is no head (specgen tune --train --methods {method.head})")
     if name == "eesd-cali" and not pair.has_predictor:
         return "the exit layer has no predictor"
     if name == "selfsd" and not named:
@@ -179,7 +181,7 @@ def record_drafts(
     if MODEL in drafters and draft is not None:
         recorders[MODEL.name] = Recorder(target, draft, sampling)
     if EXIT in drafters and pair.exit_layer is not None:
-        early = pair.early_exit(methods.METHODS["eesd"])
+        early = pair.exits.runners(methods.METHODS["eesd"])
         recorders[EXIT.name] = Recorder(early.target, early.draft, sampling, predictor=pair.exit_layer.predictor)
     for drafter, recorder in recorders.items():
         try:
