@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 from specgen import methods
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.heads.head_files import Head, find_head, load_head
+from specgen.engine.heads.head_files import FoundHead, Head, load_head
 from specgen.engine.heads.head_runners import HeadRunners
-from specgen.engine.heads.weights import KINDS
+from specgen.engine.heads.weights import KINDS, HeadKind
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.errors import SpecgenError
 from specgen.methods import Method
 from specgen.missing_parts import no_head
 
@@ -25,68 +25,71 @@ class Heads:
     A head is named as in the setting `head`: by its folder, or `auto` for the one that the user named with --head if it is of the
     method's kind, otherwise for the one found for this target. `penalties` makes a logits processor (None: no penalties), and
     `runner` is the target's runner, which heads that need no hidden states of other layers share. `is_bundled`: the target is the
-    small model that comes with specgen, for which heads come with it too.
+    small model that comes with specgen, with heads.
     """
 
     def __init__(self, target: LoadedModel, runner: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]) -> None:
-        self.refusals: dict[str, SpecgenError] = {}
         self.is_bundled = False
         self._target, self._runner, self._penalties = target, runner, penalties
         self._named: Head | None = None
-        self._found: dict[str, Path | None] = {}
+        self._found: dict[str, FoundHead] = {}
         self._loaded: dict[Path, Head] = {}
+        self._defaults: dict[str, Head | None] = {}
         self._runners: dict[Path, HeadRunners] = {}
 
-    def name(self, folder: Path) -> None:
+    def name(self, folder: Path) -> Head:
         """Loads the head that the user named with --head. Raises SpecgenError if it cannot be used with this target."""
         self._named = self._load(folder)
+        return self._named
 
-    def folder(self, kind: str) -> Path | None:
-        """Returns the folder of the default head of this kind, or None if there is none. Reads no weights.
+    def has(self, kind: str) -> bool:
+        """Whether there is a default head of this kind, as far as is known without reading weights."""
+        return self._is_named(kind) or self.found(kind).description is not None
 
-        `refusals` has the reason for each kind of which a head was found that cannot be used.
-        """
-        if self._named is not None and self._named.weights.kind == kind:
-            return self._named.path
+    def found(self, kind: str) -> FoundHead:
+        """Returns what was found for this target, if the user named no head of this kind."""
         if kind not in self._found:
-            self._found[kind] = None
-            try:
-                self._found[kind] = find_head(kind, self._target.name, self._target.folder, is_bundled=self.is_bundled)
-            except SpecgenError as error:
-                self.refusals[kind] = error
+            known: HeadKind = next(each for each in KINDS if each == kind)
+            self._found[kind] = FoundHead(known, self._target, is_bundled=self.is_bundled)
         return self._found[kind]
 
     def get(self, method: Method, name: str = methods.DEFAULT_HEAD) -> Head | None:
         """Returns a head for the method, or None if there is no default one. Raises SpecgenError for one that cannot be used."""
-        if name != methods.DEFAULT_HEAD:
-            head = self._load(Path(name).expanduser())
-            if head.weights.kind != method.head:
-                raise SpecgenError(f"the head {name} is for {head.weights.kind}, not for {method.name}", "Name another folder")
-            return head
-        folder = self.folder(method.head)
-        return None if folder is None else self._load(folder)
-
-    def digests(self) -> Mapping[str, str]:
-        """Returns what identifies the default head of each kind for which there is one."""
-        folders = {kind: self.folder(kind) for kind in KINDS}
-        return {kind: weights_fingerprint(folder) for kind, folder in folders.items() if folder is not None}
+        if name == methods.DEFAULT_HEAD:
+            if self._is_named(method.head):
+                return self._named
+            if method.head not in self._defaults:
+                self._defaults[method.head] = self.found(method.head).load()
+            return self._defaults[method.head]
+        head = self._load(Path(name).expanduser())
+        if head.weights.kind != method.head:
+            raise SpecgenError(f"the head {name} is for {head.weights.kind}, not for {method.name}", "Name another folder")
+        return head
 
     def digest(self, method: Method, name: object) -> str | None:
-        """Returns what identifies the method's head; None for the name None, and if there is no such head."""
-        if name is None:
-            return None
-        folder = self.folder(method.head) if name == methods.DEFAULT_HEAD else Path(str(name)).expanduser()
-        return None if folder is None else weights_fingerprint(folder)
+        """Returns what identifies the weights of the method's head; None for the name None, and if there is no such head."""
+        head = None if name is None or not method.head else self.get(method, str(name))
+        return None if head is None else weights_fingerprint(head.path)
+
+    def digests(self) -> dict[str, str]:
+        """Returns what identifies the default head of each kind for which there is one, without reading its weights."""
+        digests: dict[str, str] = {}
+        for kind in KINDS:
+            if self._named is not None and self._is_named(kind):
+                digests[kind] = weights_fingerprint(self._named.path)
+            elif (description := self.found(kind).description) is not None:
+                digests[kind] = description.weights
+        return digests
 
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> HeadRunners:
         """Returns the target's runner and the head's for the method. Raises SpecgenError if there is no such head."""
         head = self.get(method, name)
         if head is None:
             bundled = self._target.name.startswith("demo/")
-            raise self.refusals.get(method.head) or no_head(method, None if bundled else self._target.name)
+            raise self.found(method.head).refusal or no_head(method, None if bundled else self._target.name)
         if head.path not in self._runners:
-            module = import_module(f"specgen.engine.heads.{head.weights.kind}_runner")
-            made: HeadRunners = module.make_runners(head.weights, self._target.model, self._runner, self._penalties)
+            make = import_module(f"specgen.engine.heads.{head.weights.kind}_runner").make_runners
+            made: HeadRunners = make(head.weights, self._target.model, self._runner, self._penalties)
             self._runners[head.path] = made
         return self._runners[head.path]
 
@@ -94,13 +97,11 @@ class Heads:
         for runners in self._runners.values():
             runners.clear_cache()
 
+    def _is_named(self, kind: str) -> bool:
+        return self._named is not None and self._named.weights.kind == kind
+
     def _load(self, folder: Path) -> Head:
         key = folder.resolve()
         if key not in self._loaded:
-            try:
-                self._loaded[key] = load_head(folder, self._target)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise RunError(f"the head {folder} does not fit into the memory of {self._target.device}") from error
+            self._loaded[key] = load_head(folder, self._target)
         return self._loaded[key]

@@ -79,7 +79,9 @@ def load(
             pair.exits.found = FoundExit(pair.target, is_bundled=target is None)
         pair.heads.is_bundled = target is None
         if head is not None:
-            pair.heads.name(Path(head))
+            named = pair.heads.name(Path(head))
+            if named.warning is not None:
+                announce(named.warning)
     except BaseException:
         pair.close()
         raise

@@ -258,9 +258,7 @@ METHODS: Mapping[str, Method] = {
                     4, "nodes that each level continues, and candidates of each (10 in the paper); 1: a chain", 1, 64
                 ),
                 "depth": Setting(10, "most levels of the tree", 1, 64),
-                "nodes": Setting(
-                    10, "tokens of the tree that are verified: the likeliest paths' (59 in the paper)", 1, 4096
-                ),
+                "nodes": Setting(10, "tokens of the tree that are verified: the likeliest paths' (59 in the paper)", 1, 4096),
                 **_HEAD,
             },
         ),

@@ -223,7 +223,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
         exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
-        heads=dict(pair.heads.digests()),
+        heads=pair.heads.digests(),
         versions=versions(),
         machine=machine(),
     )

@@ -15,6 +15,7 @@ import torch
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
+from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
@@ -164,7 +165,7 @@ class SimulatedRuns:
         self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain
         self._probe, self._clock = probe, clock
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
+        self._components: dict[tuple[DraftSource, str, int], tuple[Components, float]] = {}
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> Summary:
@@ -240,6 +241,7 @@ class SimulatedRuns:
         key = method.drafter.source, method.head, number
         if key not in self._components:
             reference = self._references[number]
+            draft: DraftRunner | None
             target, draft = self._pair.runners
             predictor = None
             if method.needs_exit_layer:

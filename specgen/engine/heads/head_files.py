@@ -51,11 +51,8 @@ def load_head(folder: Path, target: LoadedModel) -> Head:
     Raises SpecgenError, in one line, for files that are missing, damaged, of an unknown kind or in another format than
     safetensors, and for a head of another target; RunError if memory is short.
     """
-    if not folder.is_dir():
-        problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-        raise SpecgenError(problem, _KINDS_HINT)
     try:
-        description = description_for(folder, target.name, target.folder)
+        description = description_for(_existing(folder), target.name, target.folder)
         files = HeadTensors(folder, target.device)
         kind, read = _recognise(files)
         if description is not None and description.kind != kind:
@@ -76,6 +73,13 @@ def load_head(folder: Path, target: LoadedModel) -> Head:
     return Head(weights, description, folder, "; ".join(files.warnings) or None)
 
 
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise SpecgenError(problem, _KINDS_HINT)
+    return folder
+
+
 def _recognise(files: HeadTensors) -> tuple[HeadKind, _Reader]:
     """Returns the kind of a head by the names of its tensors, and the function that reads it."""
     names = {rename_eagle(name) for name in files.names}
@@ -91,6 +95,15 @@ def _recognise(files: HeadTensors) -> tuple[HeadKind, _Reader]:
     if "embed_tokens.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
         raise files.refuse("it is a model, not a head", "Name it as a draft model: -d")
     raise files.refuse(f"it is of no kind that specgen knows (its first tensor: {files.stored_name(min(names))})", _KINDS_HINT)
+
+
+def named_kind(folder: Path, target_name: str, target_folder: Path) -> HeadKind:
+    """Returns the kind of the head in `folder`, for a target with the files in `target_folder`. Reads no weights.
+
+    Raises SpecgenError if there is no head, or if it was trained for another target.
+    """
+    description = description_for(_existing(folder), target_name, target_folder)
+    return _recognise(HeadTensors(folder, torch.device("cpu")))[0] if description is None else description.kind
 
 
 def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) -> Path:
