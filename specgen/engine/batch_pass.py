@@ -22,6 +22,10 @@ class BatchCache(Protocol):
         """Drops all sequences but those with the indices `kept`, which must be ascending."""
         ...
 
+    def keys_and_values(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first `tokens` keys and values of each sequence in a layer, each [batch, kv heads, tokens, head size]."""
+        ...
+
 
 class BatchPass(NamedTuple):
     """One forward pass over n tokens of each of several sequences.

@@ -45,6 +45,10 @@ class TrainableExit(Protocol):
         """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
         ...
 
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [..., vocabulary] of the LM head alone for its input [..., width], which is normed already."""
+        ...
+
 
 class Model(Protocol):
     """A model with its weights, on one device.
@@ -121,6 +125,13 @@ class Model(Protocol):
 
         The output's tensors are [batch, n, ...]. Without the head its `hidden_states` are those after the last layer, and its
         `logits` mean nothing.
+        """
+        ...
+
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Returns hidden states [batch, n, len(taps) * width] of all tokens: for each j in `taps` the input of layer j.
+
+        For j = the number of layers it is the output of the final norm. Runs no layer beyond the last that is needed.
         """
         ...
 

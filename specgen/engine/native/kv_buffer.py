@@ -76,6 +76,11 @@ class KVBuffer:
                 data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
         self.data = data[:, :, : len(kept) * heads]
 
+    def keys_and_values(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first keys and values of each sequence in a layer; see `batch_pass.BatchCache`."""
+        keys, values = self.data[layer - self.first_layer, :, :, :tokens].unflatten(1, (-1, self._kv_heads))
+        return keys, values
+
     def enlarge(self, needed: int) -> None:
         """Copies the valid entries to a new buffer, with room for `needed` and `capacity` tokens and twice the old one's.
 

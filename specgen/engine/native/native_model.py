@@ -123,7 +123,7 @@ class NativeModel:
         normed = residual.normed()
         if rows is not None and rows < normed.shape[0]:
             normed = normed.narrow(0, first, rows)
-        normed = normed * parts.norm if parts.norm_bias is None else torch.addcmul(parts.norm_bias, normed, parts.norm)
+        normed = _weighted(normed, parts)
         return ModelOutput(final_logits(self.architecture, parts.head(normed)), normed)
 
     def check_layers(self, feature: str) -> None:
@@ -166,14 +166,30 @@ class NativeModel:
         assert output.hidden_states is not None
         return ModelOutput(output.logits.view(*shape, -1), output.hidden_states.view(*shape, -1))
 
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Returns the inputs of some layers for several sequences; see `engine.model.Model`."""
+        residual, inputs = self._start_batch(batch)
+        features: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers[: max(taps) + 1]):
+            if index in taps:
+                features[index] = residual.values.clone()  # later layers may write into it
+            if index < max(taps):
+                layer(residual, inputs)
+        if len(self.layers) in taps:
+            features[len(self.layers)] = _weighted(residual.normed(), self.parts)
+        return torch.cat([features[tap] for tap in taps], dim=-1).view(*batch.ids.shape, -1)
+
     def _run_batch(self, batch: BatchPass, layers: int) -> Residual:
         """Runs the first layers on all tokens of all sequences, which are rows one after the other."""
-        inputs = self.inputs.batched(batch)
-        embeddings = self.parts.embedding.index_select(0, batch.ids.flatten())
-        residual = self.residual(self.scaled(embeddings.to(self.dtype)))
+        residual, inputs = self._start_batch(batch)
         for layer in self.layers[:layers]:
             layer(residual, inputs)
         return residual
+
+    def _start_batch(self, batch: BatchPass) -> tuple[Residual, PassInputs]:
+        """Returns the residual stream before the first layer, with one row per token of all sequences, and the layers' inputs."""
+        embeddings = self.parts.embedding.index_select(0, batch.ids.flatten())
+        return self.residual(self.scaled(embeddings.to(self.dtype))), self.inputs.batched(batch)
 
     def trainable_exit(self, folder: Path, count: int) -> NativeTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
@@ -187,6 +203,11 @@ class NativeModel:
         self.layers = self.layers[:kept_layers]
         embedding = self.parts.embedding if kept_layers else none
         self.parts = self.parts._replace(embedding=embedding, head=DenseProduct(none))
+
+
+def _weighted(normed: torch.Tensor, parts: NativeParts) -> torch.Tensor:
+    """Returns the output of the final norm for normalised hidden states."""
+    return normed * parts.norm if parts.norm_bias is None else torch.addcmul(parts.norm_bias, normed, parts.norm)
 
 
 class NativeForward:

@@ -79,10 +79,12 @@ class DecoderLayers(nn.Module):
         `hidden_states` [..., width] is the layers' output. Returns logits and hidden states after the norm, as `forward`.
         """
         hidden_states = self.norm(hidden_states)
-        logits = self.head(hidden_states)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits, hidden_states
+        return self.head_logits(hidden_states), hidden_states
+
+    def head_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Applies the LM head and, for models that have one, the cap on logits to hidden states after the norm."""
+        logits: torch.Tensor = self.head(hidden_states)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def decoder_of(model: Any) -> Any:

@@ -73,6 +73,10 @@ class KVCache(Cache):  # type: ignore[misc]
             index = torch.tensor(kept, device=layer.keys.device)
             layer.keys, layer.values = layer.keys[index], layer.values[index]
 
+    def keys_and_values(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first keys and values of each sequence in a layer; see `batch_pass.BatchCache`."""
+        return self.layers[layer].keys[:, :, :tokens], self.layers[layer].values[:, :, :tokens]
+
 
 def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """Writes `states` [..., n, size] into `buffer` [..., capacity, size] at the index `cache.length`, and returns the buffer.

@@ -104,6 +104,19 @@ class TransformersModel:
         parts = self._decoder_layers([LayerPart(index) for index in range(layers)], with_head=with_head)
         return ModelOutput(*parts(hidden, *self.inputs.batched(batch, hidden), batch.cache))
 
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Returns the inputs of some layers for several sequences; see `engine.model.Model`."""
+        decoder = decoder_of(self.module)
+        hidden = decoder.embed_tokens(batch.ids)
+        rotary, masks = self.inputs.batched(batch, hidden)
+        features: dict[int, torch.Tensor] = {}
+        start = 0
+        for tap in sorted(set(taps)):
+            parts = self._decoder_layers([LayerPart(index) for index in range(start, tap)], with_head=False)
+            hidden, start = parts.run_layers(hidden, rotary, masks, batch.cache), tap
+            features[tap] = hidden if tap < self.shape.num_layers else decoder.norm(hidden)
+        return torch.cat([features[tap] for tap in taps], dim=-1)
+
     def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
         return TransformersTrainableExit(self, ExitLayer.of(self.module, count))
@@ -137,6 +150,9 @@ class TransformersTrainableExit:
 
     def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.module.norm_and_head(hidden)
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module.head_logits(hidden)
 
 
 class TransformersExit:
