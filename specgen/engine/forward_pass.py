@@ -44,6 +44,17 @@ class Cache(Protocol):
         """
 
 
+class ReadableCache(Protocol):
+    """A KV cache whose entries another model can read."""
+
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the keys and of the values of a layer's first `count` entries.
+
+        Each is [sequences * key-value heads, `count`, head size]. Keys are rotated.
+        """
+        ...
+
+
 class ForwardPass(NamedTuple):
     """One forward pass over some of the tokens of a context followed by a draft.
 
@@ -79,11 +90,14 @@ class ModelOutput(NamedTuple):
     does not return them.
     Tokens are chosen from `logits`. If these have penalties applied (`PenaltyProcessor`), `unpenalised` [n, the model's
     vocabulary] are the logits before them; otherwise it is None.
+    `features` [m, ...] are the hidden states that `engine.model.Model.feature_forward` was asked for, of all m tokens of the
+    pass; None from other forward functions.
     """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
     unpenalised: torch.Tensor | None = None
+    features: torch.Tensor | None = None
 
     @property
     def model_logits(self) -> torch.Tensor:

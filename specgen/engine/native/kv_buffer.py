@@ -61,6 +61,11 @@ class KVBuffer:
         keys, values = data[:, :, :, start:end].unbind(1)
         return list(map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)))
 
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
+        keys, values = self.data[layer - self.first_layer, :, :, :count].unbind(0)
+        return keys, values
+
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         count = len(indices)
@@ -75,11 +80,6 @@ class KVBuffer:
                 moved = data[:, :, old * heads : (old + 1) * heads, : self.length]
                 data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
         self.data = data[:, :, : len(kept) * heads]
-
-    def keys_and_values(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the first keys and values of each sequence in a layer; see `batch_pass.BatchCache`."""
-        keys, values = self.data[layer - self.first_layer, :, :, :tokens].unflatten(1, (-1, self._kv_heads))
-        return keys, values
 
     def enlarge(self, needed: int) -> None:
         """Copies the valid entries to a new buffer, with room for `needed` and `capacity` tokens and twice the old one's.
