@@ -22,8 +22,8 @@ class BatchCache(Protocol):
         """Drops all sequences but those with the indices `kept`, which must be ascending."""
         ...
 
-    def keys_and_values(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the first `tokens` keys and values of each sequence in a layer, each [batch, kv heads, tokens, head size]."""
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
         ...
 
 

@@ -146,9 +146,9 @@ class Model(Protocol):
         ...
 
     def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
-        """Returns hidden states [batch, n, len(taps) * width] of all tokens: for each j in `taps` the input of layer j.
+        """Runs the whole model on several sequences, and returns the hidden states [batch, n, len(taps) * width] of all tokens.
 
-        For j = the number of layers it is the output of the final norm. Runs no layer beyond the last that is needed.
+        `taps` are as for `feature_forward`.
         """
         ...
 

@@ -49,8 +49,12 @@ class FrozenTarget:
         cache = self.model.batch_cache(sequences) if kv_layers else None
         forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions, cache)
         features = self.model.batch_features(forward_pass, [*taps, self.num_layers]).float()
-        keys_values = [] if cache is None else [cache.keys_and_values(layer, tokens) for layer in kv_layers]
-        return TargetStates(*features.split([len(taps) * self.width, self.width], dim=-1), keys_values)
+        keys_values = []
+        if cache is not None:
+            for layer in kv_layers:
+                keys, values = (entries.unflatten(0, (sequences, -1)) for entries in cache.keys_and_values(layer, tokens))
+                keys_values.append((keys, values))
+        return TargetStates(features[..., : -self.width], features[..., -self.width :], keys_values)
 
     @torch.no_grad()
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ from specgen.training.packing import IGNORED, PackedBatch
 class Predictions(NamedTuple):
     """The drafted tokens that a head predicts in a batch, one row each.
 
-    `outputs` [rows, m] is what `Objective.logits` turns into logits, with gradients. `sources` [rows], int64, are the tokens after
-    which the predicted ones come, as indices into the flat batch: the target's prediction after this token is the label. `depths`
-    [rows], int64, are the numbers of tokens that were drafted before in the same draft, from 0; they are taken from the text. The
-    rows of one draft have the same `sources - depths`.
+    `outputs` [rows, m] is what `Objective.logits` turns into logits, with gradients. `sources` [rows], int64, are the tokens
+    after which the predicted ones come, as indices into the flat batch; the label is the target's prediction after it.
+    `depths` [rows], int64, are the numbers of tokens that were drafted before in the same draft, from 0; in training these are
+    taken from the text. `sources - depths` is then the last token that was not drafted; rows of one draft have the same.
     """
 
     outputs: torch.Tensor
@@ -80,7 +80,7 @@ class Objective(ABC):
         """
 
     def logits(self, outputs: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [n, vocabulary] over the target's vocabulary for n rows of `Predictions`; -inf for missing tokens."""
+        """Returns logits [n, vocabulary] for n rows of `Predictions`: -inf for tokens of the target that the head lacks."""
         return self.target.logits(outputs)
 
     def losses(self, outputs: torch.Tensor, logits: torch.Tensor, labels: RowLabels) -> torch.Tensor:

@@ -187,17 +187,11 @@ class NativeModel:
         return ModelOutput(output.logits.view(*shape, -1), output.hidden_states.view(*shape, -1))
 
     def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
-        """Returns the inputs of some layers for several sequences; see `engine.model.Model`."""
+        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
         residual, inputs = self._start_batch(batch)
-        features: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers[: max(taps) + 1]):
-            if index in taps:
-                features[index] = residual.values.clone()  # later layers may write into it
-            if index < max(taps):
-                layer(residual, inputs)
-        if len(self.layers) in taps:
-            features[len(self.layers)] = self.final_norm(residual)
-        return torch.cat([features[tap] for tap in taps], dim=-1).view(*batch.ids.shape, -1)
+        features = NativeForward(self, self.layers, self.parts, None, taps=taps).run_layers(residual, inputs)
+        assert features is not None
+        return features.view(*batch.ids.shape, -1)
 
     def _run_batch(self, batch: BatchPass, layers: int) -> Residual:
         """Runs the first layers on all tokens of all sequences, which are rows one after the other."""

@@ -55,6 +55,7 @@ class NativeTrainableExit:
         return self.head_logits(normed), normed
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
         return final_logits(self._architecture, functional.linear(hidden, self._parameters[EXIT_HEAD]))
 
     @property

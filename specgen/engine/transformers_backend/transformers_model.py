@@ -120,17 +120,14 @@ class TransformersModel:
         return ModelOutput(*parts(hidden, *self.inputs.batched(batch, hidden), batch.cache))
 
     def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
-        """Returns the inputs of some layers for several sequences; see `engine.model.Model`."""
+        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
         decoder = decoder_of(self.module)
         hidden = decoder.embed_tokens(batch.ids)
         rotary, masks = self.inputs.batched(batch, hidden)
-        features: dict[int, torch.Tensor] = {}
-        start = 0
-        for tap in sorted(set(taps)):
-            parts = self._decoder_layers([LayerPart(index) for index in range(start, tap)], with_head=False)
-            hidden, start = parts.run_layers(hidden, rotary, masks, batch.cache), tap
-            features[tap] = hidden if tap < self.shape.num_layers else decoder.norm(hidden)
-        return torch.cat([features[tap] for tap in taps], dim=-1)
+        layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
+        inputs: list[torch.Tensor] = []
+        inputs.append(layers.norm(layers.run_layers(hidden, rotary, masks, batch.cache, inputs)))
+        return torch.cat([inputs[tap] for tap in taps], dim=-1)
 
     def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
@@ -167,6 +164,7 @@ class TransformersTrainableExit:
         return self.module.norm_and_head(hidden)
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
         return self.module.head_logits(hidden)
 
 
