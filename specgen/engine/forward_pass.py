@@ -79,11 +79,14 @@ class ModelOutput(NamedTuple):
     does not return them.
     Tokens are chosen from `logits`. If these have penalties applied (`PenaltyProcessor`), `unpenalised` [n, the model's
     vocabulary] are the logits before them; otherwise it is None.
+    `features` [m, ...] are the hidden states that `engine.model.Model.feature_forward` was asked for, of all m tokens of the
+    pass; None from other forward functions.
     """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
     unpenalised: torch.Tensor | None = None
+    features: torch.Tensor | None = None
 
     @property
     def model_logits(self) -> torch.Tensor:

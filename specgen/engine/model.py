@@ -99,6 +99,23 @@ class Model(Protocol):
         """
         ...
 
+    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
+        """Returns a function that runs the whole model and also returns hidden states between its layers.
+
+        Its output's `features` [m, len(taps) * width] are, for each of the m tokens of the pass, one hidden state for each number
+        in `taps`: the input of the layer with this index, or with `num_layers` the output of the final norm. These numbers are
+        the indices of transformers' `hidden_states`. Raises SpecgenError if the model's layers cannot be run one by one.
+        """
+        ...
+
+    def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings [..., width] of token ids [...] on the device, as they enter the first layer."""
+        ...
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
+        ...
+
     def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> ExitLayers:
         """Returns a trained exit layer with `count` decoder layers, of the kind of the model's last layers.
 

@@ -100,6 +100,10 @@ class NativeModel:
         skips = any(not (part.attention and part.mlp) for part in layers)
         return self.wrapped(NativeForward(self, chosen, self.parts if with_head else None, inputs, layers if skips else None))
 
+    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
+        """Returns a function that also returns hidden states between the layers; see `engine.model.Model`."""
+        return self.wrapped(NativeForward(self, self.layers, self.parts, None, taps=taps))
+
     def wrapped(self, forward: NativeForward) -> ForwardFunction:
         return forward if self.wrap is None else self.wrap(forward)
 
@@ -108,6 +112,11 @@ class NativeModel:
         table = self.parts.embedding
         rows = table[ids[0]][None] if len(ids) == 1 else table.index_select(0, upload(torch.tensor(ids), self.device))
         return self.scaled(rows.to(self.dtype))
+
+    def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
+        rows = self.parts.embedding.index_select(0, ids.flatten())
+        return self.scaled(rows.to(self.dtype)).view(*ids.shape, -1)
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
@@ -123,8 +132,19 @@ class NativeModel:
         normed = residual.normed()
         if rows is not None and rows < normed.shape[0]:
             normed = normed.narrow(0, first, rows)
-        normed = normed * parts.norm if parts.norm_bias is None else torch.addcmul(parts.norm_bias, normed, parts.norm)
+        normed = self._weighted(normed, parts)
         return ModelOutput(final_logits(self.architecture, parts.head(normed)), normed)
+
+    def final_norm(self, residual: Residual) -> torch.Tensor:
+        """Returns the hidden states [n, width] after the final norm, which enter the LM head."""
+        return self._weighted(residual.normed(), self.parts)
+
+    def _weighted(self, normed: torch.Tensor, parts: NativeParts) -> torch.Tensor:
+        return normed * parts.norm if parts.norm_bias is None else torch.addcmul(parts.norm_bias, normed, parts.norm)
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.Model`."""
+        return final_logits(self.architecture, self.parts.head(hidden))
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
@@ -193,7 +213,8 @@ class NativeForward:
     """Runs `layers` on forward passes of a `ModelRunner`. `parts` has the norm and head after them; None: neither.
 
     `inputs` returns the hidden states that enter the first layer; None takes the token embeddings. `parts_run` says for each
-    layer whether its attention and its MLP are run; None: all are.
+    layer whether its attention and its MLP are run; None: all are. `taps` name the hidden states that the output's `features` are
+    made of, see `engine.model.Model.feature_forward`.
     """
 
     def __init__(
@@ -203,8 +224,9 @@ class NativeForward:
         parts: NativeParts | None,
         inputs: HiddenSource | None,
         parts_run: Sequence[LayerPart] | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
-        self.model, self.parts, self.inputs = model, parts, inputs
+        self.model, self.parts, self.inputs, self.taps = model, parts, inputs, tuple(taps)
         self._layers, self._parts_run = layers, parts_run
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
@@ -212,25 +234,34 @@ class NativeForward:
         count = forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
         residual = model.residual(self._hidden(forward_pass, inputs.rows))
-        self.run_layers(residual, inputs)
+        features = self.run_layers(residual, inputs)
         if self.parts is None:
             return ModelOutput(residual.values[:count], residual.values[:count])
+        features = None if features is None else features[:count]
         begin, rows = count - logits_to_keep, model.inputs.padded(logits_to_keep)
         first = max(0, min(begin, inputs.rows - rows))
         output = model.norm_and_head(residual, self.parts, first, rows)
         if first == begin and rows == logits_to_keep:
-            return output
+            return output._replace(features=features)
         kept = slice(begin - first, begin - first + logits_to_keep)
-        return ModelOutput(output.logits[kept], None if output.hidden_states is None else output.hidden_states[kept])
+        hidden = None if output.hidden_states is None else output.hidden_states[kept]
+        return ModelOutput(output.logits[kept], hidden, features=features)
 
-    def run_layers(self, residual: Residual, inputs: PassInputs) -> None:
-        """Adds the outputs of all layers to the residual stream."""
-        if self._parts_run is None:
-            for layer in self._layers:
-                layer(residual, inputs)
-        else:
+    def run_layers(self, residual: Residual, inputs: PassInputs) -> torch.Tensor | None:
+        """Adds the outputs of all layers to the residual stream. Returns the features [rows, ...] that `taps` name, if any."""
+        if self._parts_run is not None:
             for layer, part in zip(self._layers, self._parts_run, strict=True):
                 layer(residual, inputs, attention=part.attention, mlp=part.mlp)
+            return None
+        found: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            if index in self.taps:
+                found[index] = residual.values.clone()  # the layers change the stream in place
+            layer(residual, inputs)
+        if not self.taps:
+            return None
+        found[len(self._layers)] = self.model.final_norm(residual)
+        return torch.cat([found[index] for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
         """Returns the hidden states [`rows`, width] that enter the first layer; rows after the pass's tokens are padding."""

@@ -51,6 +51,7 @@ class StaticPass:
             if forward.inputs is not None:
                 self._hidden_in = torch.zeros(width, hidden_size, dtype=model.dtype, device=device)
             self._hidden = torch.zeros(width, hidden_size, dtype=model.dtype, device=device)
+            self._features = torch.zeros(width, len(forward.taps) * hidden_size, dtype=model.dtype, device=device)
             self._logits = self._hidden
             if forward.parts is not None:
                 self._logits = torch.zeros(width, forward.parts.head.out_features, dtype=model.dtype, device=device)
@@ -124,7 +125,9 @@ class StaticPass:
         if hidden is None:
             hidden = model.scaled(model.parts.embedding.index_select(0, self._ids).to(model.dtype))
         residual = model.residual(hidden)
-        self._forward.run_layers(residual, self._inputs())
+        features = self._forward.run_layers(residual, self._inputs())
+        if features is not None:
+            self._features.copy_(features)
         if parts is None:
             self._hidden.copy_(residual.values)
             return
@@ -136,7 +139,8 @@ class StaticPass:
     def output(self, logits_to_keep: int) -> ModelOutput:
         """Returns the output for the last tokens of the pass, as views of the buffers: the next `run` overwrites them."""
         kept = slice(self._count - logits_to_keep, self._count)
-        return ModelOutput(self._logits[kept], self._hidden[kept])
+        features = self._features[: self._count] if self._forward.taps else None
+        return ModelOutput(self._logits[kept], self._hidden[kept], features=features)
 
     def _write(self, numbers: list[int]) -> None:
         self._input.copy_(pinned(torch.tensor(numbers), self._input.device), non_blocking=True)

@@ -60,10 +60,20 @@ class DecoderLayers(nn.Module):
         return self.norm_and_head(hidden_states if logits_to_keep is None else hidden_states[:, -logits_to_keep:])
 
     def run_layers(
-        self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], mask: Mask, cache: Any = None
+        self,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        mask: Mask,
+        cache: Any = None,
+        inputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Runs the layers without norm and head, and returns their output [batch, n, width]. Arguments as for `forward`."""
+        """Runs the layers without norm and head, and returns their output [batch, n, width]. Arguments as for `forward`.
+
+        Appends the input of each layer to `inputs`, unless it is None.
+        """
         for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
+            if inputs is not None:
+                inputs.append(hidden_states)
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask[str(layer_type)] if isinstance(mask, dict) else mask,
@@ -79,10 +89,12 @@ class DecoderLayers(nn.Module):
         `hidden_states` [..., width] is the layers' output. Returns logits and hidden states after the norm, as `forward`.
         """
         hidden_states = self.norm(hidden_states)
-        logits = self.head(hidden_states)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits, hidden_states
+        return self.head_logits(hidden_states), hidden_states
+
+    def head_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the norm."""
+        logits: torch.Tensor = self.head(hidden_states)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def decoder_of(model: Any) -> Any:

@@ -67,6 +67,21 @@ class TransformersModel:
     ) -> ForwardFunction:
         return _LayersForward(self, self._decoder_layers(layers, with_head=with_head), inputs)
 
+    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
+        """Returns a function that also returns hidden states between the layers; see `engine.model.Model`."""
+        self.check_layers("a head on hidden states")
+        layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
+        return _LayersForward(self, layers, None, taps)
+
+    def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
+        embeddings: torch.Tensor = decoder_of(self.module).embed_tokens(ids)
+        return embeddings
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.Model`."""
+        return self._decoder_layers([], with_head=True).head_logits(hidden)
+
     def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> TransformersExit:
         """Returns a trained exit layer; see `engine.model.Model`."""
         layer = ExitLayer.of(self.module, count)
@@ -215,9 +230,15 @@ def _accepted_options(module: Any) -> list[str]:
 
 
 class _LayersForward:
-    """Runs only `layers` of a model. `inputs` returns the hidden states [n, width] that enter them; None: the embeddings."""
+    """Runs only `layers` of a model. `inputs` returns the hidden states [n, width] that enter them; None: the embeddings.
 
-    def __init__(self, model: TransformersModel, layers: DecoderLayers, inputs: HiddenSource | None) -> None:
+    `taps` name the hidden states that the output's `features` are made of, see `engine.model.Model.feature_forward`.
+    """
+
+    def __init__(
+        self, model: TransformersModel, layers: DecoderLayers, inputs: HiddenSource | None, taps: Sequence[int] = ()
+    ) -> None:
+        self._taps = taps
         decoder = decoder_of(model.module)
         self._make_inputs, self._layers, self._rotary = model.inputs, layers, decoder.rotary_emb
         self._hidden = inputs or (lambda forward_pass: decoder.embed_tokens(model.inputs.ids(forward_pass))[0])
@@ -226,8 +247,14 @@ class _LayersForward:
         hidden_states = self._hidden(forward_pass)[None]
         at, mask = self._make_inputs(forward_pass)
         rotary = self._rotary(hidden_states, at[None])
-        logits, hidden_states = self._layers(hidden_states, rotary, mask, forward_pass.cache, logits_to_keep=logits_to_keep)
-        return ModelOutput(logits[0], hidden_states[0])
+        if not self._taps:
+            logits, hidden_states = self._layers(hidden_states, rotary, mask, forward_pass.cache, logits_to_keep=logits_to_keep)
+            return ModelOutput(logits[0], hidden_states[0])
+        found: list[torch.Tensor] = []
+        found.append(self._layers.norm(self._layers.run_layers(hidden_states, rotary, mask, forward_pass.cache, found)))
+        kept = found[-1][0, -logits_to_keep:]
+        features = torch.cat([found[tap][0] for tap in self._taps], dim=-1)
+        return ModelOutput(self._layers.head_logits(kept), kept, features=features)
 
 
 class _NoAttention(nn.Module):
