@@ -46,6 +46,10 @@ class TrainableExit(Protocol):
         """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
         ...
 
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [..., vocabulary] of the LM head alone for its input [..., width], which is normed already."""
+        ...
+
 
 class Model(Protocol):
     """A model with its weights, on one device.
@@ -144,6 +148,13 @@ class Model(Protocol):
 
         The output's tensors are [batch, n, ...]. Without the head its `hidden_states` are those after the last layer, and its
         `logits` mean nothing.
+        """
+        ...
+
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Runs the whole model on several sequences, and returns the hidden states [batch, n, len(taps) * width] of all tokens.
+
+        `taps` are as for `feature_forward`.
         """
         ...
 

@@ -52,7 +52,11 @@ class NativeTrainableExit:
         normed = normed * (self._parameters[FINAL_NORM] + self._architecture.norm_weight_offset)
         if self._architecture.norm_has_bias:
             normed = normed + self._parameters[bias_of(FINAL_NORM)]
-        return final_logits(self._architecture, functional.linear(normed, self._parameters[EXIT_HEAD])), normed
+        return self.head_logits(normed), normed
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
+        return final_logits(self._architecture, functional.linear(hidden, self._parameters[EXIT_HEAD]))
 
     @property
     def _has_layer_norm(self) -> bool:

@@ -127,6 +127,16 @@ class TransformersModel:
         parts = self._decoder_layers([LayerPart(index) for index in range(layers)], with_head=with_head)
         return ModelOutput(*parts(hidden, *self.inputs.batched(batch, hidden), batch.cache))
 
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
+        decoder = decoder_of(self.module)
+        hidden = decoder.embed_tokens(batch.ids)
+        rotary, masks = self.inputs.batched(batch, hidden)
+        layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
+        inputs: list[torch.Tensor] = []
+        inputs.append(layers.norm(layers.run_layers(hidden, rotary, masks, batch.cache, inputs)))
+        return torch.cat([inputs[tap] for tap in taps], dim=-1)
+
     def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
         return TransformersTrainableExit(self, ExitLayer.of(self.module, count))
@@ -160,6 +170,10 @@ class TransformersTrainableExit:
 
     def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.module.norm_and_head(hidden)
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
+        return self.module.head_logits(hidden)
 
 
 class TransformersExit:
