@@ -33,6 +33,7 @@ from specgen.errors import SpecgenError
 from specgen.types import Context
 
 _OWN_KEYS = ("block_size", "large_hidden_size", "large_head_dim", "large_num_attention_heads", "use_remap")  # unknown to Llama
+_FAMILIES = ("llama", "qwen2", "qwen3")  # a Llama, or one with biases or norms of queries and keys
 _RETRAIN = "Take a head that was trained for this target"
 
 
@@ -181,8 +182,9 @@ def draft_architecture(weights: GlideWeights) -> Architecture:
     """Returns what the config of a GliDe draft model describes. Raises SpecgenError if it is none that can be run."""
     if weights.config.get("use_remap"):
         raise SpecgenError("the head maps the target's keys and values (use_remap), which glide does not", _RETRAIN)
-    if weights.config.get("model_type") != "llama":
-        raise SpecgenError(f"a glide head has the layers of a llama, not of {weights.config.get('model_type')}", _RETRAIN)
+    family = weights.config.get("model_type")
+    if family not in _FAMILIES:
+        raise SpecgenError(f"a glide head has the layers of a Llama, not of {family}", _RETRAIN)
     try:
         return read_architecture({key: value for key, value in weights.config.items() if key not in _OWN_KEYS})
     except UnsupportedConfig as error:
