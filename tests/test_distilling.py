@@ -230,7 +230,7 @@ def test_only_a_draft_that_agrees_more_is_recommended(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--layer", "2"], "not to a draft model"),
+        (["--layer", "2"], "--layer cannot be combined with --train --methods sd, which trains a draft model"),
         (["--methods", "sd,eesd"], "cannot be trained in one run"),
         (["--methods", "lookup"], "lookup has nothing to train"),
         (["--self-text", "0"], "--self-text is 0"),

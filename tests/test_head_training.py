@@ -13,8 +13,10 @@ from torch import nn
 from training_helpers import TINY, corpus_of, opened
 
 from specgen.engine.heads.weights import HeadWeights, MedusaWeights
+from specgen.training.corpus import Part
 from specgen.training.frozen_target import FrozenTarget, TargetStates
-from specgen.training.generated_text import GeneratedText
+from specgen.training.generated_text import GeneratedText, generate_texts
+from specgen.training.head_agreement import RANKS, held_out
 from specgen.training.head_objective import Objective, Predictions, reachable
 from specgen.training.head_training import HeadTraining, predictions
 from specgen.training.packing import IGNORED, PackedBatch, pack
@@ -69,7 +71,7 @@ def test_a_packed_texts_states_and_labels_are_those_of_the_text_alone(folder: Pa
     batch = packed(TEXTS, 14)
     layers = frozen.num_layers
     states = frozen.states(batch, [0, 2], [layers - 1])
-    outputs, labels = predictions(LinearHeads(frozen, [], 0), frozen, batch, None)
+    predicted, labels = predictions(LinearHeads(frozen, [], 0), frozen, batch, None)
     depths, next_tokens, top_k_ids, log_probs, hidden = labels
     torch.testing.assert_close(states.features[..., : frozen.width], frozen.embeddings(batch.ids))
     start = row = 0
@@ -95,7 +97,7 @@ def test_a_packed_texts_states_and_labels_are_those_of_the_text_alone(folder: Pa
         assert top_k_ids[row, 0] == logits.argmax()
         torch.testing.assert_close(log_probs[row], logits.log_softmax(-1)[top_k_ids[row]], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(hidden[row], states.hidden[0, source])
-    assert len(outputs) == len(expected)
+    assert predicted.sources.tolist() == [source for source, _ in expected]
 
 
 def test_training_reaches_the_weights_that_gradients_of_the_whole_loss_give(
@@ -107,9 +109,9 @@ def test_training_reaches_the_weights_that_gradients_of_the_whole_loss_give(
     batches = TrainingBatches(corpus_of(corpus, target), [], TINY)
     batch = batches.batch(0)
     whole = LinearHeads(frozen, [], 0)
-    outputs, labels = predictions(whole, frozen, batch, None)
+    predicted, labels = predictions(whole, frozen, batch, None)
     training = HeadTraining(whole, frozen, batches)
-    (training.losses(outputs, *labels)[0] / (batch.labels != IGNORED).sum()).backward()
+    (training.losses(predicted.outputs, *labels)[0] / (batch.labels != IGNORED).sum()).backward()
     expected = whole.module.weight.grad
     monkeypatch.setattr("specgen.training.head_training._CPU_ROWS", 5)
     monkeypatch.setattr("specgen.training.training_loop.MAX_LOGITS", target.model.vocab_size)
@@ -118,3 +120,43 @@ def test_training_reaches_the_weights_that_gradients_of_the_whole_loss_give(
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda _, __: found.append(objective.module.weight.grad.clone()))
     training.advance()
     torch.testing.assert_close(found[0], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path) -> None:
+    """Counted by hand: for each generated token, each head's prediction and its rank."""
+    target = opened(folder)
+    frozen = FrozenTarget(target)
+    prompts = [[5, 9, token] for token in range(3, 23)]
+    objective = LinearHeads(frozen, [], 0)
+    with torch.no_grad():  # a mixture of the first head's input and noise: sometimes right
+        objective.module.weight.add_(
+            0.05 * torch.randn(objective.module.weight.shape, generator=torch.Generator().manual_seed(0))
+        )
+    texts = []
+    for greedy in (True, False):
+        texts += generate_texts(target, prompts, 12, greedy=greedy, seed=1, parts=[Part.HELD_OUT] * len(prompts))
+    found = held_out(objective, frozen, texts)
+    for name, greedy in (("greedy", True), ("sampled", False)):
+        reached, right, ranks = [0, 0], [0, 0], [[], []]
+        for text in texts:
+            if text.greedy != greedy:
+                continue
+            hidden = frozen.states(packed([text.ids.tolist()], len(text.ids)), [], []).hidden[0]
+            heads = objective.module(hidden).chunk(2, dim=-1)
+            for last in range(text.prompt_length - 1, len(text.ids) - 1):  # the last token that is not drafted
+                are_right = []
+                for depth in range(min(2, len(text.ids) - 1 - last)):
+                    order = frozen.logits(heads[depth][last - 1]).argsort(descending=True).tolist()
+                    rank = order.index(text.top1[last + depth])
+                    ranks[depth].append(rank)
+                    reached[depth] += all(are_right)
+                    are_right.append(rank == 0)
+                    right[depth] += all(are_right)
+        assert found.agreement[name] == pytest.approx([right[0] / reached[0], right[1] / reached[1]])
+        assert 0.02 < right[0] / reached[0] < 0.98
+        if greedy:
+            for depth in range(2):
+                shares = [ranks[depth].count(rank) / len(ranks[depth]) for rank in range(RANKS)]
+                assert found.ranks[depth] == pytest.approx(shares)
+    nothing = held_out(objective, frozen, [])
+    assert (nothing.agreement, nothing.ranks) == ({"greedy": None, "sampled": None}, [])

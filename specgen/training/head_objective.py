@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from specgen.training.divergence import divergence
 from specgen.training.frozen_target import FrozenTarget, TargetStates
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
 
 
 class Predictions(NamedTuple):
@@ -65,11 +68,13 @@ class Objective(ABC):
     depths: int
 
     def __init__(self, target: FrozenTarget, texts: Sequence[GeneratedText], seed: int) -> None:
-        """`texts` are those that the target generated. The same arguments have to give the same initial weights.
-
-        Raises SpecgenError if this kind of head cannot be trained for the target.
-        """
+        """`texts` are those that the target generated. The same arguments have to give the same initial weights."""
         self.target = target
+
+    @classmethod
+    def check(cls, target: LoadedModel) -> None:
+        """Raises SpecgenError if this kind of head cannot be trained for the target. Called before any text is generated."""
+        target.model.check_layers(f"training {cls.kind}")
 
     @abstractmethod
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:

@@ -13,7 +13,7 @@ import torch
 
 from specgen.training.divergence import most_probable
 from specgen.training.frozen_target import FrozenTarget
-from specgen.training.head_objective import Objective, RowLabels
+from specgen.training.head_objective import Objective, Predictions, RowLabels
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.training_loop import MAX_LOGITS, Labels, Training, TrainingBatches, autocast_for, greedy_matches
 
@@ -36,7 +36,8 @@ class HeadTraining(Training):
     def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, Labels]:
         rng = Random()
         rng.setstate(self._rng.getstate())  # the same numbers for all parts of a step's batch
-        return predictions(self.objective, self.target, batch, rng)
+        predicted, labels = predictions(self.objective, self.target, batch, rng)
+        return predicted.outputs, labels
 
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         row = RowLabels(*labels)
@@ -47,19 +48,17 @@ class HeadTraining(Training):
         return torch.cat((losses.sum()[None], greedy_matches(logits, first)))
 
 
-def predictions(
-    objective: Objective, target: FrozenTarget, batch: PackedBatch, rng: Random | None
-) -> tuple[torch.Tensor, Labels]:
-    """Runs target and head on a batch. Returns the head's outputs [rows, m] and the fields of their RowLabels."""
+def predictions(objective: Objective, target: FrozenTarget, batch: PackedBatch, rng: Random | None) -> tuple[Predictions, Labels]:
+    """Runs target and head on a batch. Returns the head's predictions, with gradients, and the fields of their RowLabels."""
     states = target.states(batch, objective.taps, objective.kv_layers)
     with autocast_for(target.device, target.dtype):
-        outputs, sources, depths = objective.predict(batch, states, rng)
+        predicted = objective.predict(batch, states, rng)
     hidden = states.hidden.flatten(0, 1)
     with torch.no_grad():
         pieces = [most_probable(target.logits(piece)) for piece in hidden.split(rows_at_once(target))]
     top_k_ids, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     by_token = batch.labels.flatten(), top_k_ids, log_probs, hidden
-    return outputs, (depths, *(tensor.index_select(0, sources) for tensor in by_token))
+    return predicted, (predicted.depths, *(tensor.index_select(0, predicted.sources) for tensor in by_token))
 
 
 def rows_at_once(target: FrozenTarget) -> int:
