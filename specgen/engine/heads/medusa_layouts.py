@@ -68,7 +68,7 @@ def read_medusa(files: HeadTensors, config: Mapping[str, Any], target: LoadedMod
     blocks = [[_block(files, f"blocks.{head}.layers.{layer}", width) for layer in range(layers)] for head in range(heads)]
     tables = {name: _ordered(files.take(name), order) for name in lm_heads}
     own = [tables[lm_heads[min(head, len(lm_heads) - 1)]] for head in range(heads)] if lm_heads else None
-    return MedusaWeights(blocks, own, None if order is None else order.sort().values)
+    return MedusaWeights(blocks, own, None if order is None else order.sort().values.to(target.device))
 
 
 def _counts(files: HeadTensors) -> tuple[int, int]:
