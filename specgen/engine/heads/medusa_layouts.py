@@ -95,7 +95,12 @@ def _block(files: HeadTensors, name: str, width: int) -> tuple[torch.Tensor, tor
 def _token_map(files: HeadTensors, target: LoadedModel) -> torch.Tensor:
     """Returns the target's ids of the head's tokens, in the order of the file."""
     ids = files.take_integers("token_map")
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.model.vocab_size or len(ids.unique()) != len(ids):
+    if (
+        not len(ids)
+        or int(ids.min()) < 0
+        or int(ids.max()) >= target.model.vocab_size
+        or not bool((ids.sort().values.diff() > 0).all())
+    ):
         raise files.refuse(f"{files.stored_name('token_map')} does not hold different ids of tokens of {target.name}")
     return ids
 
