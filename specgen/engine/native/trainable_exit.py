@@ -35,7 +35,7 @@ class NativeTrainableExit:
     """
 
     def __init__(self, architecture: Architecture, inputs: InputMaker, tensors: Mapping[str, torch.Tensor], count: int) -> None:
-        self.module = _module(tensors)
+        self.module = module_of(tensors)
         self._architecture, self._inputs, self._count = architecture, inputs, count
         self._parameters = dict(self.module.named_parameters())
 
@@ -101,7 +101,7 @@ def _renumbered(name: str, first: int) -> str:
     return f"layers.{int(index) - first}.{rest}"
 
 
-def _module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Returns a module, made of nested ones, whose parameters have these names and values."""
     root = nn.Module()
     for name, tensor in tensors.items():
