@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgen.engine.native.architecture import read_architecture
+from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.description import Architecture, UnsupportedConfig
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer, PassInputs
@@ -89,6 +90,38 @@ class FirstLayer(NativeLayer):
         residual.add_product(self._down, self._mlp(residual.normed()))
 
 
+class UnrolledLayer(FirstLayer):
+    """The first layer of a head in EAGLE-3's training-time test (section 3.2): each call drafts one token after each prefix.
+
+    The first call has a text's pairs. In call j after it, row i is the pair of the j-th token drafted after pair i, at position
+    i + j. It sees the pairs that pair i sees, then the tokens drafted after pair i alone.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of each call, [batch, kv heads, n, head size]
+
+    def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
+        mask, batch, group = inputs.kinds[self.kind].mask, inputs.batch, self._heads // self._kv_heads
+        assert batch is not None
+        assert mask is not None
+        heads = heads.view(batch, inputs.rows, *heads.shape[1:])
+        query, keys, values = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
+        self._drafted.append((keys.transpose(1, 2), values.transpose(1, 2)))
+        if len(self._drafted) == 1:
+            return attend_batch(query, *self._drafted[0], mask).flatten(0, 1)
+        repeated = [tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted]
+        (keys, values), *of_drafts = self._drafted if group == 1 else repeated
+        query = query.transpose(1, 2)
+        drafts = [(query * own_keys).sum(-1, keepdim=True) for own_keys, _ in of_drafts]
+        weights = torch.cat((query @ keys.transpose(-1, -2) + mask, *drafts), dim=-1).softmax(dim=-1)
+        before, *own_weights = weights.split([inputs.rows, *(1 for _ in drafts)], dim=-1)
+        mixed = before.to(values.dtype) @ values
+        for weight, (_, own_values) in zip(own_weights, of_drafts, strict=True):
+            mixed = mixed + weight * own_values
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 class EagleLayers:
     """The layers of a head with their weights, for drafting and for training.
 
@@ -136,7 +169,7 @@ class EagleLayers:
         """
         if self.design.version == 1:
             attended = self.fc(torch.cat((embeddings, features), dim=-1))
-            residual = self.residual(attended)
+            residual = self.residual(attended.to(features.dtype))  # in training, products are in bfloat16 and sums in float32
         else:
             normed = self._normed_pairs(embeddings, features)
             attended = normed.flatten(1)
