@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from families import LETTERS, make_model, make_tokenizer, save
 from test_head_training import TEXTS, packed
-from training_helpers import TINY, corpus_of, opened
+from training_helpers import opened
 
 from specgen.engine.heads.eagle_runner import EagleRunner, make_runners
 from specgen.engine.model_runner import ModelRunner
-from specgen.training import eagle_objective
 from specgen.training.eagle_objective import EagleObjective
 from specgen.training.frozen_target import FrozenTarget
-from specgen.training.generated_text import GeneratedText
-from specgen.training.head_training import HeadTraining, predictions
-from specgen.training.training_loop import TrainingBatches
+from specgen.training.head_training import predictions
 from specgen.types import Context
 
 CASES = [("llama", "native"), ("qwen3", "transformers"), ("gemma2", "native")]
