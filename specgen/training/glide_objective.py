@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from specgen.training.frozen_target import FrozenTarget, TargetStates
 from specgen.training.generated_text import GeneratedText
 from specgen.training.head_objective import Objective, Predictions
 from specgen.training.packing import IGNORED, PackedBatch
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
 
 _SHORTEST, _LONGEST = 2, 10  # tokens in a block
 _DEVIATION = 0.02  # of random initial weights
@@ -59,6 +62,11 @@ class GlideObjective(Objective):
         rounded = None if self._theirs.rotary_in_float32 else target.dtype
         self._rotations = None if rotary is None else RotaryTable(self._theirs.rotary[rotary], device, rounded)
         self._boundary = None if rotary is None else self._theirs.rotary[rotary].long_boundary
+
+    @classmethod
+    def check(cls, target: LoadedModel) -> None:
+        super().check(target)
+        target_architecture(target.model)
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         size = _LONGEST if rng is None else rng.randint(_SHORTEST, _LONGEST)
