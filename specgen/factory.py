@@ -50,6 +50,7 @@ def draft_setup(components: Components) -> DraftSetup:
         seed=derive_seed(components.seed, "draft"),
         keep_logits=components.record,
         acceptance_predictor=components.acceptance_predictor,
+        history=components.history,
     )
 
 

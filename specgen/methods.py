@@ -156,6 +156,20 @@ METHODS: Mapping[str, Method] = {
             defaults={"k": 10},
         ),
         Method(
+            "suffix",
+            kinds.SUFFIX,
+            "adaptive",
+            "SuffixDecoding, Oliaro et al. 2024",
+            any_policy=True,
+            settings={
+                "min_prob": Setting(0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1),
+                "factor": Setting(4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000),
+                "history": Setting(
+                    False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
+                ),
+            },
+        ),
+        Method(
             "pearl",
             kinds.MODEL,
             None,

@@ -71,6 +71,8 @@ CHAINS = [  # the rejection sampler
     Case("sd", {"k": 3}, 5, (2, 4)),
     Case("lookup", {"k": 3, "ngram": 2}, 6),  # a draft that is not drawn at random
     Case("lookup", {"k": 3, "ngram": 2}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
+    Case("suffix", {"policy": "fixed", "k": 3, "min_prob": 0}, 6),
+    Case("suffix", {"policy": "confidence", "threshold": 0.3}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
     Case("mtad", {"tau": 1, "k": 2, "beams": 2}, 5),  # nothing is accepted: the output is the target's own
 ]
 UNMIXED = {"draft_cost": 0.3, "verify_cost": 0.1, "exploration": 0.1, "lookup": False}  # the draft model alone drafts

@@ -69,6 +69,11 @@ def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Any:
     return _module("prompt_lookup").PromptLookupDrafter(settings.values["ngram"], setup.eos_ids)
 
 
+def _suffix(setup: DraftSetup, settings: Settings) -> Any:
+    min_prob, factor = settings.values["min_prob"], settings.values["factor"]
+    return _module("suffix_drafter").SuffixDrafter(min_prob, factor, setup.eos_ids, setup.history)
+
+
 def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
     """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
     model = None if setup.runner is None else _model_drafter(setup, settings)
@@ -112,6 +117,7 @@ _MODEL_SIGNALS = MODEL_SIGNALS - {"predicted_acceptance"}
 
 NONE = DrafterKind("none", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), cost_kind="echo")
 LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, frozenset({MATCH_LENGTH}), cost_kind="echo")
+SUFFIX = DrafterKind("suffix", DraftSource.NOTHING, _suffix, frozenset({MATCH_LENGTH, "prob"}), cost_kind="echo")
 SEARCH = DrafterKind("search", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), drafts_trees=True, recorded=False)
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
 HYBRID = DrafterKind(MODEL.name, DraftSource.DRAFT_MODEL, _hybrid, _MODEL_SIGNALS | {MATCH_LENGTH})  # recorded as MODEL

@@ -19,6 +19,7 @@ from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
 
 if TYPE_CHECKING:
+    from specgen.decoding.suffix_index import SuffixHistory
     from specgen.engine.model_runner import DraftRunner
 
 
@@ -51,7 +52,7 @@ class DraftSetup:
 
     `runner` runs the draft model. It is None for drafters without a model, which read only `eos_ids`. `vocab_size` is the width
     of the target's logits. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's logits in each draft.
-    `acceptance_predictor` is None if the draft has none.
+    `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None: none are kept.
     """
 
     runner: DraftRunner | None
@@ -61,6 +62,7 @@ class DraftSetup:
     seed: int = 0
     keep_logits: bool = False
     acceptance_predictor: AcceptancePredictor | None = None
+    history: SuffixHistory | None = None
 
 
 def extend_draft(
