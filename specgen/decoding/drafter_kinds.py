@@ -57,10 +57,12 @@ def _module(name: str) -> Any:
 
 def _model_drafter(setup: DraftSetup, settings: Settings) -> Any:
     """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
-    if not settings.drafts_tree:
-        return _module("drafters").ModelDrafter(setup)
-    width, depth = settings.values["width"], settings.values["depth"]
-    return _module("tree_drafter").TopKTreeDrafter(setup, width=width, depth=None if depth == "auto" else depth)
+    depth, nodes = (None if (value := settings.values.get(name)) == "auto" else value for name in ("depth", "nodes"))
+    if settings.drafts_tree:
+        return _module("tree_drafter").TopKTreeDrafter(setup, width=settings.values["width"], depth=depth, nodes=nodes)
+    if settings.values.get("cape"):
+        return _module("cape").CapeDrafter(setup, depth=depth)
+    return _module("drafters").ModelDrafter(setup, depth=depth)
 
 
 def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Any:
