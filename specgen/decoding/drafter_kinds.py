@@ -59,10 +59,12 @@ def _module(name: str) -> Any:
 
 def _model_drafter(setup: DraftSetup, settings: Settings) -> Any:
     """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
-    if not settings.drafts_tree:
-        return _module("drafters").ModelDrafter(setup)
-    width, depth = settings.values["width"], settings.values["depth"]
-    return _module("tree_drafter").TopKTreeDrafter(setup, width=width, depth=None if depth == "auto" else depth)
+    depth, nodes = (None if (value := settings.values.get(name)) == "auto" else value for name in ("depth", "nodes"))
+    if settings.drafts_tree:
+        return _module("tree_drafter").TopKTreeDrafter(setup, width=settings.values["width"], depth=depth, nodes=nodes)
+    if settings.values.get("cape"):
+        return _module("cape").CapeDrafter(setup, depth=depth)
+    return _module("drafters").ModelDrafter(setup, depth=depth)
 
 
 def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Any:
@@ -81,23 +83,11 @@ def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
     return _module("hybrid_drafter").HybridDrafter(lookup, model) if lookup is not None else model
 
 
-def _eagle(setup: DraftSetup, settings: Settings) -> Any:
-    """EAGLE-2's dynamic tree, or a chain with `width` 1."""
-    if settings.values["width"] == 1:
-        return _chain(setup, settings)
-    width, depth, nodes = (settings.values[name] for name in ("width", "depth", "nodes"))
-    return _module("dynamic_tree").DynamicTreeDrafter(setup, width=width, depth=depth, nodes=nodes)
-
-
 def _medusa(setup: DraftSetup, settings: Settings) -> Any:
     """A fixed tree of the heads' likeliest tokens, or a chain with `nodes` 0."""
     if settings.values["nodes"] == 0:
         return _module("drafters").ModelDrafter(setup)
     return _module("medusa_tree").MedusaTreeDrafter(setup, nodes=settings.values["nodes"])
-
-
-def _chain(setup: DraftSetup, settings: Settings) -> Any:
-    return _module("drafters").ModelDrafter(setup)
 
 
 def _multi_draft(setup: DraftSetup, settings: Settings) -> Any:
@@ -127,6 +117,6 @@ BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, r
 EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, title="the exit layer")
 EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, drafts_trees=True, recorded=False)
 MEDUSA = DrafterKind("medusa", DraftSource.HEAD, _medusa, _MODEL_SIGNALS, recorded=False, title="the heads", head="medusa")
-EAGLE = DrafterKind("eagle", DraftSource.HEAD, _eagle, _MODEL_SIGNALS, recorded=False, title="the head", head="eagle")
-GLIDE = DrafterKind("glide", DraftSource.HEAD, _chain, _MODEL_SIGNALS, recorded=False, title="the head", head="glide")
+EAGLE = DrafterKind("eagle", DraftSource.HEAD, _model_drafter, _MODEL_SIGNALS, recorded=False, title="the head", head="eagle")
+GLIDE = DrafterKind("glide", DraftSource.HEAD, _model_drafter, _MODEL_SIGNALS, recorded=False, title="the head", head="glide")
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

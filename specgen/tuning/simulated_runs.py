@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from specgen.tuning.recorded_drafts import ReferenceOutput
     from specgen.types import Draft, SamplingParams
 
-_SHAPE_SETTINGS = ("width", "beams", "drafts")
+_SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
