@@ -110,7 +110,7 @@ def _draft_model(name: str, paper: str) -> Method:
     return Method(name, kinds.MODEL, name, paper)
 
 
-def _multi_draft(name: str, paper: str, verifier: str = "exact") -> Method:
+def _multi_draft(name: str, paper: str, verifier: str) -> Method:
     row = Method(name, kinds.MULTI_DRAFT, "fixed", paper, verifier=verifier, any_policy=True)
     return replace(row, settings=_DRAFTS, defaults={"k": 4})
 
@@ -150,6 +150,17 @@ METHODS: Mapping[str, Method] = {
             any_policy=True,
             settings=_ngram(3),
             defaults={"k": 10},
+        ),
+        Method(
+            "lookahead",
+            kinds.LOOKAHEAD,
+            None,
+            "lookahead decoding, Fu et al. 2024",
+            settings={
+                "window": Setting(5, "columns of the window, W; the authors: 15, 10, 7 for 7B, 13B, 33B on an A100", 1, 128),
+                "ngram": Setting(4, "length of the n-grams, N; the authors: 5", 2, 16),
+                "guesses": Setting(5, "most n-grams for a token, G; the authors: as many as the window's columns", 1, 128),
+            },
         ),
         Method(
             "pearl",
@@ -210,7 +221,7 @@ METHODS: Mapping[str, Method] = {
             is_yardstick=True,
         ),
         _multi_draft("spectr", "SpecTr, Sun et al. 2023", "k-sequential"),
-        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023"),
+        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023", "multi-round"),
         Method(
             "eesd",
             kinds.EXIT,

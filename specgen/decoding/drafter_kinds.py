@@ -67,6 +67,11 @@ def _prompt_lookup(setup: DraftSetup, settings: Settings) -> Any:
     return _module("prompt_lookup").PromptLookupDrafter(settings.values["ngram"], setup.eos_ids)
 
 
+def _lookahead(setup: DraftSetup, settings: Settings) -> Any:
+    width, ngram, guesses = (settings.values[name] for name in ("window", "ngram", "guesses"))
+    return _module("lookahead").LookaheadDrafter(setup, width=width, ngram=ngram, guesses=guesses)
+
+
 def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
     """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
     model = None if setup.runner is None else _model_drafter(setup, settings)
@@ -91,6 +96,7 @@ _MODEL_SIGNALS = MODEL_SIGNALS - {"predicted_acceptance"}
 
 NONE = DrafterKind("none", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), cost_kind="echo")
 LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, frozenset({MATCH_LENGTH}), cost_kind="echo")
+LOOKAHEAD = DrafterKind("lookahead", DraftSource.NOTHING, _lookahead, drafts_trees=True, recorded=False)
 SEARCH = DrafterKind("search", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), drafts_trees=True, recorded=False)
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
 HYBRID = DrafterKind(MODEL.name, DraftSource.DRAFT_MODEL, _hybrid, _MODEL_SIGNALS | {MATCH_LENGTH})  # recorded as MODEL
