@@ -163,6 +163,18 @@ METHODS: Mapping[str, Method] = {
             },
         ),
         Method(
+            "ouroboros",
+            kinds.OUROBOROS,
+            "fixed",
+            "Ouroboros, Zhao et al. 2024",
+            settings={
+                "ngram": Setting(4, "length of the n-grams, N; the authors: 5 to 7", 2, 16),
+                "branches": Setting(3, "phrases tried after the drafted tokens, K; the authors: 3", 0, 64),
+                "window": Setting(4, "columns of the draft's window, and n-grams for a token; the authors: 15 to 20", 1, 128),
+            },
+            defaults={"k": 5},
+        ),
+        Method(
             "pearl",
             kinds.MODEL,
             None,

@@ -72,6 +72,11 @@ def _lookahead(setup: DraftSetup, settings: Settings) -> Any:
     return _module("lookahead").LookaheadDrafter(setup, width=width, ngram=ngram, guesses=guesses)
 
 
+def _ouroboros(setup: DraftSetup, settings: Settings) -> Any:
+    width, ngram, branches = (settings.values[name] for name in ("window", "ngram", "branches"))
+    return _module("ouroboros").OuroborosDrafter(setup, width=width, ngram=ngram, branches=branches)
+
+
 def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
     """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
     model = None if setup.runner is None else _model_drafter(setup, settings)
@@ -101,6 +106,7 @@ SEARCH = DrafterKind("search", DraftSource.NOTHING, lambda *_: _module("drafters
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
 HYBRID = DrafterKind(MODEL.name, DraftSource.DRAFT_MODEL, _hybrid, _MODEL_SIGNALS | {MATCH_LENGTH})  # recorded as MODEL
 MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, _MODEL_SIGNALS, drafts_trees=True, recorded=False)
+OUROBOROS = DrafterKind("ouroboros", DraftSource.DRAFT_MODEL, _ouroboros, drafts_trees=True, recorded=False)
 BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, _MODEL_SIGNALS, recorded=False)
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
 EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, title="the exit layer")

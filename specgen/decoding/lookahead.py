@@ -27,16 +27,17 @@ class LookaheadWindow:
     It has `ngram` - 1 levels of `width` tokens. The token of level j in column i is a guess for i + j positions after the last
     token of the sequence, which itself is level 0 in column 0. Level 0 is a chain; below each of its tokens hang those of the
     column's other levels. The tokens below it see level 0 only up to their own column, so this is a tree of draft nodes (Fu et
-    al., Figure 5). The likeliest tokens after the last level complete one n-gram in each column: the column's tokens and this one.
+    al., Figure 5). The likeliest tokens after the last level complete one n-gram in each column, of the column's tokens and them.
 
-    `random` draws the first guesses from a prompt, which also replace tokens that end an output (`eos_ids`).
+    `tips` are each column's node in the last level, after `add_to`. `random` draws tokens of a prompt: the first guesses, and
+    others for guesses that end an output (`eos_ids`).
     """
 
     def __init__(self, width: int, ngram: int, eos_ids: Collection[int], random: Random) -> None:
         self._width, self._ngram, self._eos_ids, self._random = width, ngram, eos_ids, random
+        self.tips: list[int] = []
         self._levels: list[list[int]] = []  # level 0 begins with column 1; one level is filled in each pass
         self._prompt: Sequence[int] = ()
-        self._tips: list[int] = []  # each column's node in the last level
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begins a new sequence with random tokens of the prompt as level 0."""
@@ -45,9 +46,12 @@ class LookaheadWindow:
         self._levels = [self._random.choices(prompt, k=self._width - 1 + missing)]
 
     @property
-    def first_column(self) -> Phrase:
-        """The guesses of column 0: a chain after the sequence's last token."""
-        return tuple(level[0] for level in self._levels[1:] if level)
+    def next_tokens(self) -> Phrase:
+        """The guesses for the tokens that follow the sequence's last token: column 0, or level 0 if there is no other level.
+
+        With n-grams of two tokens this is Jacobi decoding.
+        """
+        return tuple(self._levels[0]) if self._ngram == 2 else tuple(level[0] for level in self._levels[1:] if level)
 
     def add_to(self, tree: TokenTree, root: int, room: int) -> None:
         """Adds the window to a tree after node `root`, which holds the sequence's last token (-1: the context does).
@@ -57,26 +61,20 @@ class LookaheadWindow:
         first, *others = self._levels
         columns = max(min(room + 2 - len(self._levels), len(first) + 1, *map(len, others)), 0)
         self._levels = [first[: max(columns - 1, 0)], *(level[:columns] for level in others)]
-        self._tips = []
+        self.tips = []
         if columns:
             roots = [root, *tree.extend(root, self._levels[0])]
-            self._tips = roots if not others else [self._stub(tree, node, column) for column, node in enumerate(roots)]
+            self.tips = roots if not others else [self._stub(tree, node, column) for column, node in enumerate(roots)]
 
     def _stub(self, tree: TokenTree, node: int, column: int) -> int:
         return tree.extend(node, (level[column] for level in self._levels[1:]))[-1]
 
-    def learn(self, logits: torch.Tensor, start: int, last: int, pool: NgramPool, model: str) -> None:
+    def update(self, found: Sequence[int], last: int, pool: NgramPool) -> None:
         """Moves the window on by one position, with new guesses, and adds its n-grams to the pool.
 
-        `logits` [n, vocabulary] are the model's from index `start` on: index 0 follows the context, index i + 1 node i of the
-        tree. `last` is the sequence's last token at the time of the pass. Raises RunError if the logits hold a NaN; `model` is
-        the model's name for the message.
+        `found` are the likeliest tokens after the nodes in `tips`, `last` is the sequence's last token before the model's pass.
         """
-        if not self._tips:
-            return
-        rows = upload(torch.tensor([node + 1 - start for node in self._tips]), logits.device)
-        found = [logits_ops.valid_token(token, model) for token in logits_ops.argmax_tokens(logits.index_select(0, rows))]
-        columns = list(zip([last, *self._levels[0]], *self._levels[1:], found, strict=True))
+        columns = list(zip([last, *self._levels[0]], *self._levels[1:], found, strict=True)) if self.tips else []
         guesses = [token if token not in self._eos_ids else self._random.choice(self._prompt) for token in found]
         if len(self._levels) < self._ngram - 1:
             self._levels = [level[1:] for level in (*self._levels, guesses)]
@@ -85,7 +83,7 @@ class LookaheadWindow:
                 pool.add(first, phrase)
             self._levels = [*self._levels[1:], guesses]
             self._levels[0] = self._levels[0][1:]
-        self._tips = []
+        self.tips = []
 
 
 class LookaheadDrafter(LearningDrafter):
@@ -93,8 +91,9 @@ class LookaheadDrafter(LearningDrafter):
 
     `width` (W in the paper) and `ngram` (N) are the window's, `guesses` (G) is the largest number of phrases for a token. The
     pool also gets the n-grams of the prompt and of the output. The draft's candidates are a tree of the phrases and of the
-    window's first column, which take no rows twice; the rest of the window follows as nodes that are not judged. Lossless,
-    because no candidate depends on what verifies it; the window always takes the likeliest tokens, also in sampling.
+    window's own guesses for the next tokens, without common beginnings twice; then follow the window's other nodes, which are
+    not judged. Lossless, because no candidate depends on the random numbers that verify it. The window takes the likeliest
+    tokens also in sampling.
     """
 
     def __init__(self, setup: DraftSetup, *, width: int, ngram: int, guesses: int) -> None:
@@ -112,7 +111,7 @@ class LookaheadDrafter(LearningDrafter):
         self._pool.read(context)
         tree = TokenTree()
         phrases = self._pool.phrases(context.ids[-1])
-        for phrase in (self._window.first_column, *phrases):
+        for phrase in (self._window.next_tokens, *phrases):
             tree.extend(-1, until_end(phrase, self._eos_ids)[:limit])
         judged = len(tree)
         self._window.add_to(tree, -1, self._context_limit - len(context))
@@ -120,8 +119,11 @@ class LookaheadDrafter(LearningDrafter):
         return Draft(tree.tokens, tree.parents, stop_reason=reason, judged=judged)
 
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
-        assert self._context is not None
-        self._window.learn(output.logits, 0, self._context.ids[-1], self._pool, "target")
+        if self._context is None or not self._window.tips:
+            return
+        rows = upload(torch.tensor([node + 1 for node in self._window.tips]), output.logits.device)
+        found = logits_ops.argmax_tokens(output.logits.index_select(0, rows))
+        self._window.update([logits_ops.valid_token(token, "target") for token in found], self._context.ids[-1], self._pool)
 
 
 def until_end(phrase: Phrase, eos_ids: Collection[int]) -> Phrase:

@@ -32,6 +32,11 @@ class NgramPool:
         if len(phrases) > self._size:
             del phrases[next(iter(phrases))]
 
+    def replace(self, token: int, phrase: Phrase, correct: Sequence[int]) -> None:
+        """Removes a phrase that was thought to follow the token, and adds the one that does."""
+        self._phrases.get(token, {}).pop(phrase, None)
+        self.add(token, correct)
+
     def phrases(self, token: int, count: int | None = None) -> list[Phrase]:
         """Returns the phrases that may follow the token, the newest first; at most `count` (None: all)."""
         return list(reversed(self._phrases.get(token, {})))[:count]

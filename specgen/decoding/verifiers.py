@@ -60,26 +60,16 @@ class RejectionSampling:
         logits, drawn = output.logits, 0 if draft.probs is None else len(draft.probs)
         rows = logits.shape[0]
         if not drawn:
-            return match_path(draft, self._own_tokens(logits), rows)
+            return match_path(draft, own_tokens(logits, self._sampling, self._generator), rows)
         found = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
         if _draws_one_by_one(logits) or drawn + 1 >= rows:
             accepted, token = found.tolist()
-            after = self._own_tokens(logits)
+            after = own_tokens(logits, self._sampling, self._generator)
         else:  # all at once, for a single transfer
-            accepted, token, *tokens = torch.cat((found, self._draw(logits[drawn + 1 :]))).tolist()
+            probs = logits_ops.warp(logits[drawn + 1 :], self._sampling)
+            accepted, token, *tokens = torch.cat((found, logits_ops.draw(probs, self._generator))).tolist()
             after = ([-1] * (drawn + 1) + tokens).__getitem__
         return match_path(draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted)
-
-    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draws the target's token from each of its logits [..., vocabulary]."""
-        return logits_ops.draw(logits_ops.warp(logits, self._sampling), self._generator)
-
-    def _own_tokens(self, logits: torch.Tensor) -> Callable[[int], int]:
-        """Returns a function that gives the target's token for a row of the logits [rows, vocabulary]: once for each row."""
-        if _draws_one_by_one(logits):
-            return lambda row: int(self._draw(logits[row]))
-        tokens: list[int] = self._draw(logits).tolist()
-        return tokens.__getitem__
 
     def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them: [2]."""
@@ -97,11 +87,6 @@ class RejectionSampling:
         residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
         # a NaN rejects its token, so it is noticed here
         return torch.stack((accepted, logits_ops.draw(residual, self._generator)))
-
-
-def _draws_one_by_one(logits: torch.Tensor) -> bool:
-    """Whether to draw tokens only where the path needs them. On a GPU all are drawn at once, for a single transfer."""
-    return logits.is_cpu
 
 
 class RecordingVerifier:
@@ -125,6 +110,22 @@ class RecordingVerifier:
             before = logits[upload(torch.tensor([parent + 1 for parent in draft.parents]), logits.device)]
         overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
+
+
+def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
+    """Returns a function that draws a model's token for a row of its logits [rows, vocabulary]; -1 if the row holds a NaN.
+
+    It may be called once for each row.
+    """
+    if _draws_one_by_one(logits):
+        return lambda row: int(logits_ops.draw(logits_ops.warp(logits[row], sampling), generator))
+    tokens: list[int] = logits_ops.draw(logits_ops.warp(logits, sampling), generator).tolist()
+    return tokens.__getitem__
+
+
+def _draws_one_by_one(logits: torch.Tensor) -> bool:
+    """Whether to draw tokens only where the path needs them. On a GPU all are drawn at once, for a single transfer."""
+    return logits.is_cpu
 
 
 def accept_prefix(
