@@ -26,6 +26,8 @@ LENGTH_SETTINGS = {
     "adaptive": "max_draft",
     "heuristic": "k",
     "lookup": "k",
+    "lookahead": "window",
+    "ouroboros": "k",
     "confidence": "max_draft",
     "svip": "max_draft",
     "beta-ts": "max_draft",
