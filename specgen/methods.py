@@ -157,9 +157,9 @@ METHODS: Mapping[str, Method] = {
             None,
             "lookahead decoding, Fu et al. 2024",
             settings={
-                "window": Setting(5, "columns of the window, W; the authors: 15, 10, 7 for 7B, 13B, 33B on an A100", 1, 128),
-                "ngram": Setting(4, "length of the n-grams, N; the authors: 5", 2, 16),
-                "guesses": Setting(5, "most n-grams for a token, G; the authors: as many as the window's columns", 1, 128),
+                "window": Setting(3, "columns of the window, W; the authors: 15, 10, 7 for 7B, 13B, 33B on an A100", 1, 128),
+                "ngram": Setting(3, "length of the n-grams, N; the authors: 5", 2, 16),
+                "guesses": Setting(3, "most n-grams for a token, G; the authors: as many as the window's columns", 1, 128),
             },
         ),
         Method(

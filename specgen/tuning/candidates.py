@@ -22,6 +22,8 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "bild": {"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},
     "spectr": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
+    "lookahead": {"window": (1, 2, 3, 5, 10, 15), "ngram": (2, 3, 4, 5), "guesses": (3, 7, 15)},
+    "ouroboros": {"k": (3, 5, 8, 12), "ngram": (3, 4, 5, 7), "branches": (1, 3), "window": (2, 4, 8, 15)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 SEARCHED = tuple(
