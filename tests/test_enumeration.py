@@ -136,6 +136,14 @@ TREES = [
     Case("spectr", {"k": 1, "drafts": 3}, 3, THREE, {"top_p": 0.9}, zero=True),
     Case("spectr", {"k": 2, "drafts": 2}, 4, THREE, {"top_k": 2}, eos=(2,)),
 ]
+NGRAMS = [
+    Case("lookahead", {"window": 2, "ngram": 3, "guesses": 2}, 5),
+    Case("lookahead", {"window": 2, "ngram": 2, "guesses": 2}, 4, THREE),  # Jacobi decoding
+    Case("lookahead", {"window": 3, "ngram": 4, "guesses": 2}, 4, THREE, {"top_k": 2}, eos=(2,), zero=True, seed=1),
+    Case("ouroboros", {"k": 2, "ngram": 3, "branches": 2, "window": 2}, 4),
+    Case("ouroboros", {"k": 1, "ngram": 2, "branches": 2, "window": 2}, 4, THREE, {"top_k": 2}, eos=(2,), zero=True),
+    Case("ouroboros", {"k": 3, "ngram": 3, "branches": 1, "window": 1}, 4, seed=1),
+]
 
 
 @pytest.mark.parametrize("case", CHAINS, ids=str)
@@ -171,6 +179,11 @@ def test_pearl(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", TREES, ids=str)
 def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distance(case, monkeypatch) < ROUNDING
+
+
+@pytest.mark.parametrize("case", NGRAMS, ids=str)
+def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
 
 

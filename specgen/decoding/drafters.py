@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,10 +18,11 @@ from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolic
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams
+from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.suffix_index import SuffixHistory
+    from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner
 
 
@@ -31,6 +33,17 @@ class Drafter(Protocol):
         """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end the draft earlier.
 
         The draft is empty if there is nothing to propose or `limit` is 0.
+        """
+
+
+class LearningDrafter(Drafter, ABC):
+    """A drafter that learns from the target's logits. Only the schedule `sequential` lets it."""
+
+    @abstractmethod
+    def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
+        """Learns from the round of the last draft: the target's output for the context's last token and for all nodes of `draft`.
+
+        Called after verification, before accepted tokens join the context. `output` is valid only during the call.
         """
 
 
@@ -51,9 +64,10 @@ class AcceptancePredictor(Protocol):
 class DraftSetup:
     """The model and parameters that a drafter is constructed from.
 
-    `runner` runs the draft model. It is None for drafters without a model, which read only `eos_ids`. `vocab_size` is the width
-    of the target's logits. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's logits in each draft.
-    `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None: none are kept.
+    `runner` runs the draft model. It is None for drafters without a model. `vocab_size` is the width of the target's logits and
+    `context_limit` the length of its longest context. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's
+    logits in each draft. `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None:
+    none are kept.
     """
 
     runner: DraftRunner | None
@@ -64,6 +78,7 @@ class DraftSetup:
     keep_logits: bool = False
     acceptance_predictor: AcceptancePredictor | None = None
     history: SuffixHistory | None = None
+    context_limit: int = 0
 
 
 def extend_draft(
