@@ -210,6 +210,10 @@ class RecordedUniforms:
         ("pearl", {"window": 4, "post_verify": False}),
         ("specinfer", {"k": 4, "drafts": 3}),
         ("spectr", {"k": 4, "drafts": 3}),
+        ("ouroboros", {"k": 4}),
+        ("lookup", {"k": 4}),
+        ("lookahead", {}),
+        ("sd", {"k": 3, "width": 2}),
     ],
 )
 def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +226,10 @@ def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], 
     for numbers in uniforms.of_seed.values():
         assert len(set(numbers)) == len(numbers)
     used, judged = sorted(map(len, uniforms.of_seed.values())), sum(len(round_.draft.tokens) for round_ in rounds)
-    assert len(used) == 2, "the drafter's generator and the verifier's"
+    draws = method not in ("lookup", "lookahead") and "width" not in settings
+    assert len(used) == 1 + draws, "the verifier's generator, and the drafter's if it draws"
     assert judged > 30
-    if method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
+    if not draws:  # one for each accepted token and each correction or bonus
+        assert used == [60]
+    elif method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
         assert used == [judged, judged + len(rounds)]

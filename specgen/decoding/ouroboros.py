@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import takewhile
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -111,6 +112,7 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
         window.add_to(tree, -1, self._runner.context_limit - len(sequence))
         logits = self._runner.logits(sequence, tree.tokens, tree.parents).logits[:, : self._vocab_size]
         greedy = self._sampling.greedy
+        choose: Callable[[int], int]
         if greedy:
             tokens = logits_ops.argmax_tokens(logits)
             choose = tokens.__getitem__
