@@ -5,7 +5,6 @@ To add a method, add a row to `METHODS` and, where it needs new behaviour, a cla
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,8 @@ from specgen.setting_parsing import Setting, Settings, Value
 from specgen.types import SamplingParams
 
 DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
+DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 ALL_METHODS = "specgen inspect --methods"
-WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,11 @@ class Method:
         return self.drafter.source is DraftSource.EXIT_LAYER
 
     @property
+    def head(self) -> str:
+        """The kind of trained head that the method needs: `medusa`, `eagle` or `glide`; empty if it needs none."""
+        return self.drafter.head
+
+    @property
     def skips_layers(self) -> bool:
         return self.drafter.source is DraftSource.SKIPPED_LAYERS
 
@@ -96,8 +100,8 @@ class Method:
             raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
 
 
-DEFAULT_EXIT = "auto"
 _EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
+_HEAD = {"head": Setting(DEFAULT_HEAD, "the head's folder; auto: --head, or the one found for the target")}
 _DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
 _WIDTH = "candidates at each position; above 1, drafts are trees"
 
@@ -232,6 +236,34 @@ METHODS: Mapping[str, Method] = {
             policy_without_predictor="beta-ts",
         ),
         Method(
+            "medusa",
+            kinds.MEDUSA,
+            "fixed",
+            "Medusa-1, Cai et al. 2024",
+            any_policy=True,
+            settings={
+                "nodes": Setting(10, "tokens in the tree of candidates (63 in the paper); 0: a chain", 0, 1024),
+                **_HEAD,
+            },
+            defaults={"k": 4},
+        ),
+        Method(
+            "eagle",
+            kinds.EAGLE,
+            "fixed",
+            "EAGLE-2 and EAGLE-3, Li et al. 2024, 2025",
+            any_policy=True,
+            settings={
+                "width": Setting(
+                    4, "nodes that each level continues, and candidates of each (10 in the paper); 1: a chain", 1, 64
+                ),
+                "depth": Setting(10, "most levels of the tree", 1, 64),
+                "nodes": Setting(10, "tokens of the tree that are verified: the likeliest paths' (59 in the paper)", 1, 4096),
+                **_HEAD,
+            },
+        ),
+        Method("glide", kinds.GLIDE, "fixed", "GliDe, Du et al. 2024", any_policy=True, settings=_HEAD),
+        Method(
             "selfsd",
             kinds.SKIP,
             "selfsd",
@@ -241,37 +273,6 @@ METHODS: Mapping[str, Method] = {
         ),
     )
 }
-
-
-def no_draft_model(method: Method) -> SpecgenError:
-    if method.drafts_without_model:
-        message = f"{method.name} with lookup=false needs a draft model, and there is none"
-        return SpecgenError(message, "Name one with --draft, or take lookup=true")
-    return SpecgenError(f"{method.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
-
-
-def training_command(target: str | None) -> str:
-    """Returns the command that trains an exit layer for the model `target`.
-
-    None stands for the bundled target, whose training text is included.
-    """
-    of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
-    return f"specgen tune --train --methods eesd{of}"
-
-
-def no_exit_layer(method: Method, target: str | None) -> SpecgenError:
-    return SpecgenError(
-        f"{method.name} needs an exit layer trained for the target, and there is none",
-        f"Train one with {training_command(target)}, or name one with --exit-layer FILE",
-    )
-
-
-def no_predictor(method: Method) -> SpecgenError:
-    return SpecgenError(
-        f"{method.name} needs a predictor, and the exit layer has none",
-        "Train another with specgen tune --train, set model_prediction=false, or use "
-        + ("policy=beta-ts" if method.any_policy else "eesd-beta"),
-    )
 
 
 def find(name: str) -> Method:

@@ -231,7 +231,9 @@ COMMANDS: dict[str, dict[str, Value | None]] = {
         "--pair": FLAG,
     },
     "tune": {
-        "--methods": mostly(("eesd", "sd", "svip", "lookup,sd", "ar"), ("svp", "transformers", "sd:k=3", *WORDS)),
+        "--methods": mostly(
+            ("eesd", "sd", "medusa", "eagle", "svip", "lookup,sd", "ar"), ("svp", "transformers", "sd:k=3", *WORDS)
+        ),
         "--prompts": prompts_file,
         "--category": pick("c", *WORDS),
         "--limit": mostly(("1",), WHOLE),
@@ -243,7 +245,7 @@ COMMANDS: dict[str, dict[str, Value | None]] = {
         "--corpus": prompts_file,
         "--layer": mostly(("1", "2"), WHOLE),
         "--exit-layers": mostly(("0", "1", "2"), WHOLE),
-        "--head": mostly(("own", "target"), WORDS),
+        "--exit-head": mostly(("own", "target"), WORDS),
         "--self-text": mostly(("0", "0.5", "1"), REAL),
         "--batch-size": mostly(("1", "2"), WHOLE),
         "--window": mostly(("16", "32"), WHOLE),

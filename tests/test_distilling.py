@@ -17,9 +17,9 @@ import specgen
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.training.corpus import CYCLE, Part
-from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill, divergence
+from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill
+from specgen.training.divergence import TOP_K, divergence
 from specgen.training.generated_text import (
-    TOP_K,
     GeneratedText,
     generate_texts,
     load_batches,
@@ -28,7 +28,7 @@ from specgen.training.generated_text import (
     top_k_log_probs,
 )
 from specgen.training.packing import IGNORED
-from specgen.training.text_generation import TextGeneration
+from specgen.training.text_generation import Purpose, TextGeneration
 from specgen.training.training_loop import greedy_agreement
 from specgen.training.training_task import TrainingStopped, TrainingTask
 
@@ -84,7 +84,7 @@ def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], 
 def test_corpus_text_is_read_in_turn_with_generation(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     target = opened(folders[0])
     task = TrainingTask(tmp_path, ONLY_TAUGHT, corpus=corpus_of(corpus, target))
-    texts = TextGeneration(target, task, {}, Recorder(), keep_top_k=True).run()
+    texts = TextGeneration(target, task, {}, Recorder(), purpose=Purpose.DRAFT).run()
     assert [text.greedy for text in texts[:128]] == [True] * 64 + [False] * 64
     read = texts[128:]
     assert len(read) == 256
@@ -230,7 +230,7 @@ def test_only_a_draft_that_agrees_more_is_recommended(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--layer", "2"], "not to a draft model"),
+        (["--layer", "2"], "--layer cannot be combined with --train --methods sd, which trains a draft model"),
         (["--methods", "sd,eesd"], "cannot be trained in one run"),
         (["--methods", "lookup"], "lookup has nothing to train"),
         (["--self-text", "0"], "--self-text is 0"),

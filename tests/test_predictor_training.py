@@ -200,9 +200,9 @@ def test_the_command_trains_a_new_predictor(folder: Path, corpus: Path, trained_
     assert "Trained a predictor for the exit" in result.stderr
     assert "is accepted, area under the ROC curve" in result.stderr
     assert read_description(tmp_path / DESCRIPTION).made_with["predictor"]["seed"] == 2
-    for more in (["--steps", "3"], ["--layer", "1"], ["--head", "target"], ["--batch-size", "4"], ["--learning-rate", "0.1"]):
-        assert f"{more[0]} cannot be combined with --train --exit-layer" in refused([*options, *more])
-    assert "not to a draft model" in refused([*options, "-m", "sd"])
+    for more in ("--steps 3", "--layer 1", "--exit-head target", "--batch-size 4", "--learning-rate 0.1"):
+        assert f"{more.split()[0]} cannot be combined with --train --exit-layer" in refused([*options, *more.split()])
+    assert "--exit-layer cannot be combined with --train --methods sd" in refused([*options, "-m", "sd"])
     (tmp_path / "other.safetensors").write_bytes((trained_exit / WEIGHTS).read_bytes())
     (tmp_path / "other.yaml").write_bytes((trained_exit / DESCRIPTION).read_bytes())
     named = [*options[:4], "--exit-layer", str(tmp_path / "other.safetensors"), "--corpus", str(corpus)]

@@ -53,7 +53,7 @@ def test_training_refuses_options_of_tuning(pair: list[str], corpus: Path, optio
         ["--corpus", "a.txt"],
         ["--layer", "1"],
         ["--exit-layers", "1"],
-        ["--head", "own"],
+        ["--exit-head", "own"],
         ["--self-text", "0.5"],
         ["--batch-size", "4"],
         ["--window", "64"],

@@ -140,7 +140,7 @@ def test_the_state_of_another_run_is_refused(folder: Path, corpus: Path, tmp_pat
     now = {"steps": 1, "seconds": None, "own_head": False, "corpus": "ef56", "exit": "cd34", "prompts": "0789"}
     with pytest.raises(SpecgenError) as caught:
         check_same_run(tmp_path / "state", before, now)
-    minutes = "--steps: not given, now 1; --minutes: 1.5, now not given; --head: own, now target"
+    minutes = "--steps: not given, now 1; --minutes: 1.5, now not given; --exit-head: own, now target"
     assert f"({minutes}; --corpus changed; --prompts: not given, now given)" in str(caught.value)
 
 
@@ -291,7 +291,7 @@ def test_the_command_trains_an_exit(
         (["--self-text", "2"], "--self-text is 2.0"),
         (["--methods", "svip"], "svip has nothing to train"),
         (["--methods", "esd"], "there is no method 'esd'"),
-        (["--head", "other"], "--head is 'other'"),
+        (["--exit-head", "other"], "--exit-head is 'other'"),
         (["--corpus", "missing.txt"], "cannot read missing.txt"),
         (["--prompts", "missing.yaml"], "missing.yaml"),
     ],

@@ -1,4 +1,4 @@
-"""`specgen tune`: find the fastest method and settings for a pair, or train an exit layer or a draft model with `--train`."""
+"""`specgen tune`: find the fastest method and settings for a pair, or with `--train` train a part that drafts for a target."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typer
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions
-from specgen.cli.train_run import DEFAULT_MINUTES
+from specgen.cli.train_request import DEFAULT_MINUTES, TrainRequest
 from specgen.errors import SpecgenError
 
-_METHODS = "Only these, separated by commas; with --train: eesd or sd."
+_METHODS = "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."
 _PROMPTS = (
     "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: those "
     "that the target continues."
@@ -58,14 +58,14 @@ class TuneSampling(options.SamplingOptions):
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Options for training an exit layer or a draft model: only with `--train`."""
+    """Options for training an exit layer, a draft model or a head: only with `--train`."""
 
     minutes: Annotated[float | None, _training(metavar="M", help=f"Total training time ({DEFAULT_MINUTES:g}).")] = None
     steps: Annotated[int | None, _training(metavar="S", help="Optimizer steps instead of minutes: reproducible weights.")] = None
     corpus: Annotated[Path | None, _training(metavar="FILE", help=_CORPUS)] = None
     layer: Annotated[int | None, _training(metavar="N", help="Put the exit after layer N (7 % of the layers).")] = None
     exit_layers: Annotated[int, _training(metavar="0|1|2", help="Layers in the exit; 0: only a head.")] = 1
-    head: Annotated[str, _training(metavar="own|target", help="Train a head, or use the target's.")] = "own"
+    exit_head: Annotated[str, _training(metavar="own|target", help="Train the exit's LM head, or use the target's.")] = "own"
     self_text: Annotated[float | None, _training(metavar="SHARE", help=_SELF_TEXT)] = None
     batch: Annotated[int | None, _training("--batch-size", metavar="B", help="Sequences per step (64; on a CPU 16).")] = None
     training_length: Annotated[
@@ -81,7 +81,9 @@ def tune(
     train: Annotated[
         bool,
         _training(
-            "--train", help="Train EESD's exit layer and its predictor (with --exit-layer: only that), or with -m sd the draft."
+            "--train",
+            help="Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, "
+            "with -m medusa, eagle or glide a head.",
         ),
     ] = False,
     *,
@@ -91,7 +93,7 @@ def tune(
     models: ModelOptions,
     display: options.OutputOptions,
 ) -> int | None:
-    """Find the fastest method and its settings for a pair on this machine. With --train: train EESD's exit layer or the draft."""
+    """Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target."""
     begin = time.perf_counter()
     from specgen.cli import train_run, tune_run
     from specgen.ui import theme
@@ -99,7 +101,7 @@ def tune(
     err = theme.console(stderr=True, no_color=display.no_color)
     _check_given(context, train=train)
     if train:
-        task = train_run.TrainRequest(
+        task = TrainRequest(
             methods=tuning.methods,
             prompts=tuning.prompts,
             out=tuning.out,

@@ -34,6 +34,7 @@ class DrafterKind:
 
     `make` constructs the drafter. `signals` names the numbers that it computes for a length policy, such as entropy.
     Drafters with the same `cost_kind` (by default `name`) take the same time for a draft of the same number of tokens.
+    `head` is the kind of trained head that it runs, as in `engine.heads.weights.KINDS`; empty for other sources.
     If `recorded`, `specgen tune` simulates settings on drafts recorded once; otherwise it runs the drafter for each setting.
     """
 
@@ -45,6 +46,7 @@ class DrafterKind:
     recorded: bool = True
     cost_kind: str = ""
     title: str = "the draft"
+    head: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cost_kind", self.cost_kind or self.name)
@@ -74,6 +76,25 @@ def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
     return _module("hybrid_drafter").HybridDrafter(lookup, model) if lookup is not None else model
 
 
+def _eagle(setup: DraftSetup, settings: Settings) -> Any:
+    """EAGLE-2's dynamic tree, or a chain with `width` 1."""
+    if settings.values["width"] == 1:
+        return _chain(setup, settings)
+    width, depth, nodes = (settings.values[name] for name in ("width", "depth", "nodes"))
+    return _module("dynamic_tree").DynamicTreeDrafter(setup, width=width, depth=depth, nodes=nodes)
+
+
+def _medusa(setup: DraftSetup, settings: Settings) -> Any:
+    """A fixed tree of the heads' likeliest tokens, or a chain with `nodes` 0."""
+    if settings.values["nodes"] == 0:
+        return _module("drafters").ModelDrafter(setup)
+    return _module("medusa_tree").MedusaTreeDrafter(setup, nodes=settings.values["nodes"])
+
+
+def _chain(setup: DraftSetup, settings: Settings) -> Any:
+    return _module("drafters").ModelDrafter(setup)
+
+
 def _multi_draft(setup: DraftSetup, settings: Settings) -> Any:
     return _module("multi_draft").MultiDraftDrafter(setup, drafts=settings.values["drafts"])
 
@@ -99,4 +120,7 @@ BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, _MODEL_SIGNA
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
 EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, title="the exit layer")
 EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, drafts_trees=True, recorded=False)
+MEDUSA = DrafterKind("medusa", DraftSource.HEAD, _medusa, _MODEL_SIGNALS, recorded=False, title="the heads", head="medusa")
+EAGLE = DrafterKind("eagle", DraftSource.HEAD, _eagle, _MODEL_SIGNALS, recorded=False, title="the head", head="eagle")
+GLIDE = DrafterKind("glide", DraftSource.HEAD, _chain, _MODEL_SIGNALS, recorded=False, title="the head", head="glide")
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

@@ -22,6 +22,10 @@ class BatchCache(Protocol):
         """Drops all sequences but those with the indices `kept`, which must be ascending."""
         ...
 
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
+        ...
+
 
 class BatchPass(NamedTuple):
     """One forward pass over n tokens of each of several sequences.

@@ -44,6 +44,17 @@ class Cache(Protocol):
         """
 
 
+class ReadableCache(Protocol):
+    """A KV cache whose entries another model can read."""
+
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the keys and of the values of a layer's first `count` entries.
+
+        Each is [sequences * key-value heads, `count`, head size]. Keys are rotated.
+        """
+        ...
+
+
 class ForwardPass(NamedTuple):
     """One forward pass over some of the tokens of a context followed by a draft.
 

@@ -12,6 +12,7 @@ from torch import nn
 from specgen.engine.batch_pass import BatchCache, BatchPass
 from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.model_shape import ModelShape
+from specgen.engine.native.description import Architecture
 
 Backend = Literal["native", "transformers"]
 
@@ -45,6 +46,10 @@ class TrainableExit(Protocol):
         """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
         ...
 
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [..., vocabulary] of the LM head alone for its input [..., width], which is normed already."""
+        ...
+
 
 class Model(Protocol):
     """A model with its weights, on one device.
@@ -72,6 +77,11 @@ class Model(Protocol):
 
     @property
     def num_parameters(self) -> int: ...
+
+    @property
+    def architecture(self) -> Architecture:
+        """What config.json describes. Raises UnsupportedConfig if the native decoder does not support the model."""
+        ...
 
     def new_cache(self, layers: range | None = None) -> Cache:
         """Returns an empty KV cache for the layers with these indices; None: all."""
@@ -138,6 +148,13 @@ class Model(Protocol):
 
         The output's tensors are [batch, n, ...]. Without the head its `hidden_states` are those after the last layer, and its
         `logits` mean nothing.
+        """
+        ...
+
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Runs the whole model on several sequences, and returns the hidden states [batch, n, len(taps) * width] of all tokens.
+
+        `taps` are as for `feature_forward`.
         """
         ...
 

@@ -23,10 +23,20 @@ from specgen.engine.transformers_backend.quiet import quiet_transformers
 from specgen.engine.transformers_backend.reference import transformers_module
 from specgen.files import write_whole
 from specgen.training.corpus import Corpus, Part
+from specgen.training.divergence import divergence
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
-from specgen.training.text_generation import TextGeneration
-from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
+from specgen.training.text_generation import NOT_HELD_OUT, Purpose, TextGeneration
+from specgen.training.training_loop import (
+    MAX_LOGITS,
+    Labels,
+    Training,
+    TrainingBatches,
+    autocast_for,
+    greedy_agreement,
+    greedy_matches,
+    next_tokens,
+)
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
 
 if TYPE_CHECKING:
@@ -49,7 +59,7 @@ class DistillationBatches(TrainingBatches):
         used = [text for text in texts if text.part == Part.TRAIN]
         ends = accumulate(len(text.ids) for text in used)
         taught = [(text.ids.tolist(), [*range(end - len(text.ids), end)]) for text, end in zip(used, ends, strict=True)]
-        super().__init__(corpus, taught, recipe, (Part.TRAIN, Part.PREDICTOR))  # there is no predictor to train
+        super().__init__(corpus, taught, recipe, NOT_HELD_OUT)  # there is no predictor to train
         self.top_k_ids = _concatenated([text.top_k_ids for text in used])
         self.top_k_log_probs = _concatenated([text.top_k_log_probs for text in used])
 
@@ -75,26 +85,27 @@ class DraftTraining(Training):
         piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
         super().__init__(dict(self._model.named_parameters()), batches, draft.device, vocabulary, piece_size)
 
-    def outputs(self, batch: PackedBatch) -> torch.Tensor:
-        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch."""
+    def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, Labels]:
+        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
         forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
         mask = self._masks.batched(forward_pass, self._dtype)
         with autocast_for(self.draft.device, self._dtype):
             logits: torch.Tensor = self._model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits
-        return logits.flatten(0, 1)
+        return logits.flatten(0, 1), next_tokens(batch)
 
-    def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+        tokens, teacher = labels
         logits = outputs.float()
-        is_taught = (teacher != IGNORED) & (labels != IGNORED)
-        is_untaught = (labels != IGNORED) & ~is_taught
+        is_taught = (teacher != IGNORED) & (tokens != IGNORED)
+        is_untaught = (tokens != IGNORED) & ~is_taught
         # index_select, because the backward pass of indexing with a boolean mask sorts.
         taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
         references = teacher[is_taught].to(self.batches.top_k_ids.device)
         top_k_ids = self.batches.top_k_ids[references].long().to(logits.device)
         loss = divergence(taught, top_k_ids, self.batches.top_k_log_probs[references].to(logits.device)).sum()
-        loss = loss + F.cross_entropy(untaught, labels[is_untaught], reduction="sum")
+        loss = loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
         return torch.cat((loss[None], greedy_matches(taught, top_k_ids[:, 0])))
 
     @torch.no_grad()
@@ -110,25 +121,6 @@ class DraftTraining(Training):
         return logits.float()
 
 
-def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: torch.Tensor) -> torch.Tensor:
-    """Computes KL(target || draft) [n] in nats at n positions.
-
-    `logits` [n, vocabulary] are the draft's. `top_k_ids` and `top_k_log_probs`, each [n, k], are the target's k most probable
-    tokens and their log-probabilities. All tokens outside the k are merged into one outcome, so the result is a lower bound of
-    the divergence over the whole vocabulary.
-    """
-    smallest = torch.finfo(torch.float32).eps
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    draft_log_probs = logits.gather(-1, top_k_ids) - total
-    top_k = (top_k_log_probs.exp() * (top_k_log_probs - draft_log_probs)).sum(dim=-1)
-    if top_k_ids.shape[-1] == logits.shape[-1]:
-        return top_k
-    target_rest = (1 - top_k_log_probs.exp().sum(dim=-1)).clamp_min(smallest)
-    # Not log(1 - sum): for a confident draft the difference and its gradient would vanish.
-    draft_rest_log = logits.scatter(-1, top_k_ids, -torch.inf).logsumexp(dim=-1) - total[:, 0]
-    return top_k + target_rest * (target_rest.log() - draft_rest_log)
-
-
 def distill(
     target: LoadedModel, draft: LoadedModel, task: TrainingTask, observer: TrainingObserver, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
@@ -140,7 +132,7 @@ def distill(
     stop (the same call resumes the training), and SpecgenError for an unsuitable model.
     """
     settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
-    generation = TextGeneration(target, task, settings, observer, keep_top_k=True)
+    generation = TextGeneration(target, task, settings, observer, Purpose.DRAFT)
     texts = generation.run()
     target_dtype = target.model.dtype
     target.model.free_weights()

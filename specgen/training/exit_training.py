@@ -26,8 +26,17 @@ from specgen.training.corpus import Part
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.predictor_training import ExitOutputs, train_predictor
-from specgen.training.text_generation import TextGeneration
-from specgen.training.training_loop import MAX_LOGITS, Training, TrainingBatches, autocast_for, greedy_agreement, greedy_matches
+from specgen.training.text_generation import Purpose, TextGeneration
+from specgen.training.training_loop import (
+    MAX_LOGITS,
+    Labels,
+    Training,
+    TrainingBatches,
+    autocast_for,
+    greedy_agreement,
+    greedy_matches,
+    next_tokens,
+)
 from specgen.training.training_task import TrainingObserver, TrainingTask
 from specgen.types import Context
 
@@ -55,16 +64,17 @@ class ExitTraining(Training):
         piece_size = min(_CPU_TOKENS if device.type == "cpu" else MAX_LOGITS, max(1, MAX_LOGITS // vocabulary))
         super().__init__(trained, batches, device, vocabulary, piece_size)
 
-    def outputs(self, batch: PackedBatch) -> torch.Tensor:
+    def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, Labels]:
         forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
         hidden = first_layers(self._model, self._depth, forward_pass)
         with autocast_for(self._model.device, self._model.dtype):
-            return self.layer.run_layers(hidden, forward_pass).flatten(0, 1)
+            return self.layer.run_layers(hidden, forward_pass).flatten(0, 1), next_tokens(batch)
 
-    def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+        tokens, teacher = labels
         with autocast_for(self._model.device, self._model.dtype):
             logits, _ = self.layer.norm_and_head(outputs)
-        loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+        loss = F.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
 
@@ -118,7 +128,7 @@ def train_exit(
     """
     after = exit_depth(target, after)
     settings = {**task.settings(target), "after": after, "layers": layers, "own_head": own_head}
-    generation = TextGeneration(target, task, settings, observer)
+    generation = TextGeneration(target, task, settings, observer, Purpose.EXIT)
     texts = generation.run()
     layer = target.model.trainable_exit(target.folder, layers)
     target.model.free_weights(after)
@@ -156,7 +166,7 @@ def retrain_predictor(
     """
     trained = load_exit(exit_path, target)
     settings = {**task.settings(target), "exit": trained.description.digest}
-    texts = TextGeneration(target, task, settings, observer, only_predictor=True).run()
+    texts = TextGeneration(target, task, settings, observer, Purpose.PREDICTOR).run()
     drafts = EarlyExit(target.model, trained.layer, trained.description.after).draft
 
     def outputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

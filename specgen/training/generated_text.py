@@ -21,12 +21,10 @@ from specgen.errors import SpecgenError
 from specgen.files import whole_file
 from specgen.training.batched_generation import OnProgress, continuations
 from specgen.training.corpus import Part
+from specgen.training.divergence import most_probable
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
-
-TOP_K = 16  # tokens whose log-probabilities are stored; the probability of all others is one number
-_LOGITS_AT_ONCE = 256  # positions whose logits are normalized in one piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,5 @@ def top_k_log_probs(model: Model, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
     Both results are [n, TOP_K], or [n, vocabulary] for a smaller vocabulary, in descending order of probability, on the CPU.
     """
-    logits = model.batch_logits(text_pass(ids.to(model.device)))[0]
-    top = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1)
-    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in torch.split(logits, _LOGITS_AT_ONCE)])
-    return top.indices.int().cpu(), (top.values.float() - totals[:, None]).cpu()
+    top_k_ids, log_probs = most_probable(model.batch_logits(text_pass(ids.to(model.device)))[0])
+    return top_k_ids.int().cpu(), log_probs.cpu()

@@ -64,3 +64,11 @@ def _sequence(sample: SampleText, training_length: int, rng: Random) -> list[tup
         text, teacher = sample(rng, left + 1)  # one token more: the label of the last one
         tokens += zip(text[:left], count(), repeat(segment), [*text[1:], IGNORED], teacher, strict=False)
     return tokens
+
+
+def single(ids: torch.Tensor) -> PackedBatch:
+    """Returns a batch of one sequence that holds one text, the token ids `ids` [n]. The target's predictions are not known."""
+    unknown = torch.full_like(ids, IGNORED)
+    labels = torch.cat((ids[1:], unknown[:1]))
+    columns = ids, torch.arange(len(ids)), torch.zeros_like(ids), labels, unknown
+    return PackedBatch(*(column[None] for column in columns))

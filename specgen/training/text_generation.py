@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from enum import Enum
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,18 @@ _PROMPT_TRIES = 20  # documents that are tried for a prompt of the batch's lengt
 _EPOCHS = 10  # with a budget in steps: how often training uses each generated token, if there were no read text
 _HIDDEN_STATE_TOKENS = 100_000  # tokens whose hidden states are stored for the predictor,
 _HIDDEN_STATE_BYTES = 1 << 28  # and the most memory for them
-_NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
+NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 _ONLY_PREDICTOR = tuple(Part.HELD_OUT if part == Part.HELD_OUT else Part.PREDICTOR for part in CYCLE)
 _NO_PREDICTOR = tuple(Part.HELD_OUT if part == Part.HELD_OUT else Part.TRAIN for part in CYCLE)
+
+
+class Purpose(Enum):
+    """What generated text is used to train: an exit layer and its predictor, a predictor alone, a distilled draft, or a head."""
+
+    EXIT = "exit"
+    PREDICTOR = "predictor"
+    DRAFT = "draft"
+    HEAD = "head"
 
 
 class TextGeneration:
@@ -51,10 +61,10 @@ class TextGeneration:
 
     Batches of greedy and of sampled text alternate. What a text is used for (its part) is decided by its prompt.
 
-    With `keep_top_k`, for distillation, the target's top-k probabilities are stored with every text, and no text is for a
-    predictor; if the task has a corpus and no prompts, every third batch then holds corpus text that the target did not generate.
-    Otherwise the target's hidden states are stored with texts for the predictor and with held-out ones, until there are enough.
-    After that, no more texts are for the predictor. `only_predictor` generates only these two kinds.
+    To distil a draft, the target's top-k probabilities are stored with every text; if the task has a corpus and no prompts, every
+    third batch then holds corpus text that the target did not generate. Where a predictor is trained, the target's hidden states
+    are stored with texts for the predictor and with held-out ones, until there are enough. After that, no more texts are for the
+    predictor. For a predictor alone, only these two kinds are generated; for a draft or a head, none is for a predictor.
 
     `settings` must be the same to resume. `seconds` is the time spent on generation, including the time before an interruption.
 
@@ -68,12 +78,12 @@ class TextGeneration:
         task: TrainingTask,
         settings: dict[str, Any],
         observer: TrainingObserver,
-        keep_top_k: bool = False,
-        only_predictor: bool = False,
+        purpose: Purpose,
     ) -> None:
         self._target, self._task, self._settings, self._observer = target, task, settings, observer
-        self._keep_top_k, self._only_predictor, self._clock = keep_top_k, only_predictor, task.clock
-        reads = keep_top_k and task.corpus is not None and not task.prompts
+        self._keep_top_k, self._only_predictor = purpose == Purpose.DRAFT, purpose == Purpose.PREDICTOR
+        self._has_predictor, self._clock = purpose in (Purpose.EXIT, Purpose.PREDICTOR), task.clock
+        reads = self._keep_top_k and task.corpus is not None and not task.prompts
         self._kinds = [_GREEDY, _SAMPLED, *([_READ] if reads else [])]
         self._log = task.folder / "writing.json"
         given = list(dict.fromkeys(map(tuple, task.prompts)))
@@ -87,7 +97,7 @@ class TextGeneration:
         self.seconds, batch_size = _read_log(self._log, settings)
         self._batch_size = batch_size or largest_batch(target, self._max_tokens)
         self._planned = math.inf if recipe.steps is None else len(self._kinds) * _batches_per_kind(recipe, self._batch_size)
-        self._limit = math.inf if recipe.seconds is None else recipe.seconds * (1.0 if only_predictor else _BUDGET_SHARE)
+        self._limit = math.inf if recipe.seconds is None else recipe.seconds * (1.0 if self._only_predictor else _BUDGET_SHARE)
         width = target.model.shape.hidden_size
         self._wanted_states = min(_HIDDEN_STATE_TOKENS, _HIDDEN_STATE_BYTES // (2 * width))
         self._write_log()
@@ -136,7 +146,7 @@ class TextGeneration:
         """Returns what text from a document or prompt of a part is used for here."""
         if not self._is_split:
             return Part.PREDICTOR if self._only_predictor else Part.TRAIN
-        return Part.TRAIN if self._keep_top_k and part == Part.PREDICTOR else part
+        return Part.TRAIN if part == Part.PREDICTOR and not self._has_predictor else part
 
     def _batch(self, number: int, texts: Sequence[GeneratedText]) -> list[GeneratedText]:
         start = self._clock()
@@ -148,9 +158,9 @@ class TextGeneration:
         if self._kinds[index] == _READ:
             assert self._task.corpus is not None
             rng, count = Random(f"read {seed}"), _READ_FACTOR * self._batch_size
-            read = [self._task.corpus.sample(rng, self._max_tokens, parts=_NOT_HELD_OUT) for _ in range(count)]
+            read = [self._task.corpus.sample(rng, self._max_tokens, parts=NOT_HELD_OUT) for _ in range(count)]
             return read_texts(self._target, read, self._progress(number, texts, start, start + time_left))
-        keep_hidden_states = not self._keep_top_k and self._share_of_states(texts) < 1
+        keep_hidden_states = self._has_predictor and self._share_of_states(texts) < 1
         greedy, prompts, parts = self._prompts(texts, seed, self._kinds[index] == _GREEDY, keep_hidden_states)
         if time_left < math.inf:
             text_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens
@@ -204,7 +214,7 @@ class TextGeneration:
         wanted = [self._as_used(cycle[index % len(CYCLE)]) for index in range(first, first + self._batch_size)]
         if not self._task.prompts:
             assert self._task.corpus is not None
-            sources = [_NOT_HELD_OUT if self._keep_top_k and part == Part.TRAIN else (part,) for part in wanted]
+            sources = [(part,) if self._has_predictor or part != Part.TRAIN else NOT_HELD_OUT for part in wanted]
             return greedy, corpus_prompts(self._task.corpus, sources, self._max_tokens, seed), wanted
         max_prompt = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
         prompts, parts = [], []

@@ -33,6 +33,10 @@ _MAX_SLOWDOWN = 5.0  # a step's time beyond so many times the mean is not charge
 _REPORTED_STEPS = 100  # steps in the means of TrainingProgress
 
 
+Labels = tuple[torch.Tensor, ...]
+"""Tensors [n, ...] with one row per predicted token, which `Training.losses` needs beside the outputs."""
+
+
 class TrainingBatches:
     """Makes the training batch of each step from corpus text and from texts for which the target's predictions are known.
 
@@ -70,7 +74,7 @@ class Training(ABC):
     """A model in training, with a state that can be saved and restored.
 
     `trained` has the weights to train by name. `vocabulary` is the number of tokens in the vocabulary. The loss is computed for
-    `piece_size` tokens at a time, to limit the memory for logits.
+    `piece_size` predicted tokens at a time, to limit the memory for logits.
     """
 
     def __init__(
@@ -88,15 +92,14 @@ class Training(ABC):
         self._recent: list[tuple[float, float, float]] = []  # results of the last steps, as `advance` returns them
 
     @abstractmethod
-    def outputs(self, batch: PackedBatch) -> torch.Tensor:
-        """Does the forward pass and returns its result [tokens, width] for all tokens. `losses` is called with slices of it."""
+    def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, Labels]:
+        """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows."""
 
     @abstractmethod
-    def losses(self, outputs: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Returns three numbers for n tokens: the sum of their losses in nats, and the two numbers of `greedy_matches`.
+    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+        """Returns three numbers: the sum of the rows' losses in nats, and the two numbers of `greedy_matches`.
 
-        `outputs` [n, width] is a slice of the result of the method `outputs`. `labels` [n] and `teacher` [n] are as in
-        PackedBatch.
+        The arguments are a slice of the result of the method `outputs`, and the same slice of each tensor in its labels.
         """
 
     @property
@@ -166,17 +169,16 @@ class Training(ABC):
         """Adds the gradients of a part of a step's batch to the trained weights. Returns the sum of `losses` [3] over the part.
 
         `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
-        is computed for `piece_size` tokens at a time, and the gradients of all of these pieces then pass through the model
+        is computed for `piece_size` rows at a time, and the gradients of all of these pieces then pass through the model
         together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
-        outputs = self.outputs(batch)
-        labels, teacher = batch.labels.flatten(), batch.teacher.flatten()
+        outputs, labels = self.outputs(batch)
         sums = torch.zeros(3, device=outputs.device)
         gradients = []
         for start in range(0, len(outputs), self._piece_size):
             piece = slice(start, start + self._piece_size)
             leaf = outputs[piece].detach().requires_grad_(outputs.requires_grad)
-            losses = self.losses(leaf, labels[piece], teacher[piece])
+            losses = self.losses(leaf, *(tensor[piece] for tensor in labels))
             (losses[0] / labelled).backward()  # type: ignore[no-untyped-call]
             if leaf.grad is not None:
                 gradients.append(leaf.grad)
@@ -216,6 +218,11 @@ class Training(ABC):
             self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
         self.step, self.tokens, self.seconds = numbers["step"], numbers["tokens"], numbers["seconds"]
         self._recent = [(loss, matches, compared) for loss, matches, compared in numbers["recent"]]
+
+
+def next_tokens(batch: PackedBatch) -> Labels:
+    """Returns the labels of a draft that predicts one token after each token: `labels` and `teacher` of PackedBatch, flat."""
+    return batch.labels.flatten(), batch.teacher.flatten()
 
 
 def autocast_for(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -26,10 +26,11 @@ _OPTIONS = {  # stored settings under the names that users give them
     "seconds": "--minutes",
     "after": "--layer",
     "layers": "--exit-layers",
-    "own_head": "--head",
+    "own_head": "--exit-head",
     "fingerprint": "the target model",
     "draft": "the draft model",
     "exit": "the exit layer",
+    "kind": "--methods",
 }
 _DIGESTS = ("corpus", "prompts", "fingerprint", "draft", "exit")
 

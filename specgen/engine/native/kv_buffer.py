@@ -61,6 +61,11 @@ class KVBuffer:
         keys, values = data[:, :, :, start:end].unbind(1)
         return list(map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)))
 
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
+        keys, values = self.data[layer - self.first_layer, :, :, :count].unbind(0)
+        return keys, values
+
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         count = len(indices)

@@ -186,14 +186,24 @@ class NativeModel:
         assert output.hidden_states is not None
         return ModelOutput(output.logits.view(*shape, -1), output.hidden_states.view(*shape, -1))
 
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
+        residual, inputs = self._start_batch(batch)
+        features = NativeForward(self, self.layers, self.parts, None, taps=taps).run_layers(residual, inputs)
+        assert features is not None
+        return features.view(*batch.ids.shape, -1)
+
     def _run_batch(self, batch: BatchPass, layers: int) -> Residual:
         """Runs the first layers on all tokens of all sequences, which are rows one after the other."""
-        inputs = self.inputs.batched(batch)
-        embeddings = self.parts.embedding.index_select(0, batch.ids.flatten())
-        residual = self.residual(self.scaled(embeddings.to(self.dtype)))
+        residual, inputs = self._start_batch(batch)
         for layer in self.layers[:layers]:
             layer(residual, inputs)
         return residual
+
+    def _start_batch(self, batch: BatchPass) -> tuple[Residual, PassInputs]:
+        """Returns the residual stream before the first layer, with one row per token of all sequences, and the layers' inputs."""
+        embeddings = self.parts.embedding.index_select(0, batch.ids.flatten())
+        return self.residual(self.scaled(embeddings.to(self.dtype))), self.inputs.batched(batch)
 
     def trainable_exit(self, folder: Path, count: int) -> NativeTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""

@@ -35,7 +35,7 @@ class NativeTrainableExit:
     """
 
     def __init__(self, architecture: Architecture, inputs: InputMaker, tensors: Mapping[str, torch.Tensor], count: int) -> None:
-        self.module = _module(tensors)
+        self.module = module_of(tensors)
         self._architecture, self._inputs, self._count = architecture, inputs, count
         self._parameters = dict(self.module.named_parameters())
 
@@ -52,7 +52,11 @@ class NativeTrainableExit:
         normed = normed * (self._parameters[FINAL_NORM] + self._architecture.norm_weight_offset)
         if self._architecture.norm_has_bias:
             normed = normed + self._parameters[bias_of(FINAL_NORM)]
-        return final_logits(self._architecture, functional.linear(normed, self._parameters[EXIT_HEAD])), normed
+        return self.head_logits(normed), normed
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
+        return final_logits(self._architecture, functional.linear(hidden, self._parameters[EXIT_HEAD]))
 
     @property
     def _has_layer_norm(self) -> bool:
@@ -97,7 +101,7 @@ def _renumbered(name: str, first: int) -> str:
     return f"layers.{int(index) - first}.{rest}"
 
 
-def _module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Returns a module, made of nested ones, whose parameters have these names and values."""
     root = nn.Module()
     for name, tensor in tensors.items():

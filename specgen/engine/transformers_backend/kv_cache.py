@@ -60,6 +60,11 @@ class KVCache(Cache):  # type: ignore[misc]
         self.capacity = 64
         super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
 
+    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
+        entries = self.layers[layer]
+        return entries.keys[:, :, :count].flatten(0, 1), entries.values[:, :, :count].flatten(0, 1)
+
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         device = next((layer.keys.device for layer in self.layers if layer.keys is not None), None)

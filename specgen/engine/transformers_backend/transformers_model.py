@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import of_transformers
+from specgen.engine.native.architecture import Architecture, read_architecture
 from specgen.engine.transformers_backend.attention_masks import AttentionMasks, LayerMasks, Mask
 from specgen.engine.transformers_backend.decoder_layers import (
     DecoderLayers,
@@ -45,6 +47,12 @@ class TransformersModel:
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.module.parameters())
+
+    @property
+    def architecture(self) -> Architecture:
+        """What config.json describes; see `engine.model.Model`."""
+        config = json.loads(self.module.config.get_text_config().to_json_string(use_diff=False))
+        return read_architecture({**config, "quantization_config": None})
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""
@@ -119,6 +127,16 @@ class TransformersModel:
         parts = self._decoder_layers([LayerPart(index) for index in range(layers)], with_head=with_head)
         return ModelOutput(*parts(hidden, *self.inputs.batched(batch, hidden), batch.cache))
 
+    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
+        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
+        decoder = decoder_of(self.module)
+        hidden = decoder.embed_tokens(batch.ids)
+        rotary, masks = self.inputs.batched(batch, hidden)
+        layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
+        inputs: list[torch.Tensor] = []
+        inputs.append(layers.norm(layers.run_layers(hidden, rotary, masks, batch.cache, inputs)))
+        return torch.cat([inputs[tap] for tap in taps], dim=-1)
+
     def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
         return TransformersTrainableExit(self, ExitLayer.of(self.module, count))
@@ -152,6 +170,10 @@ class TransformersTrainableExit:
 
     def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.module.norm_and_head(hidden)
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
+        return self.module.head_logits(hidden)
 
 
 class TransformersExit:

@@ -1,0 +1,162 @@
+"""Training of heads: batches of the target's states, the loop with an objective, its saved state, and the command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from torch import nn
+from training_helpers import TINY, corpus_of, opened
+
+from specgen.engine.heads.weights import HeadWeights, MedusaWeights
+from specgen.training.corpus import Part
+from specgen.training.frozen_target import FrozenTarget, TargetStates
+from specgen.training.generated_text import GeneratedText, generate_texts
+from specgen.training.head_agreement import RANKS, held_out
+from specgen.training.head_objective import Objective, Predictions, reachable
+from specgen.training.head_training import HeadTraining, predictions
+from specgen.training.packing import IGNORED, PackedBatch, pack
+from specgen.training.training_loop import TrainingBatches
+
+
+class LinearHeads(Objective):
+    """The simplest heads: one square matrix for each drafted token, on the target's last hidden state."""
+
+    kind = "medusa"
+    depths = 2
+
+    def __init__(self, target: FrozenTarget, texts: Sequence[GeneratedText], seed: int) -> None:
+        super().__init__(target, texts, seed)
+        self.module = nn.Linear(target.width, 2 * target.width, bias=False, device=target.device)
+        with torch.no_grad():
+            self.module.weight.copy_(torch.eye(target.width).repeat(2, 1))
+
+    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
+        heads = self.module(states.hidden).flatten(0, 1).unflatten(-1, (2, -1))
+        rows = []
+        for depth in range(2):
+            first, source = reachable(batch, 1 + depth)
+            rows.append((heads[first, depth], source, torch.full_like(source, depth)))
+        return Predictions(*map(torch.cat, zip(*rows, strict=True)))
+
+    def weights(self, ranks: Sequence[Sequence[float]]) -> HeadWeights:
+        return MedusaWeights([[(weight, weight.new_zeros(len(weight)))] for weight in self.module.weight.chunk(2)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save(make_model("llama"), tmp_path_factory.mktemp("heads") / "target", make_tokenizer(LETTERS)))
+
+
+TEXTS = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
+
+
+def packed(texts: Sequence[Sequence[int]], length: int) -> PackedBatch:
+    waiting = iter(texts)
+
+    def sample(rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
+        text = list(next(waiting)[:max_tokens])
+        return text, [IGNORED] * len(text)
+
+    return pack([sample], length, Random(0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_packed_texts_states_and_labels_are_those_of_the_text_alone(folder: Path, backend: str) -> None:
+    frozen = FrozenTarget(opened(folder, backend))
+    batch = packed(TEXTS, 14)
+    layers = frozen.num_layers
+    states = frozen.states(batch, [0, 2], [layers - 1])
+    predicted, labels = predictions(LinearHeads(frozen, [], 0), frozen, batch, None)
+    depths, next_tokens, top_k_ids, log_probs, hidden = labels
+    torch.testing.assert_close(states.features[..., : frozen.width], frozen.embeddings(batch.ids))
+    start = row = 0
+    logits_of = {}
+    for text in TEXTS:
+        alone = frozen.states(packed([text], len(text)), [0, 2], [layers - 1])
+        span = slice(start, start + len(text))
+        torch.testing.assert_close(states.features[:, span], alone.features, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(states.hidden[:, span], alone.hidden, atol=1e-5, rtol=1e-4)
+        for ours, theirs in zip(states.keys_values[0], alone.keys_values[0], strict=True):
+            assert ours.shape[:1] + ours.shape[2:3] == (1, 14)
+            torch.testing.assert_close(ours[:, :, span], theirs, atol=1e-5, rtol=1e-4)
+        reference = frozen.model.reference_logits(text).clone()
+        torch.testing.assert_close(frozen.logits(alone.hidden[0]), reference, atol=1e-4, rtol=1e-4)
+        logits_of |= {start + index: (reference[index], text[index + 1 :][:1]) for index in range(len(text))}
+        start += len(text)
+    expected = [(source, depth) for depth in (0, 1) for source in range(1 + depth, 13) if source in (1, 2, 3, 8, 9, 10, 11, 12)]
+    expected = [pair for pair in expected if pair not in ((1, 1), (8, 1))]
+    assert depths.tolist() == [depth for _, depth in expected]
+    for row, (source, _) in enumerate(expected):
+        logits, following = logits_of[source]
+        assert [next_tokens[row]] == following
+        assert top_k_ids[row, 0] == logits.argmax()
+        torch.testing.assert_close(log_probs[row], logits.log_softmax(-1)[top_k_ids[row]], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden[row], states.hidden[0, source])
+    assert predicted.sources.tolist() == [source for source, _ in expected]
+
+
+def test_training_reaches_the_weights_that_gradients_of_the_whole_loss_give(
+    folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step's gradients, in pieces of 5 predicted tokens and a sequence at a time, are those of all logits at once."""
+    target = opened(folder)
+    frozen = FrozenTarget(target)
+    batches = TrainingBatches(corpus_of(corpus, target), [], TINY)
+    batch = batches.batch(0)
+    whole = LinearHeads(frozen, [], 0)
+    predicted, labels = predictions(whole, frozen, batch, None)
+    training = HeadTraining(whole, frozen, batches)
+    (training.losses(predicted.outputs, *labels)[0] / (batch.labels != IGNORED).sum()).backward()
+    expected = whole.module.weight.grad
+    monkeypatch.setattr("specgen.training.head_training._CPU_ROWS", 5)
+    monkeypatch.setattr("specgen.training.training_loop.MAX_LOGITS", target.model.vocab_size)
+    objective = LinearHeads(frozen, [], 0)
+    training, found = HeadTraining(objective, frozen, batches), []
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda _, __: found.append(objective.module.weight.grad.clone()))
+    training.advance()
+    torch.testing.assert_close(found[0], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path) -> None:
+    """Counted by hand: for each generated token, each head's prediction and its rank."""
+    target = opened(folder)
+    frozen = FrozenTarget(target)
+    prompts = [[5, 9, token] for token in range(3, 23)]
+    objective = LinearHeads(frozen, [], 0)
+    with torch.no_grad():  # a mixture of the first head's input and noise: sometimes right
+        objective.module.weight.add_(
+            0.05 * torch.randn(objective.module.weight.shape, generator=torch.Generator().manual_seed(0))
+        )
+    texts = []
+    for greedy in (True, False):
+        texts += generate_texts(target, prompts, 12, greedy=greedy, seed=1, parts=[Part.HELD_OUT] * len(prompts))
+    found = held_out(objective, frozen, texts)
+    for name, greedy in (("greedy", True), ("sampled", False)):
+        reached, right, ranks = [0, 0], [0, 0], [[], []]
+        for text in texts:
+            if text.greedy != greedy:
+                continue
+            hidden = frozen.states(packed([text.ids.tolist()], len(text.ids)), [], []).hidden[0]
+            heads = objective.module(hidden).chunk(2, dim=-1)
+            for last in range(text.prompt_length - 1, len(text.ids) - 1):  # the last token that is not drafted
+                are_right = []
+                for depth in range(min(2, len(text.ids) - 1 - last)):
+                    order = frozen.logits(heads[depth][last - 1]).argsort(descending=True).tolist()
+                    rank = order.index(text.top1[last + depth])
+                    ranks[depth].append(rank)
+                    reached[depth] += all(are_right)
+                    are_right.append(rank == 0)
+                    right[depth] += all(are_right)
+        assert found.agreement[name] == pytest.approx([right[0] / reached[0], right[1] / reached[1]])
+        assert 0.02 < right[0] / reached[0] < 0.98
+        if greedy:
+            for depth in range(2):
+                shares = [ranks[depth].count(rank) / len(ranks[depth]) for rank in range(RANKS)]
+                assert found.ranks[depth] == pytest.approx(shares)
+    nothing = held_out(objective, frozen, [])
+    assert (nothing.agreement, nothing.ranks) == ({"greedy": None, "sampled": None}, [])
