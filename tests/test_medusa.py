@@ -16,7 +16,6 @@ from families import EOS, VOCAB, make_bloom, make_model, model_of, plain, prompt
 from runner_checks import InterruptAt, path_to, quick, random_path, random_tree
 from scripted_models import scripted_run
 
-from specgen.decoding import drafter_kinds as kinds
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
 from specgen.decoding.policies import Fixed
@@ -27,25 +26,11 @@ from specgen.engine.heads.weights import MedusaWeights
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
-from specgen.methods import Method
-from specgen.setting_parsing import Setting
 from specgen.tuning.simulated_runs import MemoisedRunner
 from specgen.types import Context, SamplingParams
 
 WIDTH = 32  # of the families' hidden states
 HEADS = 3
-KIND = kinds.DrafterKind(
-    "medusa",
-    kinds.DraftSource.HEAD,
-    lambda setup, settings: (
-        MedusaTreeDrafter(setup, nodes=settings.values["nodes"])
-        if settings.values["nodes"]
-        else kinds.MODEL.make(setup, settings)
-    ),
-    kinds.MODEL.signals,
-    drafts_trees=True,
-)
-MEDUSA = Method("medusa", KIND, "fixed", "", any_policy=True, settings={"nodes": Setting(8, "", 0, 99)}, defaults={"k": 4})
 
 
 def random_heads(blocks: int = 1, own: bool = False, vocabulary: Sequence[int] | None = None, seed: int = 0) -> MedusaWeights:
@@ -281,9 +266,8 @@ def test_sampling_is_lossless(
     """By enumerating all random choices, with trees and with chains drawn from the heads."""
     target, draft = SmallRunner(0, sizes[0], zero=zero), HeadTable(100, sizes[1], zero=zero)
     sampling = SamplingParams(**{"max_new_tokens": limit, "temperature": 1.0} | warp)
-    method: Any = MEDUSA
     with monkeypatch.context() as patch:
-        found = Paths(patch).of_rounds(lambda: states(method, settings, target, draft, sampling, eos))
+        found = Paths(patch).of_rounds(lambda: states("medusa", settings, target, draft, sampling, eos))
     assert total_variation(found, exact(target, sampling, limit, eos)) < ROUNDING
 
 
@@ -367,7 +351,7 @@ def test_greedy_ids_are_the_targets_own(family: str, backend: str) -> None:
     target, draft = make_runners(memorised_heads(module, [*start, *own]), model, ModelRunner(model), lambda: None)
     sampling = SamplingParams(max_new_tokens=count)
     for settings in ({"nodes": 0}, {"nodes": 8}, {"nodes": 20, "policy": "svip", "threshold": 0.3}):
-        rounds = list(scripted_run(MEDUSA, settings, target, draft, sampling, eos=(EOS,), prompt=start).rounds())
+        rounds = list(scripted_run("medusa", settings, target, draft, sampling, eos=(EOS,), prompt=start).rounds())
         assert [token for round_ in rounds for token in round_.token_ids] == own, settings
         paths = [round_.verdict.path for round_ in rounds[1:]]
         assert max(map(len, paths)) > 1
