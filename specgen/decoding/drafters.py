@@ -16,7 +16,7 @@ from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, longest_draft
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
@@ -151,19 +151,20 @@ class ModelDrafterBase:
     def __init__(self, setup: DraftSetup, *, depth: int | None = None) -> None:
         assert setup.runner is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.runner
-        self._setup, self._depth = setup, depth
+        self._setup, self._depth, self._longest = setup, depth, longest_draft(setup.runner)
         self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
         self._generator = logits_ops.make_generator(setup.runner.device, setup.seed)
 
     def _room(self, context: Context, limit: int) -> int:
-        """The number of tokens that the draft model has positions for after the context, at most `limit` and the drafter's depth.
+        """The number of tokens, at most `limit` and the drafter's depth, that the draft model can draft after the context.
 
         0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
         """
         runner = self._runner
         if context.largest_id >= runner.num_embeddings:
             return 0
-        return min(limit, runner.context_limit - len(context), limit if self._depth is None else self._depth)
+        bounds = limit, runner.context_limit - len(context), self._depth, self._longest
+        return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
         """Returns the reason why a draft of at most `levels` levels ended: the drafter's depth has a reason of its own."""
