@@ -120,7 +120,16 @@ BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, _MODEL_SIGNA
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
 EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, title="the exit layer")
 EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, drafts_trees=True, recorded=False)
-MEDUSA = DrafterKind("medusa", DraftSource.HEAD, _medusa, _MODEL_SIGNALS, recorded=False, title="the heads", head="medusa")
+MEDUSA = DrafterKind(
+    "medusa",
+    DraftSource.HEAD,
+    _medusa,
+    _MODEL_SIGNALS,
+    drafts_trees=True,
+    recorded=False,
+    title="the heads",
+    head="medusa",
+)
 EAGLE = DrafterKind("eagle", DraftSource.HEAD, _eagle, _MODEL_SIGNALS, recorded=False, title="the head", head="eagle")
 GLIDE = DrafterKind("glide", DraftSource.HEAD, _chain, _MODEL_SIGNALS, recorded=False, title="the head", head="glide")
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

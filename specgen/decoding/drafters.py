@@ -14,7 +14,7 @@ from specgen.decoding import logits_ops, signals
 from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, longest_draft
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
 
@@ -129,16 +129,19 @@ class ModelDrafterBase:
     def __init__(self, setup: DraftSetup) -> None:
         assert setup.runner is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.runner
+        self._longest = longest_draft(setup.runner)
         self._setup = setup
         self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
         self._generator = logits_ops.make_generator(setup.runner.device, setup.seed)
 
     def _room(self, context: Context, limit: int) -> int:
-        """The number of tokens, at most `limit`, that the draft model has positions for after the context.
+        """The number of tokens, at most `limit`, that the draft model can draft and has positions for after the context.
 
         0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
         """
         runner = self._runner
+        if self._longest is not None:
+            limit = min(limit, self._longest)
         return 0 if context.largest_id >= runner.num_embeddings else min(limit, runner.context_limit - len(context))
 
 

@@ -67,6 +67,10 @@ class MemoisedRunner:
         self._outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], ModelOutput] = {}
         self.calls = self.passes = self._bytes = 0
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns what only some runners have, such as `longest_draft`."""
+        return getattr(self._runner, name)
+
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
