@@ -15,7 +15,8 @@ from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.length_policy import Always, LengthPolicy
 from specgen.decoding.policies import POLICIES, signals_of
-from specgen.methods import METHODS, Method, no_draft_model, no_exit_layer, no_predictor
+from specgen.methods import METHODS, Method
+from specgen.missing_parts import no_draft_model, no_exit_layer, no_predictor
 from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def draft_setup(components: Components) -> DraftSetup:
         seed=derive_seed(components.seed, "draft"),
         keep_logits=components.record,
         acceptance_predictor=components.acceptance_predictor,
+        history=components.history,
     )
 
 

@@ -26,6 +26,7 @@ LENGTH_SETTINGS = {
     "adaptive": "max_draft",
     "heuristic": "k",
     "lookup": "k",
+    "suffix": "max_draft",
     "confidence": "max_draft",
     "svip": "max_draft",
     "beta-ts": "max_draft",

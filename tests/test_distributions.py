@@ -53,6 +53,7 @@ PATHS: dict[str, dict[str, object]] = {
     "eesd-cali": {"sigma_model": 0.5, "theta0": 0.9},
     "selfsd": {"skip": "1", "k": 4},
     "lookup": {"ngram": 2, "k": 3},
+    "suffix": {"draft_cost": 0, "verify_cost": 0.01},
     "adaptive": {"draft_cost": 0.3, "verify_cost": 0.02, "ngram": 2},
     "sd:tree": {"k": 3, "width": 2},
     "sd:tree of 4": {"policy": "confidence", "width": 4, "depth": 2},

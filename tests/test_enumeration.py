@@ -71,6 +71,8 @@ CHAINS = [  # the rejection sampler
     Case("sd", {"k": 3}, 5, (2, 4)),
     Case("lookup", {"k": 3, "ngram": 2}, 6),  # a draft that is not drawn at random
     Case("lookup", {"k": 3, "ngram": 2}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
+    Case("suffix", {"policy": "fixed", "k": 3, "min_prob": 0}, 6),
+    Case("suffix", {"policy": "confidence", "threshold": 0.3}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
     Case("mtad", {"tau": 1, "k": 2, "beams": 2}, 5),  # nothing is accepted: the output is the target's own
 ]
 UNMIXED = {"draft_cost": 0.3, "verify_cost": 0.1, "exploration": 0.1, "lookup": False}  # the draft model alone drafts
@@ -113,6 +115,15 @@ TREES = [
     Case("sd", {"depth": 3, "width": 2}, 5, THREE, {"top_k": 2}, eos=(2,)),
     Case("sd", {"policy": "confidence", "width": 3, "depth": 2}, 4, THREE, {"top_p": 0.9}, zero=True),
     Case("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}, 5),
+    Case("eesd-tree", {"width": 1, "depth": 2, "theta0": 1.0}, 4),
+    Case("sd", {"depth": 3, "width": 2, "nodes": 4}, 4, THREE, eos=(2,)),
+    Case("sd", {"policy": "svip", "width": 3, "nodes": 5, "threshold": 0.35, "every": 2}, 5, (3, 4), {"top_k": 2}),
+    Case("sd", {"k": 2, "cape": True}, 4, THREE),
+    Case("sd", {"k": 2, "cape": True}, 3, (4, 4), {"temperature": 1.3}, seed=2),
+    Case("sd", {"k": 3, "cape": True}, 4, (3, 4), {"top_k": 2}, eos=(1,), zero=True),
+    Case("sd", {"k": 2, "cape": True}, 4, (4, 3), {"top_p": 0.8}, seed=5),
+    Case("sd", {"policy": "confidence", "max_draft": 3, "cape": True}, 5, eos=(1,), seed=1),
+    Case("sd", {"policy": "adaptive", "cape": True, "draft_cost": 0.1, "verify_cost": 0.05, "exploration": 0.1}, 4),
     Case("eesd-tree", {"width": 2, "policy": "adaptive", "draft_cost": 0.1, "verify_cost": 0.1, "exploration": 0.1}, 5),
     Case("specinfer", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.1, "max_draft": 2}, 4),
     Case("specinfer", {"k": 2, "drafts": 2}, 4),

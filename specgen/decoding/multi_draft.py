@@ -211,10 +211,16 @@ class TreeSampling:
         nodes = upload(torch.tensor(padded), device)
         tokens = upload(torch.tensor(draft.tokens), device)[nodes]
 
+        drawn = 0 if draft.probs is None else draft.probs.shape[0]  # the other nodes were chosen without sampling
+
         def drawn_from(j: int, count: int) -> torch.Tensor:
-            if draft.probs is None:
+            column = [children[j] for children in padded[:count]]
+            if min(column) >= drawn:
                 return torch.zeros_like(target_probs[:count]).scatter_(1, tokens[:count, j, None], 1.0)
-            probs: torch.Tensor = draft.probs.to(device).index_select(0, nodes[:count, j])
+            probs: torch.Tensor = draft.probs.to(device).index_select(0, nodes[:count, j].clamp_max(drawn - 1))
+            if max(column) >= drawn:
+                one_hot = torch.zeros_like(probs).scatter_(1, tokens[:count, j, None], 1.0)
+                probs = torch.where(nodes[:count, j, None] < drawn, probs, one_hot)
             return probs
 
         acceptance = self._rule(target_probs.index_select(0, parents), tokens, counts, drawn_from)

@@ -55,7 +55,7 @@ def _counts(objective: Objective, target: FrozenTarget, text: GeneratedText) -> 
     batch = single(text.ids).part(slice(None), target.device)
     predicted, (depths, _, top_k_ids, *_) = predictions(objective, target, batch, None)
     pieces = []
-    for piece in torch.arange(len(depths), device=depths.device).split(rows_at_once(target)):
+    for piece in torch.split(torch.arange(len(depths), device=depths.device), rows_at_once(target)):
         with autocast_for(target.device, target.dtype):
             logits = objective.logits(predicted.outputs[piece], depths[piece])
         pieces.append((logits > logits.gather(1, top_k_ids[piece, :1].long())).sum(dim=1))

@@ -15,6 +15,7 @@ GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missi
 _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "ar": {},
     "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
+    "suffix": {"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},
     "pearl": {"window": ("auto", *range(1, 17))},
     "eesd-fixed": {"k": range(1, 13)},
     "eesd-beta": {"alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},
@@ -22,6 +23,9 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "bild": {"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},
     "spectr": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
+    "medusa": {"nodes": (0, 4, 8, 12, 20), "k": (2, 3, 4)},
+    "eagle": {"width": (1, 2, 3, 4), "nodes": (4, 6, 8, 12, 20), "k": (2, 3, 4, 5, 6)},
+    "glide": {"k": (1, 2, 3, 4, 5, 6, 8)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 SEARCHED = tuple(

@@ -15,11 +15,13 @@ import torch
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
+from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
+from specgen.missing_parts import no_draft_model
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from specgen.tuning.recorded_drafts import ReferenceOutput
     from specgen.types import Draft, SamplingParams
 
-_SHAPE_SETTINGS = ("width", "beams", "drafts")
+_SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
@@ -163,7 +165,7 @@ class SimulatedRuns:
         self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain
         self._probe, self._clock = probe, clock
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
+        self._components: dict[tuple[DraftSource, str, int], tuple[Components, float]] = {}
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> Summary:
@@ -236,21 +238,24 @@ class SimulatedRuns:
 
         The models' outputs are kept and used again (`MemoisedRunner`).
         """
-        key = method.needs_exit_layer, number
+        key = method.drafter.source, method.head, number
         if key not in self._components:
             reference = self._references[number]
+            draft: DraftRunner | None
             target, draft = self._pair.runners
             predictor = None
             if method.needs_exit_layer:
-                early = self._pair.early_exit(method)
+                early = self._pair.exits.runners(method)
                 target, draft = early.target, early.draft
                 layer = self._pair.exit_layer
                 if layer is not None and layer.predictor is not None:
                     hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden_states
                     assert hidden is not None
                     predictor = RecordedPredictor(layer.predictor, hidden)
+            elif method.head:
+                target, draft = self._pair.heads.runners(method)
             if draft is None:
-                raise methods.no_draft_model(method)
+                raise no_draft_model(method)
             prefill_seconds = draft_prefill_seconds(target, draft, reference)
             memoised = cast("ModelRunner", MemoisedRunner(target)), MemoisedRunner(draft)
             components = Components(

@@ -1,0 +1,204 @@
+"""Runs an EAGLE head as a draft model: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, chain_parents
+from specgen.engine.heads.eagle_decoder import EagleDecoder
+from specgen.engine.heads.feature_runner import FeatureRunner
+from specgen.engine.heads.head_runners import HeadRunners
+from specgen.engine.heads.weights import EagleWeights
+from specgen.engine.inference_mode import inference
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
+from specgen.errors import SpecgenError
+from specgen.types import Context
+
+_OTHER_HEAD = "Take a head that was made for this model"
+
+
+class EagleRunner:
+    """Drafts with an EAGLE head. Implements `DraftRunner`; `target` keeps the features that the head reads.
+
+    The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
+    logits after the context come from the last of them. A drafted token is paired with the predicted feature of its parent, so
+    each level of a draft takes a pass. The KV cache has the pairs of the context, made from the target's features, then those of
+    the draft. The latter are dropped when the context grows, also where tokens were accepted: the pass over their pairs with
+    the target's features also computes the next draft's first logits.
+
+    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. A context of
+    one token has no pair; in its place, the token is paired with zeros.
+    """
+
+    def __init__(
+        self,
+        decoder: EagleDecoder,
+        model: Model,
+        target: FeatureRunner,
+        vocabulary: Tensor | None,
+        penalties: PenaltyProcessor | None,
+    ) -> None:
+        self.context_limit, self.vocab_size, self.device = target.context_limit, model.vocab_size, model.device
+        table = decoder.embedding
+        self.num_embeddings = model.num_embeddings if table is None else min(model.num_embeddings, table.shape[0])
+        self._decoder, self._model, self._target, self._penalties = decoder, model, target, penalties
+        self._vocabulary = vocabulary
+        self.cache = decoder.new_cache()
+        self._cached = CachedPrefix(self.cache, decoder.rope_boundary)
+        self._context: Context | None = None  # the last call's
+        self._first: int | None = None  # its first token, None if it has no other
+        self._pairs = Context(())  # the tokens of its pairs: all but the first
+        # The predicted features [draft tokens + 1, width] of the cached draft, after those of the context's last pair.
+        self._rows = torch.empty(0, decoder.width, dtype=model.dtype, device=model.device)
+        self._root = -1  # the number of pairs in the context whose last one `_rows[0]` belongs to
+        self._wide = torch.empty(0, model.vocab_size, dtype=model.dtype, device=model.device)  # -inf outside `vocabulary`
+
+    def clear_cache(self) -> None:
+        """Empties the KV cache, so that the next call runs its whole context. For measurements."""
+        self._cached.clear()
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV cache's next buffers large enough for `capacity` tokens, so that they need not grow during a run."""
+        self.cache.capacity = max(self.cache.capacity, capacity)
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
+
+        The output's `hidden_states` are the predicted features. Logits of tokens outside the head's vocabulary are -inf.
+        """
+        tokens = list(draft)
+        nodes = TreeNodes(tokens, chain_parents(len(tokens)))
+        if not (parents is None or isinstance(parents, range)) and list(parents) != list(nodes.parents):
+            nodes = TreeNodes(tokens, list(parents))
+        pairs, cached = self._follow(context), self._cached
+        if cached.committed != len(pairs):
+            cached.truncate(cached.committed)  # drops the draft, also the part that was accepted
+        cached.truncate_for(pairs, nodes, start if self._root == len(pairs) else 0)
+        self._run_context(context, pairs)
+        self._run_draft(pairs, nodes)
+        hidden = self._rows[start : len(tokens) + 1]
+        logits = self._head_logits(hidden)
+        if self._penalties is None:
+            return ModelOutput(logits, hidden)
+        return ModelOutput(self._penalties(logits, context, tokens, nodes.parents, start), hidden, logits)
+
+    def _follow(self, context: Context) -> Context:
+        """Returns the tokens of the context's pairs, as an object that stays the same as long as the context does."""
+        ids = context.ids
+        first = ids[0] if len(ids) > 1 else None
+        if context is not self._context or first != self._first:
+            self._context = None  # until the rest agrees: an interruption may come between any two lines
+            if first != self._first:
+                self._cached.clear()
+            self._first, self._pairs = first, Context(ids[1:] or ids)
+            self._pairs.prompt_length = context.prompt_length
+            self._context = context
+        elif len(ids) > len(self._pairs) + 1:
+            self._pairs.extend(ids[len(self._pairs) + 1 :])
+        return self._pairs
+
+    def _run_context(self, context: Context, pairs: Context) -> None:
+        """Runs the pairs of the context that the KV cache lacks."""
+        cached = self._cached
+        if cached.committed == len(pairs):
+            return
+        features = self._rows.new_zeros(1, self._rows.shape[1]) if self._first is None else self._target.features(context)
+        self._root = -1
+        for forward_pass in cached.missing_passes(pairs, NO_NODES, len(pairs)):
+            first, last = forward_pass.first, forward_pass.last
+            hidden = self._decoder(forward_pass, self._embeddings(pairs.ids[first:last]), features[first:last])
+            if last == len(pairs):
+                self._keep_rows(0, hidden[-1:])
+                self._root = last
+
+    def _run_draft(self, pairs: Context, nodes: TreeNodes) -> None:
+        """Runs the draft tokens that the KV cache lacks: one pass for each level."""
+        cached, tokens, parents = self._cached, nodes.tokens, nodes.parents
+        count, first = len(pairs), len(self._cached.draft.tokens)
+        long_rope = cached.uses_long_rope(pairs)
+        while first < len(tokens):
+            last = first + 1
+            while last < len(tokens) and parents[last] < first:
+                last += 1
+            run = nodes if last == len(tokens) else TreeNodes(tokens[:last], parents[:last])
+            self.cache.length = count + first
+            forward_pass = ForwardPass(pairs, run, count + first, count + last, self.cache, long_rope)
+            features = self._parent_rows(parents[first:last])
+            self._keep_rows(first + 1, self._decoder(forward_pass, self._embeddings(tokens[first:last]), features))
+            cached.draft = run
+            first = last
+
+    def _parent_rows(self, parents: Sequence[int]) -> Tensor:
+        """Returns the predicted features [n, width] of the draft tokens with these n indices (-1: of the context)."""
+        lowest = parents[0] + 1
+        if len(parents) == 1:
+            return self._rows[lowest : lowest + 1]
+        return self._rows.index_select(0, upload(torch.tensor(parents) + 1, self.device))
+
+    def _keep_rows(self, first: int, hidden: Tensor) -> None:
+        """Writes predicted features to the rows from `first` on."""
+        end = first + hidden.shape[0]
+        if end > self._rows.shape[0]:
+            larger = self._rows.new_empty(max(end, 2 * self._rows.shape[0], 32), self._rows.shape[1])
+            larger[:first] = self._rows[:first]
+            self._rows = larger
+        self._rows[first:end] = hidden
+
+    def _embeddings(self, ids: list[int]) -> Tensor:
+        """Returns the embeddings [n, width] of the tokens `ids`."""
+        on_device, table = upload(torch.tensor(ids), self.device), self._decoder.embedding
+        return self._model.embeddings(on_device) if table is None else table.index_select(0, on_device).to(self._rows.dtype)
+
+    def _head_logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocabulary of the target] for predicted features [n, width]."""
+        if not self._decoder.head_vocab_size:
+            return self._model.head_logits(hidden)
+        logits = self._decoder.logits(hidden)
+        if self._vocabulary is None:
+            return logits
+        count = hidden.shape[0]
+        if count > self._wide.shape[0]:
+            self._wide = self._wide.new_full((count, self.vocab_size), -torch.inf)
+        return self._wide[:count].index_copy_(1, self._vocabulary, logits)
+
+
+def make_runners(
+    weights: EagleWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+) -> HeadRunners:
+    """Returns a target that keeps the head's features, and the head. `penalties` makes the processor for each of the two.
+
+    `target` is a runner of the model, which the result replaces. Raises SpecgenError if the head does not fit the model.
+    """
+    shape = model.shape
+    layers = (shape.num_layers,) if weights.version == 1 else weights.feature_layers
+    if not layers or not all(0 <= layer <= shape.num_layers for layer in layers):
+        named = ", ".join(map(str, layers)) or "no layers"
+        raise SpecgenError(f"the EAGLE head reads {named}, but the model has layers 0 to {shape.num_layers}", _OTHER_HEAD)
+    decoder = EagleDecoder(weights, len(layers) * shape.hidden_size, model.dtype, model.device)
+    _check_fits(weights, decoder, model)
+    keeping = FeatureRunner(model, layers, penalties(), decoder.fuse if weights.version == 3 else None)
+    vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+    return HeadRunners(keeping, EagleRunner(decoder, model, keeping, vocabulary, penalties()))
+
+
+def _check_fits(weights: EagleWeights, decoder: EagleDecoder, model: Model) -> None:
+    """Raises SpecgenError unless the head's sizes fit the model's."""
+    width, count = model.shape.hidden_size, model.vocab_size
+    if decoder.width != width and (weights.version == 1 or decoder.embedding is None):
+        raise SpecgenError(f"the EAGLE head is for a model of width {decoder.width:,}, not {width:,}", _OTHER_HEAD)
+    known = weights.vocabulary
+    if known is None:
+        if decoder.head_vocab_size not in (0, count):
+            raise SpecgenError(f"the EAGLE head has {decoder.head_vocab_size:,} tokens, but the model {count:,}", _OTHER_HEAD)
+    elif not (known.numel() and int(known.min()) >= 0 and int(known.max()) < count):
+        raise SpecgenError(f"the EAGLE head's vocabulary names tokens beyond the model's {count:,}", _OTHER_HEAD)
