@@ -17,6 +17,7 @@ from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, StopTexts
 from specgen.decoding.sequential import Checked
+from specgen.decoding.suffix_index import SuffixHistory
 from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
@@ -67,6 +68,7 @@ class Pair:
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
+        self._history = SuffixHistory()
         models = [model for model in (target, draft) if model is not None]
         self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
@@ -230,6 +232,8 @@ class Pair:
                 assert measured is not None
                 components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
                 settings = settings.with_value("window", measured.costs.window.size)
+        if settings.values.get("history"):
+            components = replace(components, history=self._history)
         if settings.policy == Adaptive.name:
             components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
@@ -366,7 +370,8 @@ class Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Empties all KV caches, so that the next run computes its whole prompt. For measurements."""
+        """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
+        self._history.clear()
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.clear_cache()

@@ -110,7 +110,7 @@ def medusa_blocks(sizes: Sizes, name: str, *, bias: bool = True) -> Tensors:
 
 
 def medusa_v01(sizes: Sizes, prefix: str = "") -> tuple[Config, Tensors]:
-    """The authors' first layout, with LM heads of its own; its config is wrong about the number of heads, as published ones are."""
+    """The authors' first layout, with LM heads of its own. Its config states a wrong number of heads, as published ones do."""
     config = {"base_model_name_or_path": "some/model", "medusa_num_heads": 2, "medusa_num_layers": sizes.medusa_layers}
     heads = {f"{head}.{sizes.medusa_layers}.weight": sizes.random(sizes.vocab, sizes.width) for head in range(sizes.medusa_heads)}
     return config, {prefix + name: tensor for name, tensor in (medusa_blocks(sizes, "{}.{}.linear") | heads).items()}
@@ -230,6 +230,20 @@ def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
     name = "medusa_lm_head.safetensors" if layout in ("medusa-v0.1", "medusa-v2") else "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / name)
     return out
+
+
+def weights_file(folder: Path) -> Path:
+    return next(path for path in (folder / "medusa_lm_head.safetensors", folder / "model.safetensors") if path.exists())
+
+
+def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Path:
+    """Changes a head's tensors in place, and sets fields of its config; None removes one."""
+    stored = load_file(weights_file(folder))
+    tensors(stored)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, weights_file(folder))
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: each for name, each in {**old, **config}.items() if each is not None}))
+    return folder
 
 
 if __name__ == "__main__":

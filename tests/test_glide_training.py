@@ -96,6 +96,6 @@ def test_other_families_begin_at_random_and_all_weights_are_trained(family: str,
     randomised(objective)
     batches = TrainingBatches(corpus_of(corpus, frozen.loaded), [], TINY)
     training = HeadTraining(objective, frozen, batches)
-    outputs, labels = predictions(objective, frozen, batches.batch(0), Random(0))
-    training.losses(outputs, *labels)[0].backward()
+    rows, labels = predictions(objective, frozen, batches.batch(0), Random(0))
+    training.losses(rows.outputs, *labels)[0].backward()
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in objective.module.parameters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from specgen.training.frozen_target import FrozenTarget, TargetStates
 from specgen.training.generated_text import GeneratedText
 from specgen.training.head_objective import Objective, Predictions
 from specgen.training.packing import IGNORED, PackedBatch
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
 
 _SHORTEST, _LONGEST = 2, 10  # tokens in a block
 _DEVIATION = 0.02  # of random initial weights
@@ -59,6 +62,11 @@ class GlideObjective(Objective):
         rounded = None if self._theirs.rotary_in_float32 else target.dtype
         self._rotations = None if rotary is None else RotaryTable(self._theirs.rotary[rotary], device, rounded)
         self._boundary = None if rotary is None else self._theirs.rotary[rotary].long_boundary
+
+    @classmethod
+    def check(cls, target: LoadedModel) -> None:
+        super().check(target)
+        target_architecture(target.model)
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         size = _LONGEST if rng is None else rng.randint(_SHORTEST, _LONGEST)
@@ -170,19 +178,19 @@ def _last_layer(own: Architecture, theirs: Architecture, target: FrozenTarget) -
     found, offset = target.last_layers(1), theirs.norm_weight_offset
     names, made = layer_tensors(theirs, 0), layer_tensors(own, 0)
     heads = [theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads]
-    qkv = torch.cat([found[name] for name in names.qkv]).split([count * theirs.head_size for count in heads])
+    qkv = torch.split(torch.cat([found[name] for name in names.qkv]), [count * theirs.head_size for count in heads])
     weights = dict(zip(made.qkv, qkv, strict=True))
     if theirs.qkv_bias:
-        biases = torch.cat([found[bias_of(name)] for name in names.qkv]).split([len(part) for part in qkv])
+        biases = torch.split(torch.cat([found[bias_of(name)] for name in names.qkv]), [len(part) for part in qkv])
         weights |= dict(zip(map(bias_of, made.qkv), biases, strict=True))
     weights |= dict(zip(made.gate_up, torch.cat([found[name] for name in names.gate_up]).chunk(2), strict=True))
     weights[made.output] = found[names.output] * theirs.residual_scale
     weights[made.down] = found[names.down] * theirs.residual_scale
     if theirs.output_bias:
         weights[bias_of(made.output)] = found[bias_of(names.output)] * theirs.residual_scale
-    norms = (made.attention_norm, names.attention_norm), (made.mlp_norm, names.mlp_norm), (FINAL_NORM, FINAL_NORM)
-    norms += (made.q_norm, names.q_norm), (made.k_norm, names.k_norm)
-    for new, old in norms:
+    news = made.attention_norm, made.mlp_norm, made.q_norm, made.k_norm, FINAL_NORM
+    olds = names.attention_norm, names.mlp_norm, names.q_norm, names.k_norm, FINAL_NORM
+    for new, old in zip(news, olds, strict=True):
         if isinstance(new, str) and isinstance(old, str):
             weights[new] = found[old] + offset
     scale = theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)

@@ -164,7 +164,7 @@ def _feature_layers(outer: HeadConfig, target: LoadedModel) -> tuple[int, ...]:
         if not 2 < count // 2 < count - 3:
             problem = f"its config.json does not say {AUX_LAYERS}, and {target.name} has too few layers for the default"
             raise outer.files.refuse(problem)
-    if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(each, int) for each in ids):
+    if not isinstance(ids, list) or len(ids) != 3 or not all(type(each) is int for each in ids):
         raise named.refuse(AUX_LAYERS)
     if of_sglang and ids[0] == 1:
         ids = [each + 1 for each in ids]
@@ -178,14 +178,14 @@ def _vocabulary(files: HeadTensors, rows: int, target: LoadedModel) -> torch.Ten
     if "d2t" not in files:
         return None
     ids = files.take_integers("d2t") + torch.arange(rows)
-    if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target.model.vocab_size:
+    if int(ids.min()) < 0 or int(ids.max()) >= target.model.vocab_size or not bool((ids.diff() > 0).all()):
         raise files.refuse(f"{files.stored_name('d2t')} does not map its ids to rising ids of {target.name}")
     if "t2d" in files:
         used = torch.zeros(files.shape("t2d")[0], dtype=torch.bool)
         used[ids.clamp(max=len(used) - 1)] = True
         if not torch.equal(used, files.take_integers("t2d") != 0):
             raise files.refuse(f"{files.stored_name('t2d')} and {files.stored_name('d2t')} contradict each other")
-    return None if rows == target.model.vocab_size else ids
+    return None if rows == target.model.vocab_size else ids.to(target.device)
 
 
 def eagle_layout(weights: EagleWeights, target_width: int, vocab_size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -41,7 +41,7 @@ def read_glide(files: HeadTensors, config: Mapping[str, Any], target: LoadedMode
     check_vocabulary(files, [_EMBEDDING, _HEAD], target, fields)
     layers = read_decoder_layers(files, fields, target, width, width)
     if layers.count > shape.num_layers:
-        raise files.refuse_target("its layers", "a number of layers of at least", layers.count, target.name, shape.num_layers)
+        raise files.refuse(f"its {layers.count} layers read from as many of {target.name}, which has {shape.num_layers}")
     shapes: dict[str, Shape] = {**layers.shapes, "norm.weight": (width,)}
     for index in range(layers.count):
         shapes[f"layers.{index}.input_layernorm.weight"] = (width,)

@@ -59,8 +59,7 @@ def load_head(folder: Path, target: LoadedModel) -> Head:
             raise files.refuse(f"it is of the kind {kind}, and its {HEAD_DESCRIPTION} says {description.kind}", RETRAIN)
         if files.has_model and weights_fingerprint(folder) != weights_fingerprint(target.folder):
             raise files.refuse("its heads were trained with the model in the same files", f"Take that as the target: -t {folder}")
-        needs_config = kind != "medusa" or (folder / "config.json").exists()
-        config = read_config(folder, f"the head {folder}") if needs_config else {}
+        config = _read_config(files) if kind != "medusa" or (folder / "config.json").exists() else {}
         if description is not None and description.feature_layers:  # the config's may be in either of two conventions
             config = {**config, "eagle_config": None, AUX_LAYERS: list(description.feature_layers)}
         weights = read(files, config, target)
@@ -90,9 +89,11 @@ def _recognise(files: HeadTensors) -> tuple[HeadKind, _Reader]:
         return "medusa", read_medusa
     if "cross_attn" in parts:
         return "glide", read_glide
-    if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
+    has_fusion = bool(names & {"fc.weight", "layers.0.hidden_norm.weight"})
+    is_model = "layers.0.input_layernorm.weight" in names and not has_fusion
+    if any(name.startswith("layers.0.") for name in names) and not is_model:
         return "eagle", read_eagle
-    if "embed_tokens.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
+    if is_model:
         raise files.refuse("it is a model, not a head", "Name it as a draft model: -d")
     raise files.refuse(f"it is of no kind that specgen knows (its first tensor: {files.stored_name(min(names))})", _KINDS_HINT)
 
@@ -106,13 +107,28 @@ def named_kind(folder: Path, target_name: str, target_folder: Path) -> HeadKind:
     return _recognise(HeadTensors(folder, torch.device("cpu")))[0] if description is None else description.kind
 
 
+def _read_config(files: HeadTensors) -> dict[str, Any]:
+    if not (files.folder / "config.json").is_file():
+        raise files.refuse("it has no config.json")
+    return read_config(files.folder, f"the head {files.folder}")
+
+
+def check_head_folder(folder: Path) -> None:
+    """Raises SpecgenError if `save_head` would overwrite what is no head of specgen's in `folder`, such as a model."""
+    names = ("config.json", HEAD_FILE, MEDUSA_FILE)
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found is not None and not (folder / HEAD_DESCRIPTION).exists():
+        raise SpecgenError(f"{folder} has a {found} that does not belong to a head trained by specgen", "Name another folder")
+
+
 def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) -> Path:
     """Writes a head in a published layout, in bfloat16, with its `head.yaml`. Returns the path of the weights.
 
     Medusa: the authors' "version 2" in `medusa_lm_head.safetensors` (v0.1 if it has LM heads of its own; vLLM's if its
     vocabulary is reduced). EAGLE-1 and 3: the authors', which SGLang and vLLM read too, and for EAGLE-3 SpecForge. GliDe: the
-    authors'. Each file is written completely or not at all. Raises OSError.
+    authors'. Each file is written completely or not at all. Raises SpecgenError as `check_head_folder` does, and OSError.
     """
+    check_head_folder(folder)
     sizes = description.sizes
     name = HEAD_FILE
     if isinstance(weights, MedusaWeights):
@@ -133,6 +149,7 @@ def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) 
         write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         with whole_file(folder / name) as file:
             file.write(data)
+        (folder / (HEAD_FILE if name == MEDUSA_FILE else MEDUSA_FILE)).unlink(missing_ok=True)  # of an older head
     return folder / name
 
 

@@ -81,6 +81,7 @@ def read_decoder_layers(files: HeadTensors, config: HeadConfig, target: LoadedMo
 
     What config.json leaves out is taken from the tensors' shapes. Raises SpecgenError for what the native decoder cannot run.
     """
+    config.check_off("use_sliding_window")
     count = _layer_count(files)
     heads = config.size("num_attention_heads")
     first = "layers.0.self_attn."
@@ -137,8 +138,10 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
     section = config.section("rope_scaling") or config.section("rope_parameters")
     base = section.get("rope_theta", config.values.get("rope_theta", _ROPE_BASE))
     scaling = {name: value for name, value in section.items() if name != "rope_theta"}
+    share = scaling.get("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0))
+    plain = {"rope_theta": base} | ({} if share == 1 else {"partial_rotary_factor": share})
     is_plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
-    return {"rope_theta": base} if is_plain else {"rope_theta": base, "rope_scaling": scaling}
+    return plain if is_plain else {**plain, "rope_scaling": scaling}
 
 
 def _layer_count(files: HeadTensors) -> int:

@@ -68,7 +68,7 @@ def read_medusa(files: HeadTensors, config: Mapping[str, Any], target: LoadedMod
     blocks = [[_block(files, f"blocks.{head}.layers.{layer}", width) for layer in range(layers)] for head in range(heads)]
     tables = {name: _ordered(files.take(name), order) for name in lm_heads}
     own = [tables[lm_heads[min(head, len(lm_heads) - 1)]] for head in range(heads)] if lm_heads else None
-    return MedusaWeights(blocks, own, None if order is None else order.sort().values)
+    return MedusaWeights(blocks, own, None if order is None else order.sort().values.to(target.device))
 
 
 def _counts(files: HeadTensors) -> tuple[int, int]:
@@ -95,7 +95,12 @@ def _block(files: HeadTensors, name: str, width: int) -> tuple[torch.Tensor, tor
 def _token_map(files: HeadTensors, target: LoadedModel) -> torch.Tensor:
     """Returns the target's ids of the head's tokens, in the order of the file."""
     ids = files.take_integers("token_map")
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.model.vocab_size or len(ids.unique()) != len(ids):
+    if (
+        not len(ids)
+        or int(ids.min()) < 0
+        or int(ids.max()) >= target.model.vocab_size
+        or not bool((ids.sort().values.diff() > 0).all())
+    ):
         raise files.refuse(f"{files.stored_name('token_map')} does not hold different ids of tokens of {target.name}")
     return ids
 

@@ -70,7 +70,7 @@ class CrossAttention:
             mixed = attend(query, inputs.keys, inputs.values, inputs.mask)
         else:
             assert inputs.mask is not None
-            query = query.unflatten(0, (inputs.batch, -1))
+            query = query.view(inputs.batch, -1, self._heads, self._size)
             mixed = attend_batch(query, inputs.keys, inputs.values, inputs.mask).flatten(0, 1)
         residual.add_product(self._output, mixed if inputs.sees is None else mixed * inputs.sees)
 
