@@ -244,6 +244,13 @@ def test_the_command_trains_a_head_where_it_is_found(
     assert read_head_description(found).made_with["steps"] == 2
 
 
+def test_no_model_is_overwritten(folder: Path, corpus: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    refusal = refused(train_command("medusa", corpus, folder, "-t", str(folder), "--steps", "1"))
+    assert str(folder) in refusal
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
