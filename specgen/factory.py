@@ -51,6 +51,7 @@ def draft_setup(components: Components) -> DraftSetup:
         keep_logits=components.record,
         acceptance_predictor=components.acceptance_predictor,
         history=components.history,
+        context_limit=getattr(components.target, "context_limit", 0),  # a draft worker has no target
     )
 
 
@@ -87,7 +88,7 @@ def make_verifier(method: Method, settings: Settings, components: Components) ->
         return bild.BildVerifier(*common, rollback=float(settings.values["rollback"]))
     if components.sampling.greedy:
         return verifiers.GreedyVerifier()
-    if method.drafts_trees(settings):
+    if method.verifier in ("k-sequential", "multi-round"):
         rule = multi_draft.k_sequential if method.verifier == "k-sequential" else multi_draft.multi_round
         return multi_draft.TreeSampling(rule, *common)
     return verifiers.RejectionSampling(*common)

@@ -125,7 +125,7 @@ def _draft_model(name: str, paper: str) -> Method:
     return Method(name, kinds.MODEL, name, paper)
 
 
-def _multi_draft(name: str, paper: str, verifier: str = "exact") -> Method:
+def _multi_draft(name: str, paper: str, verifier: str) -> Method:
     row = Method(name, kinds.MULTI_DRAFT, "fixed", paper, verifier=verifier, any_policy=True)
     return replace(row, settings=_DRAFTS, defaults={"fixed": {"k": 4}})
 
@@ -176,6 +176,29 @@ METHODS: Mapping[str, Method] = {
                     False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
                 ),
             },
+        ),
+        Method(
+            "lookahead",
+            kinds.LOOKAHEAD,
+            None,
+            "lookahead decoding, Fu et al. 2024",
+            settings={
+                "window": Setting(3, "columns of the window, W; the authors: 15, 10, 7 for 7B, 13B, 33B on an A100", 1, 128),
+                "ngram": Setting(3, "length of the n-grams, N; the authors: 5", 2, 16),
+                "guesses": Setting(3, "most n-grams for a token, G; the authors: as many as the window's columns", 1, 128),
+            },
+        ),
+        Method(
+            "ouroboros",
+            kinds.OUROBOROS,
+            "fixed",
+            "Ouroboros, Zhao et al. 2024",
+            settings={
+                "ngram": Setting(4, "length of the n-grams, N; the authors: 5 to 7", 2, 16),
+                "branches": Setting(3, "phrases tried after the drafted tokens, K; the authors: 3", 0, 64),
+                "window": Setting(4, "columns of the draft's window, and n-grams for a token; the authors: 15 to 20", 1, 128),
+            },
+            defaults={"fixed": {"k": 5}},
         ),
         Method(
             "pearl",
@@ -236,7 +259,7 @@ METHODS: Mapping[str, Method] = {
             is_yardstick=True,
         ),
         _multi_draft("spectr", "SpecTr, Sun et al. 2023", "k-sequential"),
-        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023"),
+        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023", "multi-round"),
         Method(
             "eesd",
             kinds.EXIT,

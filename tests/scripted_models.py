@@ -27,6 +27,8 @@ LENGTH_SETTINGS = {
     "heuristic": "k",
     "lookup": "k",
     "suffix": "max_draft",
+    "lookahead": "window",
+    "ouroboros": "k",
     "confidence": "max_draft",
     "svip": "max_draft",
     "beta-ts": "max_draft",

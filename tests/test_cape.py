@@ -16,8 +16,8 @@ from specgen.decoding import cape
 from specgen.decoding.cape import CapeDrafter, further_candidates
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken
-from specgen.decoding.multi_draft import TreeSampling, multi_round
 from specgen.decoding.policies import Fixed, Heuristic
+from specgen.decoding.verifiers import RejectionSampling
 from specgen.errors import SpecgenError
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
@@ -124,7 +124,7 @@ def one_round(
     target, model = SmallRunner(2, sizes[0]), SmallRunner(11, sizes[1])
     sampling = SamplingParams(temperature=1.0)
     drafter = CapeDrafter(DraftSetup(model, sampling, frozenset(), sizes[0]))  # type: ignore[arg-type]
-    verifier = TreeSampling(multi_round, sampling, torch.device("cpu"), 0)
+    verifier = RejectionSampling(sampling, torch.device("cpu"), 0)
     monkeypatch.setattr(cape, "further_candidates", lambda _: further)
 
     def round_() -> tuple[int, ...]:

@@ -136,6 +136,14 @@ TREES = [
     Case("spectr", {"k": 1, "drafts": 3}, 3, THREE, {"top_p": 0.9}, zero=True),
     Case("spectr", {"k": 2, "drafts": 2}, 4, THREE, {"top_k": 2}, eos=(2,)),
 ]
+NGRAMS = [
+    Case("lookahead", {"window": 2, "ngram": 3, "guesses": 2}, 5),
+    Case("lookahead", {"window": 2, "ngram": 2, "guesses": 2}, 4, THREE),  # Jacobi decoding
+    Case("lookahead", {"window": 3, "ngram": 4, "guesses": 2}, 4, THREE, {"top_k": 2}, eos=(2,), zero=True, seed=1),
+    Case("ouroboros", {"k": 2, "ngram": 3, "branches": 2, "window": 2}, 4),
+    Case("ouroboros", {"k": 1, "ngram": 2, "branches": 2, "window": 2}, 4, THREE, {"top_k": 2}, eos=(2,), zero=True),
+    Case("ouroboros", {"k": 3, "ngram": 3, "branches": 1, "window": 1}, 4, seed=1),
+]
 
 
 @pytest.mark.parametrize("case", CHAINS, ids=str)
@@ -174,6 +182,11 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
 
 
+@pytest.mark.parametrize("case", NGRAMS, ids=str)
+def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distance(case, monkeypatch) < ROUNDING
+
+
 class RecordedUniforms:
     """Records the uniform numbers that `torch.rand` gives, by the seed of the generator that each came from."""
 
@@ -197,6 +210,10 @@ class RecordedUniforms:
         ("pearl", {"window": 4, "post_verify": False}),
         ("specinfer", {"k": 4, "drafts": 3}),
         ("spectr", {"k": 4, "drafts": 3}),
+        ("ouroboros", {"k": 4}),
+        ("lookup", {"k": 4}),
+        ("lookahead", {}),
+        ("sd", {"k": 3, "width": 2}),
     ],
 )
 def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +226,10 @@ def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], 
     for numbers in uniforms.of_seed.values():
         assert len(set(numbers)) == len(numbers)
     used, judged = sorted(map(len, uniforms.of_seed.values())), sum(len(round_.draft.tokens) for round_ in rounds)
-    assert len(used) == 2, "the drafter's generator and the verifier's"
+    draws = method not in ("lookup", "lookahead") and "width" not in settings
+    assert len(used) == 1 + draws, "the verifier's generator, and the drafter's if it draws"
     assert judged > 30
-    if method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
+    if not draws:  # one for each accepted token and each correction or bonus
+        assert used == [60]
+    elif method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
         assert used == [judged, judged + len(rounds)]

@@ -50,6 +50,11 @@ def renamed(old: str, new: str) -> Callable[[Tensors], None]:
     return lambda raw: raw.update({new: raw.pop(old)})
 
 
+def under_another_name(raw: Tensors) -> None:
+    for name in list(raw):
+        raw[f"mlp.{name}"] = raw.pop(name)
+
+
 def same(raw: Tensors) -> None:
     """Leaves the tensors as they are."""
 
@@ -74,6 +79,9 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
     ("eagle1", same, {"rope_scaling": {"type": "magic"}}, "in its config.json is not supported"),
     ("eagle1-sglang", put(fc__bias=ONES), {}, "are its fc.bias"),
     ("eagle3", without("midlayer.hidden_norm.weight"), {}, "lacks 1 of its tensors (the first: layers.0.hidden_norm.weight)"),
+    ("eagle1", without("fc.weight", "fc.bias"), {}, "lacks 1 of its tensors (the first: fc.weight)"),
+    ("eagle3", without("fc.weight"), {}, "lacks 1 of its tensors (the first: fc.weight)"),
+    ("eagle3", without("midlayer.self_attn.q_proj.weight"), {}, f"lacks 1 of its tensors (the first: {FIRST})"),
     ("eagle3", without("lm_head.weight"), {}, "lacks 1 of its tensors (the first: lm_head.weight)"),
     ("eagle3", without("d2t", "t2d"), {}, "lacks 1 of its tensors (the first: d2t)"),
     ("eagle3", put(layers__1__mlp__x=ONES), {}, "it has 2 decoder layers"),
@@ -127,13 +135,8 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
         {},
         "it is an MTP layer (multi-token prediction), which specgen cannot run",
     ),
-    ("eagle1", without("fc.weight", "fc.bias"), {}, "it is a model, not a head"),
-    (
-        "eagle1",
-        renamed(FIRST, "layers.0.self_attn.q_a_proj.weight"),
-        {},
-        "it is of no kind that specgen knows (its first tensor: ",
-    ),
+    ("glide", without(*(f"model.layers.0.cross_attn.{name}_proj.weight" for name in "qo")), {}, "it is a model, not a head"),
+    ("medusa-v2", under_another_name, {}, "it is of no kind that specgen knows (its first tensor: mlp.0.0.linear.bias)"),
     ("glide", same, {"use_remap": True}, "maps the target's keys and values (use_remap)"),
     # text of the file in a message
     ("eagle1", put(**{"\x1b]0;evil\x07\n\u202e": ONES}), {}, "does not have (the first: ␛]0;evil␇↵�)"),

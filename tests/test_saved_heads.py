@@ -15,7 +15,7 @@ from head_checks import equal, published, refusal
 from head_layouts import LAYOUTS, features_of, sizes_of, weights_file, write_head
 from safetensors import safe_open
 from safetensors.torch import load_file
-from training_helpers import opened
+from training_helpers import invoke, opened, train_command
 
 from specgen import demo, paths
 from specgen.engine.fingerprint import weights_fingerprint
@@ -99,13 +99,15 @@ def test_what_is_written_has_a_published_layout(target: LoadedModel, tmp_path: P
         assert described["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == features_of(sizes_of(target.folder))
 
 
-def test_a_head_is_not_written_over_a_model(target: LoadedModel, tmp_path: Path) -> None:
+def test_a_head_is_not_written_over_a_model(target: LoadedModel, tmp_path: Path, corpus: Path) -> None:
     model = Path(shutil.copytree(target.folder, tmp_path / "model"))
     weights = load_head(write_head(tmp_path / "head", "medusa-v2", target.folder), target).weights
     described = describe_head("medusa", target, {}, {})
     before = (model / "config.json").read_bytes()
     with pytest.raises(SpecgenError, match=r"has a config.json that does not belong to a head trained by specgen"):
         save_head(model, weights, described)
+    result = invoke([*train_command("medusa", corpus, model, "-t", str(target.folder)), "-q"])  # before it trains
+    assert (result.exit_code, "Name another folder" in result.stderr) == (2, True)
     assert (model / "config.json").read_bytes() == before
     save_head(tmp_path / "saved", weights, described)
     check_head_folder(tmp_path / "saved")

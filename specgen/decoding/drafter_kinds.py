@@ -76,6 +76,16 @@ def _suffix(setup: DraftSetup, settings: Settings) -> Any:
     return _module("suffix_drafter").SuffixDrafter(min_prob, factor, setup.eos_ids, setup.history)
 
 
+def _lookahead(setup: DraftSetup, settings: Settings) -> Any:
+    width, ngram, guesses = (settings.values[name] for name in ("window", "ngram", "guesses"))
+    return _module("lookahead").LookaheadDrafter(setup, width=width, ngram=ngram, guesses=guesses)
+
+
+def _ouroboros(setup: DraftSetup, settings: Settings) -> Any:
+    width, ngram, branches = (settings.values[name] for name in ("window", "ngram", "branches"))
+    return _module("ouroboros").OuroborosDrafter(setup, width=width, ngram=ngram, branches=branches)
+
+
 def _hybrid(setup: DraftSetup, settings: Settings) -> Any:
     """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
     model = None if setup.runner is None else _model_drafter(setup, settings)
@@ -108,15 +118,26 @@ _MODEL_SIGNALS = MODEL_SIGNALS - {"predicted_acceptance"}
 NONE = DrafterKind("none", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), cost_kind="echo")
 LOOKUP = DrafterKind("lookup", DraftSource.NOTHING, _prompt_lookup, frozenset({MATCH_LENGTH}), cost_kind="echo")
 SUFFIX = DrafterKind("suffix", DraftSource.NOTHING, _suffix, frozenset({MATCH_LENGTH, "prob"}), cost_kind="echo")
+LOOKAHEAD = DrafterKind("lookahead", DraftSource.NOTHING, _lookahead, drafts_trees=True, recorded=False)
 SEARCH = DrafterKind("search", DraftSource.NOTHING, lambda *_: _module("drafters").NoDrafter(), drafts_trees=True, recorded=False)
 MODEL = DrafterKind("model", DraftSource.DRAFT_MODEL, _model_drafter, _MODEL_SIGNALS)
 HYBRID = DrafterKind(MODEL.name, DraftSource.DRAFT_MODEL, _hybrid, _MODEL_SIGNALS | {MATCH_LENGTH})  # recorded as MODEL
 MULTI_DRAFT = DrafterKind("chains", DraftSource.DRAFT_MODEL, _multi_draft, _MODEL_SIGNALS, drafts_trees=True, recorded=False)
+OUROBOROS = DrafterKind("ouroboros", DraftSource.DRAFT_MODEL, _ouroboros, drafts_trees=True, recorded=False)
 BEAMS = DrafterKind("beams", DraftSource.DRAFT_MODEL, _beam_search, _MODEL_SIGNALS, recorded=False)
 BILD = DrafterKind("fallback", DraftSource.DRAFT_MODEL, _bild, _MODEL_SIGNALS, recorded=False)
 EXIT = DrafterKind("exit", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, title="the exit layer")
 EXIT_TREE = DrafterKind("exit tree", DraftSource.EXIT_LAYER, _model_drafter, MODEL_SIGNALS, drafts_trees=True, recorded=False)
-MEDUSA = DrafterKind("medusa", DraftSource.HEAD, _medusa, _MODEL_SIGNALS, recorded=False, title="the heads", head="medusa")
+MEDUSA = DrafterKind(
+    "medusa",
+    DraftSource.HEAD,
+    _medusa,
+    _MODEL_SIGNALS,
+    drafts_trees=True,
+    recorded=False,
+    title="the heads",
+    head="medusa",
+)
 EAGLE = DrafterKind("eagle", DraftSource.HEAD, _model_drafter, _MODEL_SIGNALS, recorded=False, title="the head", head="eagle")
 GLIDE = DrafterKind("glide", DraftSource.HEAD, _model_drafter, _MODEL_SIGNALS, recorded=False, title="the head", head="glide")
 SKIP = DrafterKind("skip", DraftSource.SKIPPED_LAYERS, _model_drafter, _MODEL_SIGNALS, recorded=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -15,12 +16,13 @@ from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, longest_draft
 from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams
+from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.suffix_index import SuffixHistory
+    from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner
 
 
@@ -31,6 +33,17 @@ class Drafter(Protocol):
         """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end the draft earlier.
 
         The draft is empty if there is nothing to propose or `limit` is 0.
+        """
+
+
+class LearningDrafter(Drafter, ABC):
+    """A drafter that learns from the target's logits. Only the schedule `sequential` lets it."""
+
+    @abstractmethod
+    def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
+        """Learns from the round of the last draft: the target's output for the context's last token and for all nodes of `draft`.
+
+        Called after verification, before accepted tokens join the context. `output` is valid only during the call.
         """
 
 
@@ -51,9 +64,10 @@ class AcceptancePredictor(Protocol):
 class DraftSetup:
     """The model and parameters that a drafter is constructed from.
 
-    `runner` runs the draft model. It is None for drafters without a model, which read only `eos_ids`. `vocab_size` is the width
-    of the target's logits. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's logits in each draft.
-    `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None: none are kept.
+    `runner` runs the draft model. It is None for drafters without a model. `vocab_size` is the width of the target's logits and
+    `context_limit` the length of its longest context. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's
+    logits in each draft. `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None:
+    none are kept.
     """
 
     runner: DraftRunner | None
@@ -64,6 +78,7 @@ class DraftSetup:
     keep_logits: bool = False
     acceptance_predictor: AcceptancePredictor | None = None
     history: SuffixHistory | None = None
+    context_limit: int = 0
 
 
 def extend_draft(
@@ -136,19 +151,20 @@ class ModelDrafterBase:
     def __init__(self, setup: DraftSetup, *, depth: int | None = None) -> None:
         assert setup.runner is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.runner
-        self._setup, self._depth = setup, depth
+        self._setup, self._depth, self._longest = setup, depth, longest_draft(setup.runner)
         self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
         self._generator = logits_ops.make_generator(setup.runner.device, setup.seed)
 
     def _room(self, context: Context, limit: int) -> int:
-        """The number of tokens that the draft model has positions for after the context, at most `limit` and the drafter's depth.
+        """The number of tokens, at most `limit` and the drafter's depth, that the draft model can draft after the context.
 
         0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
         """
         runner = self._runner
         if context.largest_id >= runner.num_embeddings:
             return 0
-        return min(limit, runner.context_limit - len(context), limit if self._depth is None else self._depth)
+        bounds = limit, runner.context_limit - len(context), self._depth, self._longest
+        return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
         """Returns the reason why a draft of at most `levels` levels ended: the drafter's depth has a reason of its own."""

@@ -69,7 +69,7 @@ class SuffixDrafter:
 
     def _find(self, context: Context) -> Continuation | None:
         found = self._index.find(context.ids)
-        return found if self._history is None else longest(self._history.find(context.ids), found)
+        return found if self._history is None else longest(found, self._history.find(context.ids))
 
     def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
         """Shows the policy how far the last match agreed with the tokens that have joined the context since."""

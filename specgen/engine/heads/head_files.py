@@ -89,9 +89,11 @@ def _recognise(files: HeadTensors) -> tuple[HeadKind, _Reader]:
         return "medusa", read_medusa
     if "cross_attn" in parts:
         return "glide", read_glide
-    if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
+    has_fusion = bool(names & {"fc.weight", "layers.0.hidden_norm.weight"})
+    is_model = "layers.0.input_layernorm.weight" in names and not has_fusion
+    if any(name.startswith("layers.0.") for name in names) and not is_model:
         return "eagle", read_eagle
-    if "embed_tokens.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
+    if is_model:
         raise files.refuse("it is a model, not a head", "Name it as a draft model: -d")
     raise files.refuse(f"it is of no kind that specgen knows (its first tensor: {files.stored_name(min(names))})", _KINDS_HINT)
 
