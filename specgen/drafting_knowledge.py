@@ -36,7 +36,7 @@ _ROUNDS = 6  # timed with each length, at most
 _SECONDS = 0.5  # after which each length is timed once more at most
 _LONGEST_CONTEXT = 1024  # tokens of the context after which rounds are timed, at most
 _COST_SETTINGS = ("draft_cost", "verify_cost")
-_SHAPES = ("width", "depth", "drafts", "beams", "skip", "exit")  # settings that change how long a draft takes
+_SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit")  # settings that change how long a draft takes
 
 Key = tuple[Any, ...]
 
@@ -109,7 +109,7 @@ class DraftingKnowledge:
         length = max(1, min(_context_length(request), context_limit - NEW_TOKENS))
         given: dict[str, Any] = request.settings.as_dict(with_policy=request.method.any_policy)
         has_model = self.drafts_with_model(request.method)
-        timed = {"draft_cost": 0, "verify_cost": 0, "fallback": 0} | ({"lookup": False} if has_model else {})
+        timed = {"draft_cost": 0, "verify_cost": 0, "fallback": 0, "history": False} | ({"lookup": False} if has_model else {})
         given |= {name: value for name, value in timed.items() if name in given}  # fallback: BiLD drops no token
         run = plan([1] * length, request.method.name, sampling, **given).run
         return run if has_model else replace(run, drafter=RepeatDrafter())

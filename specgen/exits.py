@@ -13,6 +13,7 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.errors import SpecgenError
 from specgen.methods import Method
+from specgen.missing_parts import no_exit_layer
 
 
 class Exits:
@@ -74,7 +75,7 @@ class Exits:
         if found is None:
             self._target.model.check_layers("early exit")
             bundled = self._target.name.startswith("demo/")
-            raise self.refusal or methods.no_exit_layer(method, None if bundled else self._target.name)
+            raise self.refusal or no_exit_layer(method, None if bundled else self._target.name)
         if id(found) not in self._runners:
             both = (self._penalties(), self._penalties())
             early = EarlyExit(self._target.model, found.layer, found.description.after, found.predictor, penalties=both)

@@ -15,7 +15,8 @@ from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.length_policy import Always, LengthPolicy
 from specgen.decoding.policies import POLICIES, signals_of
-from specgen.methods import METHODS, Method, no_draft_model, no_exit_layer, no_predictor
+from specgen.methods import METHODS, Method
+from specgen.missing_parts import no_draft_model, no_exit_layer, no_predictor
 from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def draft_setup(components: Components) -> DraftSetup:
         seed=derive_seed(components.seed, "draft"),
         keep_logits=components.record,
         acceptance_predictor=components.acceptance_predictor,
+        history=components.history,
+        context_limit=getattr(components.target, "context_limit", 0),  # a draft worker has no target
     )
 
 
@@ -85,7 +88,7 @@ def make_verifier(method: Method, settings: Settings, components: Components) ->
         return bild.BildVerifier(*common, rollback=float(settings.values["rollback"]))
     if components.sampling.greedy:
         return verifiers.GreedyVerifier()
-    if method.drafts_trees(settings):
+    if method.verifier in ("k-sequential", "multi-round"):
         rule = multi_draft.k_sequential if method.verifier == "k-sequential" else multi_draft.multi_round
         return multi_draft.TreeSampling(rule, *common)
     return verifiers.RejectionSampling(*common)

@@ -37,6 +37,7 @@ def load(
     announce: Callable[[str], None] = lambda _: None,
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
+    head: str | Path | None = None,
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
@@ -44,8 +45,9 @@ def load(
     device, or a second GPU if `device` is `auto` and there is one.
     `announce` is called with a short description of each step. `process` is a process started earlier to run PEARL's draft model,
     to save time; None starts one when PEARL first runs. `exit_layer` is the file or folder of EESD's trained exit layer; None
-    takes the one that was trained for this target on this machine, or the bundled target's. `backend` says whose forward pass
-    runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a
+    takes the one that was trained for this target on this machine, or the bundled target's. `head` is the folder of a trained
+    head (Medusa, EAGLE or GliDe); heads of the other kinds are found as exit layers are. `backend` says whose forward pass runs:
+    `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a
     token's logits alike, so that plain and speculative decoding see equal bits: on a CPU, and not in drafts that are trees. The
     draft model's weights are loaded when they are first needed in this process. Raises SpecgenError.
     """
@@ -75,6 +77,11 @@ def load(
             pair.exit_layer = load_exit(Path(exit_layer), pair.target)
         else:
             pair.exits.found = FoundExit(pair.target, is_bundled=target is None)
+        pair.heads.is_bundled = target is None
+        if head is not None:
+            named = pair.heads.name(Path(head))
+            if named.warning is not None:
+                announce(named.warning)
     except BaseException:
         pair.close()
         raise

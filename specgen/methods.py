@@ -5,7 +5,6 @@ To add a method, add a row to `METHODS` and, where it needs new behaviour, a cla
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,8 @@ from specgen.setting_parsing import Setting, Settings, Value
 from specgen.types import SamplingParams
 
 DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
+DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 ALL_METHODS = "specgen inspect --methods"
-WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Method:
 
     `policy` names the length policy (the rule that ends drafts); None: no policy ends a draft. `paper` names the method's source.
     `verifier` and `schedule` are names that `factory` translates to classes. If `any_policy`, users may choose another
-    policy with `policy=NAME`. `settings` are the method's own, besides the policy's. `defaults` replace default values of the
-    settings of `policy`. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor.
+    policy with `policy=NAME`. `settings` are the method's own, besides the policy's. `defaults` replace default values, by the
+    length policy that they hold with. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor.
     A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than plain decoding: `tune` and the
     default `compare` leave it out. The schedule `joint` decodes greedily only.
     If `drafts_without_model`, it drafts by prompt lookup where there is no draft model.
@@ -46,7 +45,7 @@ class Method:
     schedule: str = "sequential"
     any_policy: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    defaults: Mapping[str, Value] = field(default_factory=dict)
+    defaults: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     policy_without_predictor: str | None = None
     is_yardstick: bool = False
     drafts_without_model: bool = False
@@ -62,6 +61,11 @@ class Method:
     @property
     def needs_exit_layer(self) -> bool:
         return self.drafter.source is DraftSource.EXIT_LAYER
+
+    @property
+    def head(self) -> str:
+        """The kind of trained head that the method needs: `medusa`, `eagle` or `glide`; empty if it needs none."""
+        return self.drafter.head
 
     @property
     def skips_layers(self) -> bool:
@@ -87,7 +91,7 @@ class Method:
         return "parallel" if self.is_parallel else self.drafter.cost_kind
 
     def drafts_trees(self, settings: Settings) -> bool:
-        return self.drafter.drafts_trees or settings.drafts_tree
+        return self.drafter.drafts_trees or settings.drafts_tree or bool(settings.values.get("cape"))
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises SpecgenError if the method cannot decode with these sampling parameters."""
@@ -96,10 +100,21 @@ class Method:
             raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
 
 
-DEFAULT_EXIT = "auto"
 _EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
+_HEAD = {"head": Setting(DEFAULT_HEAD, "the head's folder; auto: --head, or the one found for the target")}
+_SKIP = "layers to skip, as 3+5a+7m (a: attention only, m: MLP only); auto: searched for"
 _DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
-_WIDTH = "candidates at each position; above 1, drafts are trees"
+_CAPE = {"cape": Setting(False, "add likely candidates at each position of the chain, more where the draft is unsure (CaPE)")}
+
+
+def _tree(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
+    """The settings of trees with these defaults. A `depth` of `auto` leaves the number of levels to the length policy."""
+    levels = "most levels of the tree" if isinstance(depth, int) else "levels of the tree; auto: the policy decides"
+    return {
+        "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
+        "depth": Setting(depth, levels, 1, 64, None if isinstance(depth, int) else "auto"),
+        "nodes": Setting(nodes, "keep this many of all candidates, as EAGLE-2; auto: the width at each level", 1, 1024, "auto"),
+    }
 
 
 def _ngram(default: int) -> dict[str, Setting]:
@@ -110,9 +125,9 @@ def _draft_model(name: str, paper: str) -> Method:
     return Method(name, kinds.MODEL, name, paper)
 
 
-def _multi_draft(name: str, paper: str, verifier: str = "exact") -> Method:
+def _multi_draft(name: str, paper: str, verifier: str) -> Method:
     row = Method(name, kinds.MULTI_DRAFT, "fixed", paper, verifier=verifier, any_policy=True)
-    return replace(row, settings=_DRAFTS, defaults={"k": 4})
+    return replace(row, settings=_DRAFTS, defaults={"fixed": {"k": 4}})
 
 
 METHODS: Mapping[str, Method] = {
@@ -125,10 +140,7 @@ METHODS: Mapping[str, Method] = {
             "fixed",
             "Leviathan et al. 2023",
             any_policy=True,
-            settings={
-                "width": Setting(1, _WIDTH, 1, 64),
-                "depth": Setting("auto", "levels of the tree; auto: the policy decides", 1, 64, "auto"),
-            },
+            settings=_tree(1, "auto") | _CAPE,
         ),
         _draft_model("heuristic", "transformers' assisted generation"),
         _draft_model("confidence", "transformers' assisted generation"),
@@ -149,7 +161,44 @@ METHODS: Mapping[str, Method] = {
             "prompt lookup, Saxena 2023",
             any_policy=True,
             settings=_ngram(3),
-            defaults={"k": 10},
+            defaults={"fixed": {"k": 10}},
+        ),
+        Method(
+            "suffix",
+            kinds.SUFFIX,
+            "adaptive",
+            "SuffixDecoding, Oliaro et al. 2024",
+            any_policy=True,
+            settings={
+                "min_prob": Setting(0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1),
+                "factor": Setting(4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000),
+                "history": Setting(
+                    False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
+                ),
+            },
+        ),
+        Method(
+            "lookahead",
+            kinds.LOOKAHEAD,
+            None,
+            "lookahead decoding, Fu et al. 2024",
+            settings={
+                "window": Setting(3, "columns of the window, W; the authors: 15, 10, 7 for 7B, 13B, 33B on an A100", 1, 128),
+                "ngram": Setting(3, "length of the n-grams, N; the authors: 5", 2, 16),
+                "guesses": Setting(3, "most n-grams for a token, G; the authors: as many as the window's columns", 1, 128),
+            },
+        ),
+        Method(
+            "ouroboros",
+            kinds.OUROBOROS,
+            "fixed",
+            "Ouroboros, Zhao et al. 2024",
+            settings={
+                "ngram": Setting(4, "length of the n-grams, N; the authors: 5 to 7", 2, 16),
+                "branches": Setting(3, "phrases tried after the drafted tokens, K; the authors: 3", 0, 64),
+                "window": Setting(4, "columns of the draft's window, and n-grams for a token; the authors: 15 to 20", 1, 128),
+            },
+            defaults={"k": 5},
         ),
         Method(
             "pearl",
@@ -179,7 +228,7 @@ METHODS: Mapping[str, Method] = {
                 "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
                 "beam": Setting("greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")),
             },
-            defaults={"k": 4},
+            defaults={"fixed": {"k": 4}},
         ),
         Method(
             "bild",
@@ -193,7 +242,7 @@ METHODS: Mapping[str, Method] = {
                 "fallback": Setting(0.9, "end the draft where its top probability is below this", 0, 1),
                 "rollback": Setting(2.0, "reject tokens whose -log probability under the target is above this", 0, 1000),
             },
-            defaults={"k": 10},
+            defaults={"fixed": {"k": 10}},
         ),
         Method(
             "joint",
@@ -210,7 +259,7 @@ METHODS: Mapping[str, Method] = {
             is_yardstick=True,
         ),
         _multi_draft("spectr", "SpecTr, Sun et al. 2023", "k-sequential"),
-        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023"),
+        _multi_draft("specinfer", "SpecInfer, Miao et al. 2023", "multi-round"),
         Method(
             "eesd",
             kinds.EXIT,
@@ -219,7 +268,7 @@ METHODS: Mapping[str, Method] = {
             settings=_EXIT,
             policy_without_predictor="beta-ts",
         ),
-        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True, settings=_EXIT),
+        Method("eesd-fixed", kinds.EXIT, "fixed", "EESD, with drafts of fixed length", any_policy=True, settings=_EXIT | _CAPE),
         Method("eesd-beta", kinds.EXIT, "beta-ts", "EESD, with Beta-TS", settings=_EXIT),
         Method("eesd-cali", kinds.EXIT, "cali-ts", "EESD, with Cali-TS", settings=_EXIT),
         Method(
@@ -228,50 +277,41 @@ METHODS: Mapping[str, Method] = {
             "cali-ts",
             "EESD, section 5.7",
             any_policy=True,
-            settings={"width": Setting(3, _WIDTH, 1, 64), "depth": Setting(5, "most levels of the tree", 1, 64), **_EXIT},
+            settings=_tree(3, 5) | _EXIT,
             policy_without_predictor="beta-ts",
         ),
+        Method(
+            "medusa",
+            kinds.MEDUSA,
+            "fixed",
+            "Medusa-1, Cai et al. 2024",
+            any_policy=True,
+            settings={
+                "nodes": Setting(10, "tokens in the tree of candidates (63 in the paper); 0: a chain", 0, 1024),
+                **_HEAD,
+            },
+            defaults={"fixed": {"k": 4}},
+        ),
+        Method(
+            "eagle",
+            kinds.EAGLE,
+            "fixed",
+            "EAGLE-2 and EAGLE-3, Li et al. 2024, 2025",
+            any_policy=True,
+            settings=_tree(4, 10, 10) | _CAPE | _HEAD,
+            defaults={"svip": {"every": 2}},
+        ),
+        Method("glide", kinds.GLIDE, "fixed", "GliDe, Du et al. 2024", any_policy=True, settings=_CAPE | _HEAD),
         Method(
             "selfsd",
             kinds.SKIP,
             "selfsd",
             "Self-SD, Zhang et al. 2023",
             any_policy=True,
-            settings={"skip": Setting("auto", "layers to skip, as 3+5a+7m (a: attention only, m: MLP only); auto: searched for")},
+            settings={"skip": Setting("auto", _SKIP)} | _CAPE,
         ),
     )
 }
-
-
-def no_draft_model(method: Method) -> SpecgenError:
-    if method.drafts_without_model:
-        message = f"{method.name} with lookup=false needs a draft model, and there is none"
-        return SpecgenError(message, "Name one with --draft, or take lookup=true")
-    return SpecgenError(f"{method.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
-
-
-def training_command(target: str | None) -> str:
-    """Returns the command that trains an exit layer for the model `target`.
-
-    None stands for the bundled target, whose training text is included.
-    """
-    of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
-    return f"specgen tune --train --methods eesd{of}"
-
-
-def no_exit_layer(method: Method, target: str | None) -> SpecgenError:
-    return SpecgenError(
-        f"{method.name} needs an exit layer trained for the target, and there is none",
-        f"Train one with {training_command(target)}, or name one with --exit-layer FILE",
-    )
-
-
-def no_predictor(method: Method) -> SpecgenError:
-    return SpecgenError(
-        f"{method.name} needs a predictor, and the exit layer has none",
-        "Train another with specgen tune --train, set model_prediction=false, or use "
-        + ("policy=beta-ts" if method.any_policy else "eesd-beta"),
-    )
 
 
 def find(name: str) -> Method:
@@ -289,8 +329,7 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
     known = dict(method.settings)
     if policy is not None:
         known.update(POLICIES[policy].settings)
-    if policy == method.policy:
-        for name, default in method.defaults.items():
+        for name, default in method.defaults.get(policy, {}).items():
             known[name] = replace(known[name], default=default)
     return known
 
@@ -331,9 +370,17 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
     _check_signals(method, policy, values)
     if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
         raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
-    if values.get("width") == 1 and "depth" in given and isinstance(values["depth"], int) and not method.drafter.drafts_trees:
-        raise SpecgenError(f"depth is {values['depth']}, but width is 1", "Give width=2 or more: a chain's length is k")
+    _check_tree(method, given, values)
     return Settings(policy, values)
+
+
+def _check_tree(method: Method, given: Mapping[str, object], values: Mapping[str, Value]) -> None:
+    """Raises SpecgenError if settings of a tree were `given` for a chain, or those of a chain for a tree. `values` are all."""
+    if values.get("width", 1) != 1 and values.get("cape"):
+        raise SpecgenError(f"cape adds candidates to a chain, and width is {values['width']}", "Take width=1, or leave cape out")
+    for name in ("nodes",) if method.drafter.drafts_trees else ("depth", "nodes"):
+        if values.get("width") == 1 and name in given and isinstance(values[name], int):
+            raise SpecgenError(f"{name} is {values[name]}, but width is 1", "Give width=2 or more: a chain's length is k")
 
 
 def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -> None:

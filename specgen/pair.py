@@ -17,10 +17,10 @@ from specgen.decoding.components import Components
 from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, StopTexts
 from specgen.decoding.sequential import Checked
+from specgen.decoding.suffix_index import SuffixHistory
 from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel
 from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
-from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_files import Exit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -28,6 +28,7 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.errors import SpecgenError
 from specgen.exits import Exits
+from specgen.heads import Heads
 from specgen.methods import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
 from specgen.skip_search import NEW_TOKENS
@@ -62,10 +63,12 @@ class Pair:
         self._thread_worker: ThreadWorker | StreamWorker | None = None
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
+        self.heads = Heads(target, self._target_runner, self._penalties)
         self._draft_runner: ModelRunner | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
+        self._history = SuffixHistory()
         models = [model for model in (target, draft) if model is not None]
         self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
@@ -181,7 +184,9 @@ class Pair:
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
         if self.knowledge.lacks_costs(request):
-            part = self._fastest_skips if request.method.skips_layers else self.exits.digest(request.settings.values.get("exit"))
+            values = request.settings.values
+            part = self.exits.digest(values.get("exit")) or self.heads.digest(request.method, values.get("head"))
+            part = self._fastest_skips if request.method.skips_layers else part
             limit = min(model.context_limit for model in self._models(request.method))
             self.knowledge.measure(request, self.plan, limit, part)
 
@@ -205,10 +210,14 @@ class Pair:
         components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
         worker = measured = passes = None
         if chosen.needs_exit_layer:
-            both = self.early_exit(chosen, str(settings.values["exit"]))
+            both = self.exits.runners(chosen, str(settings.values["exit"]))
             both.reserve(components.capacity)
             predictor = both.acceptance_predictor
             components = replace(components, target=both.target, draft=both.draft, acceptance_predictor=predictor)
+        elif chosen.head:
+            runners = self.heads.runners(chosen, str(settings.values["head"]))
+            runners.reserve(components.capacity)
+            components = replace(components, target=runners.target, draft=runners.draft)
         elif chosen.skips_layers:
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
@@ -223,6 +232,8 @@ class Pair:
                 assert measured is not None
                 components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
                 settings = settings.with_value("window", measured.costs.window.size)
+        if settings.values.get("history"):
+            components = replace(components, history=self._history)
         if settings.policy == Adaptive.name:
             components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
@@ -284,10 +295,6 @@ class Pair:
         return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity)
 
     # early exit and layer skipping
-
-    def early_exit(self, method: Method, name: str = methods.DEFAULT_EXIT) -> EarlyExit:
-        """Returns the target split into two runners by an exit layer; see `Exits.runners`."""
-        return self.exits.runners(method, name)
 
     def skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`."""
@@ -363,11 +370,13 @@ class Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Empties all KV caches, so that the next run computes its whole prompt. For measurements."""
+        """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
+        self._history.clear()
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.clear_cache()
         self.exits.clear_caches()
+        self.heads.clear_caches()
         if self._process_worker is not None:
             self._process_worker.forget()
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 EXIT_WEIGHTS = "exit.safetensors"
+HEAD_DESCRIPTION = "head.yaml"
 
 
 def examples_file() -> Path:
@@ -57,11 +58,24 @@ def exit_folder(target: str, target_fingerprint: str) -> Path:
 
 def kept_exit(target: str, target_fingerprint: str) -> Path | None:
     """The folder with the exit layer that was trained on this machine for a target with these weights. None if there is none."""
-    own = exit_folder(target, target_fingerprint)
-    if (own / EXIT_WEIGHTS).is_file():
-        return own
-    # The same weights may have been given under another name, for instance another path.
-    others = own.parent.glob(f"*-{target_fingerprint}/{EXIT_WEIGHTS}")
+    return _kept(exit_folder(target, target_fingerprint), target_fingerprint, EXIT_WEIGHTS)
+
+
+def head_folder(kind: str, target: str, target_fingerprint: str) -> Path:
+    """The folder for a target's trained head of a kind: `medusa`, `eagle` or `glide`. It does not depend on the draft model."""
+    return pair_folder(target, target_fingerprint, None) / "heads" / kind
+
+
+def kept_head(kind: str, target: str, target_fingerprint: str) -> Path | None:
+    """The folder with the head that was trained on this machine for a target with these weights. None if there is none."""
+    return _kept(pair_folder(target, target_fingerprint, None), target_fingerprint, f"heads/{kind}/{HEAD_DESCRIPTION}")
+
+
+def _kept(own: Path, target_fingerprint: str, name: str) -> Path | None:
+    """The folder with the file `name` of a target: in its folder `own`, or in that of the same weights under another name."""
+    if (own / name).is_file():
+        return (own / name).parent
+    others = own.parent.glob(f"*-{target_fingerprint}/{name}")  # such as another path
     return next((path.parent for path in sorted(others)), None)
 
 

@@ -72,6 +72,11 @@ class RunRequest:
 
     def __post_init__(self) -> None:
         self.method.check_sampling(self.sampling)
+        if self.settings.values.get("history") and self.sampling.seed is not None and not self.sampling.greedy:
+            raise SpecgenError(
+                f"{self.method.name} with history=true draws other tokens with the same seed after other outputs",
+                "Leave the seed or history out",
+            )
 
     @property
     def capacity(self) -> int:

@@ -77,8 +77,8 @@ class Settings:
 
     @property
     def drafts_tree(self) -> bool:
-        """Whether these values ask for a draft tree: a `width` above 1, or a number as `depth`."""
-        return int(self.values.get("width", 1)) > 1 or isinstance(self.values.get("depth"), int)
+        """Whether these values ask for a tree of likely continuations: a `width` above 1."""
+        return int(self.values.get("width", 1)) > 1
 
     def with_value(self, name: str, value: Value) -> Settings:
         return Settings(self.policy, {**self.values, name: value})

@@ -126,7 +126,8 @@ class Draft:
     """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree without branches.
 
     Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1, ...
-    `probs` [nodes, vocabulary] are the distributions that the nodes were drawn from; None if they were chosen without sampling.
+    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from. The nodes after them were chosen without
+    sampling; None: all were.
     `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
     `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
     `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,
@@ -135,6 +136,8 @@ class Draft:
     `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
     None. `predicted` has the acceptance probability that the length policy predicted for each token of a chain (each level of a
     tree), given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
+    Only the first `judged` nodes are candidates for the output (None: all). The target runs the others too, but they are not
+    verified: the drafter learns from the logits after them (lookahead decoding).
     """
 
     tokens: Sequence[int] = ()
@@ -147,6 +150,7 @@ class Draft:
     log_likelihoods: Sequence[float] = ()
     logits: Any = None
     predicted: Sequence[float] = ()
+    judged: int | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
@@ -168,6 +172,13 @@ class Draft:
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return max(depths, default=0)
+
+    @property
+    def candidates(self) -> Draft:
+        """The draft without the nodes that are not verified."""
+        if self.judged is None:
+            return self
+        return replace(self, tokens=self.tokens[: self.judged], parents=self.parents[: self.judged], judged=None)
 
     def part(self, start: int, stop: int | None = None) -> Draft:
         """Returns a chain of this chain's tokens `start` to `stop` - 1, with their probabilities and other per-token fields.
@@ -227,7 +238,8 @@ class Round:
 
     Only the search of joint decoding takes several passes of the target in a round: `target_passes`.
     `seconds` maps each phase of the round (see `PHASES`) to its duration. `policy_state` are numbers that the length policy (the
-    rule that ends drafts) has learned; None if it learns nothing.
+    rule that ends drafts) has learned; None if it learns nothing. `unjudged` counts the nodes that the pass ran and that were no
+    candidates for the output (see `Draft.judged`); they are not in `draft`.
     """
 
     index: int
@@ -237,6 +249,12 @@ class Round:
     seconds: Mapping[str, float] = field(default_factory=dict)
     policy_state: Mapping[str, float] | None = None
     target_passes: int = 1
+    unjudged: int = 0
+
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of the target's pass in the schedule `sequential`: the last token of the context and all nodes."""
+        return 1 + len(self.draft.tokens) + self.unjudged
 
     @property
     def drafting_seconds(self) -> float:

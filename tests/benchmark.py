@@ -83,7 +83,7 @@ class ForwardClock:
         self.seconds = 0.0
         runners = [runner for runner in pair.runners if runner is not None]
         if pair.exit_layer is not None:
-            both = pair.early_exit(find("eesd"))
+            both = pair.exits.runners(find("eesd"))
             runners += [both.target, both.draft]
         for runner in runners:
             runner._forward = self._timed(runner._forward)

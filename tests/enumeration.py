@@ -46,12 +46,14 @@ class SmallRunner(TableRunner):
 class State(NamedTuple):
     """What the future of a run depends on after a round: two runs with equal states continue alike.
 
-    `tokens` are committed, `pending` are drafted and not verified yet. `policy` is the length policy's state.
+    `tokens` are committed, `pending` are drafted and not verified yet. `policy` is the length policy's state, `drafter` what the
+    drafter has learned.
     """
 
     tokens: tuple[int, ...]
     pending: tuple[int, ...]
     policy: Hashable
+    drafter: Hashable
     finished: bool
 
 
@@ -253,8 +255,20 @@ def states(
         run.policy.reason = ""  # of the draft that has ended
         run.policy.take_seconds()  # they would make every state different from the others
         yield State(
-            tuple(run.context.ids[len(PROMPT) :]), tuple(pending), pickle.dumps(run.policy), run.finish_reason is not None
+            tuple(run.context.ids[len(PROMPT) :]),
+            tuple(pending),
+            pickle.dumps(run.policy),
+            learned(run.drafter),
+            run.finish_reason is not None,
         )
+
+
+def learned(drafter: Any) -> Hashable:
+    """The n-gram pool and the window of a drafter that has them."""
+    if not hasattr(drafter, "_pool"):
+        return None
+    window = drafter._window
+    return str(drafter._pool._phrases), str(window._levels), window._random.getstate()
 
 
 def exact(

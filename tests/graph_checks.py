@@ -98,6 +98,7 @@ def draft_setup(runner: ModelRunner, sampling: SamplingParams, vocab_size: int =
 
 def _assert_same_draft(found: Draft, expected: Draft, tolerance: float) -> None:
     assert (list(found.tokens), found.stop_reason) == (list(expected.tokens), expected.stop_reason)
+    assert list(found.parents) == list(expected.parents)
     assert found.entropies == pytest.approx(expected.entropies, abs=tolerance)
     assert found.top_probs == pytest.approx(expected.top_probs, abs=tolerance)
     assert (found.probs is None) == (expected.probs is None)

@@ -88,7 +88,7 @@ class PromptRuns:
         self._pair, self._new_tokens = pair, new_tokens
         self._sampling = SamplingParams(max_new_tokens=new_tokens)
         self._ids = pair.tokenizer.encode(prompt.text)
-        early = pair.early_exit(methods.find("eesd-cali"))
+        early = pair.exits.runners(methods.find("eesd-cali"))
         self.output = pair.generate(self._ids, "ar", self._sampling).token_ids
         hidden = early.target.logits(Context(self._ids), self.output).hidden_states
         assert hidden is not None

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import specgen
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import DeviceNumbers, DraftChain, DraftSetup
+from specgen.decoding.draft_chain import DeviceNumbers, DraftChain
 from specgen.decoding.run import Clock
 from specgen.decoding.verifiers import GreedyVerifier
 from specgen.engine import devices
@@ -101,12 +101,11 @@ def test_tokens_as_likely_as_the_last_of_the_top_k_are_kept() -> None:
 
 
 def test_a_drafts_entropies_are_copied_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = DraftSetup(None, vocab_size=50)
     rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     expected, _ = logits_ops.entropy_and_top_prob(rows)
     transfers = count_transfers(monkeypatch)
     with as_on_a_gpu(monkeypatch):
-        chain = DraftChain(setup, torch.Generator(), frozenset())
+        chain = DraftChain(SamplingParams(), 50, torch.Generator(), frozenset())
         for row in rows:
             chain.append(row)
         draft = chain.draft("length")

@@ -28,6 +28,7 @@ from torch.nn.attention import sdpa_kernel
 
 import specgen
 from specgen.decoding.bild import BildDrafter
+from specgen.decoding.cape import CapeDrafter
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.decoding.policies import SVIP, Fixed
@@ -67,7 +68,10 @@ def test_draft_steps_give_the_drafters_tokens_and_signals(sampling: SamplingPara
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_draft_steps_for_a_target_with_another_vocabulary(vocab_size: int, family: str, sampling: SamplingParams) -> None:
     eager, captured = runners_of(family, "cpu", torch.float32)
-    drafts = compare_drafters(eager, captured, sampling, POLICIES["fixed"], rounds=5, vocab_size=vocab_size)
+    options: dict[str, Any] = {"rounds": 5, "vocab_size": vocab_size}
+    drafts = compare_drafters(eager, captured, sampling, POLICIES["fixed"], **options)
+    drafts += compare_drafters(eager, captured, sampling, POLICIES["fixed"], kind=CapeDrafter, **options)
+    assert not drafts[-1].is_chain
     assert all(token < vocab_size for draft in drafts for token in draft.tokens)
     assert {is_long for *_, is_long in captured._forward._self_feeding} == {family == "phi3"}
 

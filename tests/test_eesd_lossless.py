@@ -31,9 +31,12 @@ METHODS = {
     "eesd-tree": {"width": 2, "depth": 4},
     "eesd-tree:3": {"width": 3, "depth": 3, "theta0": 1.0, "sigma_model": 0.001},
     "eesd-tree:4": {"width": 4, "depth": 6},
+    "eesd-tree:dynamic": {"width": 3, "depth": 4, "nodes": 7},
+    "eesd-fixed:cape": {"k": 3, "cape": True},
     "eesd-tree:adaptive": {"policy": "adaptive", "width": 2, "draft_cost": 0.1, "verify_cost": 0.05},
     "selfsd": {"skip": "1+2"},
     "selfsd:parts": {"skip": "0a+1m+2", "policy": "fixed", "k": 5},
+    "selfsd:cape": {"skip": "1+2", "policy": "fixed", "k": 3, "cape": True},
 }
 
 
@@ -116,11 +119,14 @@ def test_trees_of_a_draft_model(pair_of: Callable[..., Pair], family: str, draft
     pair = pair_of(family, draft, backend)
     ids = prompt(width)
     expected = plain(transformers_module(pair.target), ids, COUNT)
-    for settings in ({"k": 4}, {"depth": 3}, {"policy": "svip"}):
+    for settings in ({"k": 4}, {"depth": 3}, {"policy": "svip"}, {"k": 3, "nodes": 8}):
         result = pair.generate(ids, "sd", SamplingParams(max_new_tokens=COUNT), width=width, **settings)
         assert result.token_ids == expected, settings
         widest = max(list(round_.draft.parents).count(-1) for round_ in result.rounds)
         assert widest == width
+    result = pair.generate(ids, "sd", SamplingParams(max_new_tokens=COUNT), k=3, cape=True)
+    assert result.token_ids == expected
+    assert any(not round_.draft.is_chain for round_ in result.rounds)
 
 
 def test_a_tree_of_the_target_itself_is_accepted_to_its_leaves(demo_pair: Pair) -> None:

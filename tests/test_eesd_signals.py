@@ -156,7 +156,7 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, backend: str
     exit_layer = exit_of(target, after)
     counted = CountedLayers(target.model, exit_layer.layer)
     pair = Pair(target, None, exit_layer=exit_layer)
-    pair.early_exit(methods.find(name))  # runs the layers to check them, which is not counted
+    pair.exits.runners(methods.find(name))  # runs the layers to check them, which is not counted
     ids = [1, 5, 6, 7, 8, 9]
     for sampling in (SamplingParams(24, ignore_eos=True, seed=1), SamplingParams(24, 1.0, ignore_eos=True, seed=1)):
         pair.forget()

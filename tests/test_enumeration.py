@@ -71,6 +71,8 @@ CHAINS = [  # the rejection sampler
     Case("sd", {"k": 3}, 5, (2, 4)),
     Case("lookup", {"k": 3, "ngram": 2}, 6),  # a draft that is not drawn at random
     Case("lookup", {"k": 3, "ngram": 2}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
+    Case("suffix", {"policy": "fixed", "k": 3, "min_prob": 0}, 6),
+    Case("suffix", {"policy": "confidence", "threshold": 0.3}, 5, THREE, {"top_p": 0.8}, eos=(1,)),
     Case("mtad", {"tau": 1, "k": 2, "beams": 2}, 5),  # nothing is accepted: the output is the target's own
 ]
 UNMIXED = {"draft_cost": 0.3, "verify_cost": 0.1, "exploration": 0.1, "lookup": False}  # the draft model alone drafts
@@ -113,6 +115,15 @@ TREES = [
     Case("sd", {"depth": 3, "width": 2}, 5, THREE, {"top_k": 2}, eos=(2,)),
     Case("sd", {"policy": "confidence", "width": 3, "depth": 2}, 4, THREE, {"top_p": 0.9}, zero=True),
     Case("eesd-tree", {"width": 2, "depth": 3, "theta0": 1.0}, 5),
+    Case("eesd-tree", {"width": 1, "depth": 2, "theta0": 1.0}, 4),
+    Case("sd", {"depth": 3, "width": 2, "nodes": 4}, 4, THREE, eos=(2,)),
+    Case("sd", {"policy": "svip", "width": 3, "nodes": 5, "threshold": 0.35, "every": 2}, 5, (3, 4), {"top_k": 2}),
+    Case("sd", {"k": 2, "cape": True}, 4, THREE),
+    Case("sd", {"k": 2, "cape": True}, 3, (4, 4), {"temperature": 1.3}, seed=2),
+    Case("sd", {"k": 3, "cape": True}, 4, (3, 4), {"top_k": 2}, eos=(1,), zero=True),
+    Case("sd", {"k": 2, "cape": True}, 4, (4, 3), {"top_p": 0.8}, seed=5),
+    Case("sd", {"policy": "confidence", "max_draft": 3, "cape": True}, 5, eos=(1,), seed=1),
+    Case("sd", {"policy": "adaptive", "cape": True, "draft_cost": 0.1, "verify_cost": 0.05, "exploration": 0.1}, 4),
     Case("eesd-tree", {"width": 2, "policy": "adaptive", "draft_cost": 0.1, "verify_cost": 0.1, "exploration": 0.1}, 5),
     Case("specinfer", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.1, "max_draft": 2}, 4),
     Case("specinfer", {"k": 2, "drafts": 2}, 4),
@@ -124,6 +135,14 @@ TREES = [
     Case("spectr", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.3, "verify_cost": 0.1, "max_draft": 2}, 3),
     Case("spectr", {"k": 1, "drafts": 3}, 3, THREE, {"top_p": 0.9}, zero=True),
     Case("spectr", {"k": 2, "drafts": 2}, 4, THREE, {"top_k": 2}, eos=(2,)),
+]
+NGRAMS = [
+    Case("lookahead", {"window": 2, "ngram": 3, "guesses": 2}, 5),
+    Case("lookahead", {"window": 2, "ngram": 2, "guesses": 2}, 4, THREE),  # Jacobi decoding
+    Case("lookahead", {"window": 3, "ngram": 4, "guesses": 2}, 4, THREE, {"top_k": 2}, eos=(2,), zero=True, seed=1),
+    Case("ouroboros", {"k": 2, "ngram": 3, "branches": 2, "window": 2}, 4),
+    Case("ouroboros", {"k": 1, "ngram": 2, "branches": 2, "window": 2}, 4, THREE, {"top_k": 2}, eos=(2,), zero=True),
+    Case("ouroboros", {"k": 3, "ngram": 3, "branches": 1, "window": 1}, 4, seed=1),
 ]
 
 
@@ -163,6 +182,11 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
 
 
+@pytest.mark.parametrize("case", NGRAMS, ids=str)
+def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distance(case, monkeypatch) < ROUNDING
+
+
 class RecordedUniforms:
     """Records the uniform numbers that `torch.rand` gives, by the seed of the generator that each came from."""
 
@@ -186,6 +210,10 @@ class RecordedUniforms:
         ("pearl", {"window": 4, "post_verify": False}),
         ("specinfer", {"k": 4, "drafts": 3}),
         ("spectr", {"k": 4, "drafts": 3}),
+        ("ouroboros", {"k": 4}),
+        ("lookup", {"k": 4}),
+        ("lookahead", {}),
+        ("sd", {"k": 3, "width": 2}),
     ],
 )
 def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +226,10 @@ def test_each_random_number_is_used_once(method: str, settings: dict[str, Any], 
     for numbers in uniforms.of_seed.values():
         assert len(set(numbers)) == len(numbers)
     used, judged = sorted(map(len, uniforms.of_seed.values())), sum(len(round_.draft.tokens) for round_ in rounds)
-    assert len(used) == 2, "the drafter's generator and the verifier's"
+    draws = method not in ("lookup", "lookahead") and "width" not in settings
+    assert len(used) == 1 + draws, "the verifier's generator, and the drafter's if it draws"
     assert judged > 30
-    if method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
+    if not draws:  # one for each accepted token and each correction or bonus
+        assert used == [60]
+    elif method == "sd":  # one for each drafted token; one for each judged token and each correction or bonus
         assert used == [judged, judged + len(rounds)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,17 +12,22 @@ import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from torch import nn
-from training_helpers import TINY, corpus_of, opened
+from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
 
+from specgen.engine.heads.head_description import HeadDescription, read_head_description
+from specgen.engine.heads.head_files import find_head, load_head
 from specgen.engine.heads.weights import HeadWeights, MedusaWeights
+from specgen.errors import SpecgenError
 from specgen.training.corpus import Part
 from specgen.training.frozen_target import FrozenTarget, TargetStates
 from specgen.training.generated_text import GeneratedText, generate_texts
-from specgen.training.head_agreement import RANKS, held_out
+from specgen.training.head_agreement import RANKS, HeldOut, held_out
 from specgen.training.head_objective import Objective, Predictions, reachable
 from specgen.training.head_training import HeadTraining, predictions
+from specgen.training.heads import train_head
 from specgen.training.packing import IGNORED, PackedBatch, pack
 from specgen.training.training_loop import TrainingBatches
+from specgen.training.training_task import Recipe, TrainingStopped, TrainingTask
 
 
 class LinearHeads(Objective):
@@ -44,7 +51,8 @@ class LinearHeads(Objective):
         return Predictions(*map(torch.cat, zip(*rows, strict=True)))
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> HeadWeights:
-        return MedusaWeights([[(weight, weight.new_zeros(len(weight)))] for weight in self.module.weight.chunk(2)])
+        blocks = [[(weight, weight.new_zeros(len(weight)))] for weight in self.module.weight.chunk(2)]
+        return MedusaWeights(blocks, rank_accuracies=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +168,90 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path)
                 assert found.ranks[depth] == pytest.approx(shares)
     nothing = held_out(objective, frozen, [])
     assert (nothing.agreement, nothing.ranks) == ({"greedy": None, "sampled": None}, [])
+
+
+def train(folder: Path, out: Path, corpus: Path, observer: Recorder, recipe: Recipe = TINY) -> HeadDescription:
+    target = opened(folder)
+    return train_head(target, LinearHeads, TrainingTask(out, recipe, corpus=corpus_of(corpus, target)), observer)
+
+
+def test_a_resumed_run_ends_with_the_same_head(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    straight = train(folder, tmp_path / "straight", corpus, Recorder())
+    for observer in (Recorder(stop_at_batch=1), Recorder(stop_at_step=1), Recorder(stop_at_step=4)):
+        with pytest.raises(TrainingStopped):
+            train(folder, tmp_path / "resumed", corpus, observer)
+    with pytest.raises(SpecgenError, match=r"another run \(--window: 24, now 25\)"):
+        train(folder, tmp_path / "resumed", corpus, Recorder(), replace(TINY, training_length=25))
+    last = Recorder()
+    resumed = train(folder, tmp_path / "resumed", corpus, last)
+    assert [progress.step for progress in last.progress] == [5, 6], "the budget is 6 steps"
+    assert not last.generated
+    assert {**resumed.figures, "minutes": 0} == {**straight.figures, "minutes": 0}
+    saved = [tmp_path / name / "medusa_lm_head.safetensors" for name in ("straight", "resumed")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+    assert not (tmp_path / "resumed" / "training").exists()
+
+
+def test_a_damaged_state_is_refused(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped):
+        train(folder, tmp_path, corpus, Recorder(stop_at_step=2))
+    state = tmp_path / "training" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-9])
+    with pytest.raises(SpecgenError, match=r"cannot read .*state\.safetensors"):
+        train(folder, tmp_path, corpus, Recorder())
+
+
+def test_training_lowers_the_loss_and_the_saved_head_is_the_measured_one(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[torch.Tensor] = []
+    texts: list[GeneratedText] = []
+
+    def recording(objective: LinearHeads, target: FrozenTarget, held_out_texts: Sequence[GeneratedText]) -> HeldOut:
+        measured.append(objective.module.weight.clone())
+        texts.extend(held_out_texts)
+        return held_out(objective, target, held_out_texts)
+
+    monkeypatch.setattr("specgen.training.heads.held_out", recording)
+    observer = Recorder()
+    described = train(folder, tmp_path, corpus, observer, replace(TINY, steps=60, learning_rate=1e-2))
+    assert observer.progress[-1].loss < observer.progress[0].loss - 0.1
+    assert {text.part for text in texts} == {Part.HELD_OUT}
+    head = load_head(tmp_path, opened(folder))
+    assert isinstance(head.weights, MedusaWeights)
+    saved = torch.cat([block[0][0] for block in head.weights.blocks])
+    torch.testing.assert_close(saved.float(), measured[0], rtol=0, atol=0)
+    assert head.description is not None
+    assert head.description.figures["steps"] == 60
+    assert described.figures["held_out_agreement"]["greedy"][0] > 0.1
+    assert len(head.description.rank_accuracies[0]) == RANKS
+
+
+def test_the_command_trains_a_head_where_it_is_found(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
+    monkeypatch.setattr("specgen.training.heads.objective_of", lambda _: LinearHeads)
+    result = trained(train_command("medusa", corpus, None, "-t", str(folder), "--steps", "2", "--json"))
+    line = json.loads(result.stdout)
+    assert (line["type"], line["kind"], line["figures"]["steps"]) == ("train", "medusa", 2)
+    assert "Greedy agreement on held-out text, token by token of a draft: " in result.stderr
+    assert len(line["agreement"]) == 2
+    found = find_head("medusa", str(folder), folder, is_bundled=False)
+    assert found == Path(line["head"])
+    assert read_head_description(found).made_with["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--layer", "1"], "--layer cannot be combined with --train --methods medusa, which trains Medusa heads"),
+        (["--exit-head", "own", "--exit-head", "target"], "--exit-head cannot be combined"),
+        (["--exit-layer", "x"], "--exit-layer cannot be combined"),
+        (["--methods", "medusa,glide"], "glide and medusa cannot be trained in one run"),
+        (["--self-text", "2"], "--self-text is 2.0"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(folder: Path, corpus: Path, tmp_path: Path, more: list[str], message: str) -> None:
+    assert message in refused(train_command("medusa", corpus, tmp_path, "-t", str(folder), *more))
+    assert not any(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from specgen.decoding.mtad import BeamSearchDrafter
 from specgen.decoding.multi_draft import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import SVIP, Confidence
 from specgen.errors import SpecgenError
+from specgen.missing_parts import no_predictor
 from specgen.types import Context, Draft, SamplingParams
 
 SEEN = frozenset({"entropy", "prob", "top_prob", "margin"})
@@ -170,7 +171,7 @@ def test_the_bandit_of_a_tree_is_the_one_asked_for() -> None:
     assert methods.resolve(tree, {}, has_predictor=False).policy == "beta-ts"
     asked_for = methods.resolve(tree, {"policy": "cali-ts"}, has_predictor=False)
     assert asked_for.policy == "cali-ts"
-    assert "or use policy=beta-ts" in str(methods.no_predictor(tree).hint)
+    assert "or use policy=beta-ts" in str(no_predictor(tree).hint)
     with pytest.raises(SpecgenError, match="spectr cannot use the policy 'cali-ts': its drafter does not compute predicted_acc"):
         methods.resolve(methods.find("spectr"), {"policy": "cali-ts"})
     with pytest.raises(SpecgenError, match="eesd-beta has no setting 'policy'"):

@@ -21,7 +21,12 @@ LENGTHS = tuple(range(1, 9))
 DRAFTS = ("unrelated", "near", "itself")
 PEARL = ("pearl", "pearl:pre_verify=false", "pearl:post_verify=false")
 ADAPTIVE = "adaptive:draft_cost=0.3:verify_cost=0.1"  # drafts of all lengths, and none in some rounds
-METHODS = ("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", "spectr", "specinfer", ADAPTIVE, *PEARL)
+SUFFIX = "suffix:draft_cost=0:verify_cost=0.01"
+METHODS = (
+    *("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", SUFFIX, "spectr", "specinfer", ADAPTIVE),
+    *("lookahead", "ouroboros"),
+    *PEARL,
+)
 COUNT = 14
 PROMPTS = 3  # twice as many are run; transformers takes most of the time
 AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS, ("auto", "transformers"))

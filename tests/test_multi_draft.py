@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 from scripted_models import TableRunner
 
 from specgen import factory, methods
@@ -19,21 +18,6 @@ from specgen.errors import RunError
 from specgen.types import Context, Draft, SamplingParams
 
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
-
-
-def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k candidates, each with a one-hot distribution: a rejected one is removed from the target's."""
-    target, sampling = SmallRunner(1), SamplingParams(temperature=1.0)
-    verifier = TreeSampling(multi_round, sampling, torch.device("cpu"), 0)
-    draft = Draft((2, 0, 1, 2), (-1, -1, 0, 0))
-
-    def round_() -> tuple[int, ...]:
-        verdict = verifier.verify(draft, target.logits(Context(PROMPT), draft.tokens, draft.parents))
-        return (*(draft.tokens[node] for node in verdict.path), verdict.token)  # type: ignore[return-value]
-
-    found = exact(target, sampling, 3, frozenset(), Paths(monkeypatch).all(round_))
-    wanted = exact(target, sampling, 3, frozenset())
-    assert found == pytest.approx(wanted, abs=ROUNDING)
 
 
 @pytest.mark.parametrize("rule", JUDGES.values())

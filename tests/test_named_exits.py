@@ -64,8 +64,8 @@ def test_an_exit_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair,
     method = specgen.METHODS["eesd"]
     names = [folder / "first", folder / "first" / WEIGHTS, folder / "first" / DESCRIPTION, folder / "." / "first"]
     assert len({id(pair.exits.get(str(name))) for name in names}) == 1
-    first, second = (pair.early_exit(method, str(folder / name)) for name in ("first", "second"))
-    assert pair.early_exit(method, str(names[1])) is first
+    first, second = (pair.exits.runners(method, str(folder / name)) for name in ("first", "second"))
+    assert pair.exits.runners(method, str(names[1])) is first
     caches = [early.target.cache for early in (first, second)] + [early.draft.cache for early in (first, second)]
     assert len({id(cache) for cache in caches}) == 4
     monkeypatch.chdir(folder)

@@ -13,7 +13,8 @@ from families import make_model, near_copy, save
 from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
-from specgen.decoding.drafters import DraftChain, Drafter, DraftSetup, ModelDrafter
+from specgen.decoding.draft_chain import DraftChain
+from specgen.decoding.drafters import Drafter, DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter

@@ -38,6 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ["--top-p", "1"],
         ["--top-k", "0"],
         ["--ignore-eos"],
+        ["--head", "own"],
     ],
 )
 def test_training_refuses_options_of_tuning(pair: list[str], corpus: Path, option: list[str]) -> None:

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 
+from specgen.decoding import logits_ops, verifiers
 from specgen.decoding.verifiers import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput
 from specgen.errors import RunError
-from specgen.types import Draft, Round, SamplingParams, TokenStatus, Verdict
+from specgen.types import Context, Draft, Round, SamplingParams, TokenStatus, Verdict
 
 
 def rows(*choices: int, size: int = 8) -> ModelOutput:
@@ -84,6 +86,42 @@ def test_a_deterministic_draft_is_accepted_as_often_as_the_target_says() -> None
     accepted = sum(len(verdict.path) for verdict in verdicts) / 4000
     assert accepted == pytest.approx(0.7, abs=0.03)
     assert all(verdict.token != 0 for verdict in verdicts if not verdict.path), "the refused token is not drawn again"
+
+
+# Candidates that were not drawn, as their tokens and parents, after a chain of drawn tokens with these lengths.
+TREES = [
+    (0, (2, 0, 1, 2), (-1, -1, 0, 0)),
+    (0, (1, 0, 2), (-1, 0, 1)),
+    (1, (2, 0, 1), (0, 0, 2)),
+    (2, (1, 2), (1, 2)),
+    (2, (0, 1), (-1, 2)),  # another candidate than the first drawn token, and one after it
+]
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize(("drawn", "tokens", "parents"), TREES)
+def test_candidates_that_were_not_drawn_keep_the_targets_distribution(
+    drawn: int, tokens: tuple[int, ...], parents: tuple[int, ...], one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By enumeration of a chain's draws and the verifier's, with tokens drawn where needed or all at once as on a GPU."""
+    target, draft, sampling = SmallRunner(1), SmallRunner(5), SamplingParams(temperature=1.0)
+    monkeypatch.setattr(verifiers, "_draws_one_by_one", lambda logits: one_by_one)
+    verifier, generator = RejectionSampling(sampling, torch.device("cpu"), 0), torch.Generator()
+
+    def round_() -> tuple[int, ...]:
+        chain: list[int] = []
+        probs = []
+        for _ in range(drawn):
+            probs.append(logits_ops.warp(draft.row([*PROMPT, *chain]), sampling))
+            chain.append(int(logits_ops.draw(probs[-1], generator)))
+        nodes = Draft([*chain, *tokens], [*range(-1, drawn - 1), *parents], probs=torch.stack(probs) if probs else None)
+        verdict = verifier.verify(nodes, target.logits(Context(PROMPT), nodes.tokens, nodes.parents))
+        return (*(nodes.tokens[node] for node in verdict.path), verdict.token)  # type: ignore[return-value]
+
+    found = Paths(monkeypatch).all(round_)
+    longest = Draft(range(drawn + len(tokens)), [*range(-1, drawn - 1), *parents]).levels
+    assert max(map(len, found)) == longest + 1, "candidates are accepted"
+    assert exact(target, sampling, drawn + 4, start=found) == pytest.approx(exact(target, sampling, drawn + 4), abs=ROUNDING)
 
 
 @pytest.mark.parametrize("position", [0, 1])

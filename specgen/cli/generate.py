@@ -14,6 +14,7 @@ from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.errors import SpecgenError
 from specgen.input_files import waiting_for
+from specgen.missing_parts import no_draft_model, no_exit_layer, no_head
 from specgen.setting_parsing import parse_pairs
 
 if TYPE_CHECKING:
@@ -86,13 +87,15 @@ def generate(
 def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> methods.Method:
     """Returns the requested method, or the default one if `name` is None. `given` are the user's settings.
 
-    Raises SpecgenError if the method needs a draft model or a trained exit layer that is missing.
+    Raises SpecgenError if the method needs a draft model, a trained exit layer or a trained head that is missing.
     """
     chosen = methods.find(methods.DEFAULT_METHOD if name is None else name)
     if chosen.needs_draft_model and not models.has_draft:
-        raise methods.no_draft_model(chosen)
+        raise no_draft_model(chosen)
     if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:
-        raise methods.no_exit_layer(chosen, models.target)
+        raise no_exit_layer(chosen, models.target)
+    if chosen.head and "head" not in given and models.lacks_head(chosen.head):
+        raise no_head(chosen, models.target)
     return chosen
 
 

@@ -40,6 +40,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device
         from specgen.loading import model_sources
+        from specgen.tuning.method_readiness import TrainedParts
         from specgen.tuning.pair_inspection import inspect_files
 
         device = pick_device(models.device)
@@ -54,11 +55,13 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             models.backend,
         )
         target, draft = sources[0], sources[1] if len(sources) > 1 else None
-        return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, exit_layer=models.exit_layer)
+        parts = TrainedParts(models.exit_layer, models.head)
+        return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, parts)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel, planned
+    from specgen.tuning.method_readiness import planned
+    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel
 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1:  # already measured

@@ -13,7 +13,7 @@ from specgen.cli import options
 from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
-from specgen.paths import kept_exit
+from specgen.paths import kept_exit, kept_head
 from specgen.types import check_backend
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class ModelOptions:
     trust_remote_code: options.TrustRemoteCode = False
     offline: options.Offline = False
     exit_layer: options.ExitLayer = None
+    head: options.Head = None
     backend: options.Backend = "auto"
 
     def __post_init__(self) -> None:
@@ -83,6 +84,13 @@ class ModelOptions:
             return False
         fingerprint = self.local_fingerprint
         return fingerprint is not None and kept_exit(self.target, fingerprint) is None
+
+    def lacks_head(self, kind: str) -> bool:
+        """Whether it is known before loading that the target has no trained head of this kind; see `lacks_exit_layer`."""
+        if self.head is not None or self.target is None:
+            return False
+        fingerprint = self.local_fingerprint
+        return fingerprint is not None and kept_head(kind, self.target, fingerprint) is None
 
     @property
     def probably_on_cpu(self) -> bool:

@@ -91,6 +91,13 @@ ExitLayer = Annotated[
         metavar="FILE", help="The trained exit layer for the eesd methods. Default: the one that was trained here for the target."
     ),
 ]
+Head = Annotated[
+    Path | None,
+    _model(
+        metavar="FOLDER",
+        help="A trained head for eagle, medusa or glide; its files say which. Default: the one trained here for the target.",
+    ),
+]
 
 MaxNewTokens = Annotated[int, _sampling("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens.")]
 Temperature = Annotated[float, _sampling(metavar="T", help="The sampling temperature. 0: greedy decoding.")]

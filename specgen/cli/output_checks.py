@@ -72,6 +72,8 @@ def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
 
     if models.exit_layer is not None:
         yield "--exit-layer", models.exit_layer
+    if models.head is not None:
+        yield "--head", models.head
     if models.target is None:
         yield from (("the bundled model", folder) for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()))
     for option, name in (("--target", models.target), ("--draft", models.draft)):

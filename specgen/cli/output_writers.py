@@ -144,7 +144,7 @@ class OutputWriter:
                 notes.append("the models take turns on this GPU")
         elif "window" in plan.settings.values and not self._tuned:  # `tuned` contains the window
             notes.append(f"window {plan.settings.values['window']}")
-        if (plan.method.name == "lookup" or plan.method.drafts_without_model) and self._pair.draft is None:
+        if (plan.method.name in ("lookup", "suffix") or plan.method.drafts_without_model) and self._pair.draft is None:
             notes.append("no draft model")
         if plan.context_ends and finish_reason == "length":
             notes.append(f"the context of {len(plan.run.context):,} tokens is full")

@@ -83,7 +83,7 @@ def training_task(models: ModelOptions, request: TrainRequest, loaded: LoadedMod
         seed=request.seed,
     )
     out = _output_folder(request, target, draft) if request.out is None else request.out
-    if out.resolve() in (model.folder.resolve() for model in (target, draft or target)):
+    if (part is DRAFT or part.is_head) and out.resolve() in (model.folder.resolve() for model in (target, draft or target)):
         raise SpecgenError(f"--out is {out}, the folder of one of the models", "Name another one: the models are not changed")
     command = "specgen " + " ".join(sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
     return TrainingTask(out, recipe, corpus, ids, command)

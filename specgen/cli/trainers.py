@@ -99,9 +99,12 @@ def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, obse
 
 
 def _check_head(loaded: LoadedModels, request: TrainRequest) -> None:
+    from specgen.engine.heads.head_files import check_head_folder
     from specgen.training.heads import objective_of
 
     objective_of(request.part.method).check(loaded.target)
+    if request.out is not None:
+        check_head_folder(request.out)
 
 
 def _train_head(loaded: LoadedModels, request: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:

@@ -101,6 +101,9 @@ def tune(
     err = theme.console(stderr=True, no_color=display.no_color)
     _check_given(context, train=train)
     if train:
+        if models.head is not None:
+            hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
+            raise SpecgenError("--head cannot be combined with --train", hint)
         task = TrainRequest(
             methods=tuning.methods,
             prompts=tuning.prompts,

@@ -21,6 +21,7 @@ from specgen.compare.prompts import load_prompts
 from specgen.errors import RunError, SpecgenError
 from specgen.files import make_writable_folder
 from specgen.json_lines import print_json
+from specgen.missing_parts import no_draft_model
 from specgen.paths import data_folder
 from specgen.sanitize import print_result
 from specgen.tuning import export as exports
@@ -80,7 +81,7 @@ class TuneRequest:
         known = [methods.find(name) for name in self.names or methods.METHODS]
         usable = [method for method in known if has_draft or not method.needs_draft_model]
         if all(method.name == "ar" for method in usable) and len(usable) < len(known):
-            raise methods.no_draft_model(next(method for method in known if method.needs_draft_model))
+            raise no_draft_model(next(method for method in known if method.needs_draft_model))
         engine = self.export
         if engine is not None and not any(method.name in exports.ENGINES[engine][1] for method in usable):
             without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")

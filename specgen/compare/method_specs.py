@@ -75,7 +75,8 @@ def parse_spec(written: str) -> MethodSpec:
             f"All of them: {methods.ALL_METHODS}; from transformers: {', '.join(BASELINES)}",
         )
     method = methods.find(name)
-    methods.resolve(method, settings)
+    if methods.resolve(method, settings).values.get("history"):
+        raise SpecgenError(f"{written} would copy its own earlier outputs", "Leave history out in compare")
     return MethodSpec(written.strip(), name, settings, method.lossless)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specgen.cost_model.pearl_window import Window
     from specgen.decoding.adaptive import AdaptiveInputs
     from specgen.decoding.drafters import AcceptancePredictor
+    from specgen.decoding.suffix_index import SuffixHistory
     from specgen.engine.model_runner import DraftRunner, ModelRunner
 
 
@@ -23,6 +24,7 @@ class Components:
     target pass, if it was measured; otherwise None. `record` is whether to record how far both models' distributions agree.
     `adaptive` is what the length policy `adaptive` decides by; None if the run has another.
     `acceptance_predictor` is trained with an exit layer and predicts whether a token is accepted; None if there is none.
+    `history` has the outputs of earlier runs, if the method's setting `history` is on; otherwise None.
     """
 
     target: ModelRunner
@@ -36,3 +38,4 @@ class Components:
     record: bool = False
     acceptance_predictor: AcceptancePredictor | None = None
     adaptive: AdaptiveInputs | None = None
+    history: SuffixHistory | None = None

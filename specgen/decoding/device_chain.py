@@ -23,7 +23,7 @@ class ChoiceOnDevice:
     """How tokens are chosen, and what is computed for each. Implements `forward_pass.ChoiceRule`.
 
     Logits from `vocab_size` on are cut. `signals` are the names of numbers about a token, see `signals.compute`. `keeps_probs`:
-    the distributions that tokens were drawn from are kept.
+    the distributions that tokens were drawn from are kept. `likeliest` of the likeliest tokens at each position are kept, too.
     """
 
     temperature: float
@@ -32,12 +32,13 @@ class ChoiceOnDevice:
     vocab_size: int
     signals: Signals
     keeps_probs: bool
+    likeliest: int
 
     @classmethod
-    def make(cls, sampling: SamplingParams, vocab_size: int, read: Signals, *, keep_probs: bool) -> Self:
+    def make(cls, sampling: SamplingParams, vocab_size: int, read: Signals, *, keep_probs: bool, likeliest: int = 0) -> Self:
         """Returns the choice for these sampling parameters. It computes the signals `read`, entropy and top probability."""
         names = (read | {"entropy", "top_prob"}) - {"predicted_acceptance"}  # which is not computed from logits
-        return cls(sampling.temperature, sampling.top_p, sampling.top_k, vocab_size, names, keep_probs)
+        return cls(sampling.temperature, sampling.top_p, sampling.top_k, vocab_size, names, keep_probs, likeliest)
 
     def chooser(self, vocab_size: int, device: torch.device) -> DeviceChooser:
         return DeviceChooser(self, min(vocab_size, self.vocab_size), device)
@@ -46,18 +47,21 @@ class ChoiceOnDevice:
 class DeviceChooser:
     """Chooses tokens on the device, and keeps them with their signals for the host. Implements `forward_pass.TokenChooser`.
 
-    `table` [rows, columns] has the token and its signals, in the order of `columns`; `probs` [rows, vocabulary] the distributions
-    (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random number in [0, 1) by which a token is
-    drawn: the caller writes a new one before each token, since random numbers cannot be drawn by a CUDA graph's replay alone.
+    `table` [rows, columns] has the token and its signals, in the order of `columns`, and then the likeliest tokens; `probs`
+    [rows, vocabulary] the distributions (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random
+    number in [0, 1) by which a token is drawn: the caller writes a new one before each token, since random numbers cannot be
+    drawn by a CUDA graph's replay alone.
     """
 
     def __init__(self, choice: ChoiceOnDevice, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._signals = vocab_size, choice.signals
         self._sampling = SamplingParams(temperature=choice.temperature, top_p=choice.top_p, top_k=choice.top_k)
         self.columns = ("token", *sorted(choice.signals))
+        self._likeliest = min(choice.likeliest, vocab_size)
         self.row = torch.zeros(1, dtype=torch.int64, device=device)
         self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        self.table = torch.zeros(_ROWS, len(self.columns), dtype=torch.float64, device=device)  # exact for tokens, unlike float32
+        columns = len(self.columns) + self._likeliest
+        self.table = torch.zeros(_ROWS, columns, dtype=torch.float64, device=device)  # exact for tokens, unlike float32
         self.probs = torch.zeros(_ROWS, vocab_size, device=device) if choice.keeps_probs else None
         self.state: Sequence[torch.Tensor] = [self.row]
 
@@ -72,7 +76,10 @@ class DeviceChooser:
                 self.probs.index_copy_(0, self.row, probs)
         numbers = signals.compute(self._signals, logits, token, probs)
         columns = [token, *(numbers[name] for name in self.columns[1:])]
-        self.table.index_copy_(0, self.row, torch.stack([column.double() for column in columns], dim=1))
+        row = torch.stack([column.double() for column in columns], dim=1)
+        if self._likeliest:
+            row = torch.cat((row, logits_ops.likeliest(logits, self._likeliest).double()), dim=1)
+        self.table.index_copy_(0, self.row, row)
         self.row.add_(1)
         return token.clamp_min(0)  # -1, after logits with a NaN, is no token that can be run
 
@@ -82,6 +89,7 @@ class DeviceChain:
 
     The host needs one transfer for each token, which `choice` chooses. If the draft `is_deferred`, it reads no token before the
     draft ends. `tokens` are those that it has read, `values` the signals of the last one; `read` names those for the policy.
+    `likeliest` are the likeliest tokens at the position of each.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class DeviceChain:
     ) -> None:
         self.tokens: list[int] = []
         self.values: dict[str, float] = {}
+        self.likeliest: list[list[int]] = []
         self.is_deferred = is_deferred
         chooser = runner.chooser(choice)
         assert isinstance(chooser, DeviceChooser)
@@ -128,8 +137,8 @@ class DeviceChain:
         return DraftedToken(self._count, {name: self.values[name] for name in self._read_signals if name in self.values})
 
     def drop_last(self) -> None:
-        self.tokens.pop()
-        self._statistics.pop()
+        for read in (self.tokens, self._statistics, self.likeliest):
+            read.pop()
 
     def draft(self, reason: str) -> Draft:
         """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended.
@@ -158,7 +167,9 @@ class DeviceChain:
         rows = self._chooser.table[len(self._chosen) - self._first : self._count - self._first]
         for row in rows.tolist():
             token, *numbers = row
-            self.values = dict(zip(self._chooser.columns[1:], numbers, strict=True))
+            names = self._chooser.columns[1:]
+            self.values = dict(zip(names, numbers, strict=False))  # the likeliest tokens follow
+            self.likeliest.append(list(map(int, numbers[len(names) :])))
             if math.isnan(self.values["entropy"]):
                 raise nan_logits("draft")
             self.tokens.append(logits_ops.valid_token(int(token), "draft"))
@@ -177,7 +188,7 @@ class DeviceChain:
         end = next((index for index, token in enumerate(self.tokens, 1) if token in self._eos_ids), None)
         if end is None:
             return reason
-        del self.tokens[end:], self._statistics[end:]
+        del self.tokens[end:], self._statistics[end:], self.likeliest[end:]
         if self._random_state is not None:  # the next draft gets the random numbers that this one should not have drawn
             self._generator.set_state(self._random_state)
             for _ in range(end):

@@ -59,6 +59,12 @@ class DraftTree:
         """Returns all nodes as a draft. `reason` says why it ended; `fields` are further fields of `Draft` by name."""
         return Draft(self.tokens, self.parents, stop_reason=reason, **self._recorded(range(len(self.tokens))), **fields)
 
+    def part(self, nodes: Sequence[int], reason: str) -> Draft:
+        """Returns some of the nodes, each after its parent, as a draft with the nodes in this order. `reason`: why it ended."""
+        at = {node: position for position, node in enumerate((-1, *nodes), -1)}
+        parents = [at[self.parents[node]] for node in nodes]
+        return Draft([self.tokens[node] for node in nodes], parents, stop_reason=reason, **self._recorded(nodes))
+
     def path(self, node: int) -> list[int]:
         """The nodes on the path from the context to `node`, including it; empty if `node` is -1."""
         path: list[int] = []

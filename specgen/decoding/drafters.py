@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Protocol, overload
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from specgen.decoding import logits_ops, signals
+from specgen.decoding import logits_ops
 from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
+from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, longest_draft
 from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams
+from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
+    from specgen.decoding.suffix_index import SuffixHistory
+    from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner
 
 
@@ -29,6 +33,17 @@ class Drafter(Protocol):
         """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end the draft earlier.
 
         The draft is empty if there is nothing to propose or `limit` is 0.
+        """
+
+
+class LearningDrafter(Drafter, ABC):
+    """A drafter that learns from the target's logits. Only the schedule `sequential` lets it."""
+
+    @abstractmethod
+    def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
+        """Learns from the round of the last draft: the target's output for the context's last token and for all nodes of `draft`.
+
+        Called after verification, before accepted tokens join the context. `output` is valid only during the call.
         """
 
 
@@ -49,9 +64,10 @@ class AcceptancePredictor(Protocol):
 class DraftSetup:
     """The model and parameters that a drafter is constructed from.
 
-    `runner` runs the draft model. It is None for drafters without a model, which read only `eos_ids`. `vocab_size` is the width
-    of the target's logits. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's logits in each draft.
-    `acceptance_predictor` is None if the draft has none.
+    `runner` runs the draft model. It is None for drafters without a model. `vocab_size` is the width of the target's logits and
+    `context_limit` the length of its longest context. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's
+    logits in each draft. `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None:
+    none are kept.
     """
 
     runner: DraftRunner | None
@@ -61,6 +77,8 @@ class DraftSetup:
     seed: int = 0
     keep_logits: bool = False
     acceptance_predictor: AcceptancePredictor | None = None
+    history: SuffixHistory | None = None
+    context_limit: int = 0
 
 
 def extend_draft(
@@ -124,22 +142,33 @@ class AcceptanceScores:
 
 
 class ModelDrafterBase:
-    """Base of all drafters that run a draft model (or part of the target as one)."""
+    """Base of all drafters that run a draft model (or part of the target as one).
 
-    def __init__(self, setup: DraftSetup) -> None:
+    `depth` is the largest number of levels of a draft (tokens, for a chain), which the policy may stay below; with None the
+    policy alone decides.
+    """
+
+    def __init__(self, setup: DraftSetup, *, depth: int | None = None) -> None:
         assert setup.runner is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.runner
-        self._setup = setup
+        self._setup, self._depth, self._longest = setup, depth, longest_draft(setup.runner)
         self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
         self._generator = logits_ops.make_generator(setup.runner.device, setup.seed)
 
     def _room(self, context: Context, limit: int) -> int:
-        """The number of tokens, at most `limit`, that the draft model has positions for after the context.
+        """The number of tokens, at most `limit` and the drafter's depth, that the draft model can draft after the context.
 
         0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
         """
         runner = self._runner
-        return 0 if context.largest_id >= runner.num_embeddings else min(limit, runner.context_limit - len(context))
+        if context.largest_id >= runner.num_embeddings:
+            return 0
+        bounds = limit, runner.context_limit - len(context), self._depth, self._longest
+        return min(bound for bound in bounds if bound is not None)
+
+    def _reason(self, reason: str, levels: int) -> str:
+        """Returns the reason why a draft of at most `levels` levels ended: the drafter's depth has a reason of its own."""
+        return f"depth {levels}" if reason == "length" and levels == self._depth else reason
 
 
 class ModelDrafter(ModelDrafterBase):
@@ -152,6 +181,7 @@ class ModelDrafter(ModelDrafterBase):
 
     _own_signals: ClassVar[Signals] = frozenset()  # signals that the drafter itself reads, besides the policy's
     _keeps_probs: ClassVar[bool] = True  # whether the verifier reads the draft's distributions
+    _likeliest: ClassVar[int] = 0  # how many of the likeliest tokens at each position `_completed` needs
 
     @inference
     def propose(
@@ -172,7 +202,16 @@ class ModelDrafter(ModelDrafterBase):
             return Draft()
         scores = AcceptanceScores.wanted(self._setup, policy, context)
         device = None if scores is not None else self._device_chain(context, tokens, policy, is_shown=show is not None)
-        host = DraftChain(self._setup, self._generator, policy.signals, self._own_signals, keep_probs=self._keeps_probs)
+        host = DraftChain(
+            self._sampling,
+            self._vocab_size,
+            self._generator,
+            policy.signals,
+            self._own_signals,
+            keep_probs=self._keeps_probs,
+            keep_logits=self._setup.keep_logits,
+            likeliest=self._likeliest,
+        )
         chain = host if device is None else device
         is_cut = False
 
@@ -195,10 +234,12 @@ class ModelDrafter(ModelDrafterBase):
                 chain.drop_last()
                 return refusal
             tokens.append(chain.tokens[-1])
+            token.nodes = self._nodes(chain.values)
             is_cut = show is not None and not show(position - 1, tokens[-1])
             return "eos" if tokens[-1] in self._eos_ids else token
 
-        return chain.draft(extend_draft(policy, limit, extend, unverified=len(unverified)))
+        reason = extend_draft(policy, limit, extend, unverified=len(unverified))
+        return self._completed(chain.draft(self._reason(reason, limit)), chain.likeliest)
 
     def _device_chain(
         self, context: Context, unverified: Sequence[int], policy: LengthPolicy, *, is_shown: bool
@@ -208,7 +249,7 @@ class ModelDrafter(ModelDrafterBase):
         if self._setup.keep_logits or not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
         names, keep_probs = policy.signals | self._own_signals, self._keeps_probs and not self._sampling.greedy
-        choice = ChoiceOnDevice.make(self._sampling, self._vocab_size, names, keep_probs=keep_probs)
+        choice = ChoiceOnDevice.make(self._sampling, self._vocab_size, names, keep_probs=keep_probs, likeliest=self._likeliest)
         is_deferred = not (names or policy.random or is_shown)  # then nothing needs a token before the draft ends
         sequence = context, unverified, policy.signals, self._eos_ids
         return DeviceChain(runner, choice, self._generator, *sequence, is_deferred=is_deferred)
@@ -220,134 +261,13 @@ class ModelDrafter(ModelDrafterBase):
         """
         return None
 
+    def _nodes(self, values: Mapping[str, float]) -> int:
+        """The number of nodes that a drafted token with these signals adds to the draft."""
+        return 1
 
-class DraftChain:
-    """A draft that grows token by token. Each token needs one transfer to the host: its id and its signals.
-
-    Signals are numbers such as the token's entropy. `read` names those for the length policy, `own` those for the drafter. If
-    neither includes entropy or top probability, a GPU computes these for all tokens at once at the end, and copies them to the
-    host only when they are read.
-    """
-
-    def __init__(
-        self, setup: DraftSetup, generator: torch.Generator, read: Signals, own: Signals = frozenset(), *, keep_probs: bool = True
-    ) -> None:
-        self.tokens: list[int] = []
-        self.values: dict[str, float] = {}  # the computed signals of the last token
-        self._setup, self._generator, self._keep_probs = setup, generator, keep_probs
-        self._greedy = setup.sampling.greedy
-        self._read, self._computed = read, read | own
-        self._logits: list[torch.Tensor] = []
-        self._probs: list[torch.Tensor] = []
-        self._statistics: list[tuple[float, float]] = []  # entropy and top probability
-
-    def append(
-        self,
-        logits: torch.Tensor,
-        predicted_acceptance: torch.Tensor | None = None,
-        unpenalised: torch.Tensor | None = None,
-    ) -> DraftedToken:
-        """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
-
-        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
-        are the logits without penalties; None if `logits` have none.
-        """
-        probs = None
-        if not self._greedy:
-            probs = logits_ops.warp(logits, self._setup.sampling)
-            if self._keep_probs:
-                self._probs.append(probs)
-        on_cpu = logits.is_cpu
-        if self._setup.keep_logits or not on_cpu:
-            self._logits.append((logits if unpenalised is None else unpenalised).clone())  # valid until the runner's next call
-        choose = self._choose_on_cpu if on_cpu else self._choose
-        token, self.values = choose(logits, probs, predicted_acceptance, unpenalised)
-        if "entropy" in self.values:
-            self._statistics.append((self.values["entropy"], self.values["top_prob"]))
-            if math.isnan(self.values["entropy"]):
-                raise nan_logits("draft")
-        self.tokens.append(logits_ops.valid_token(token, "draft"))
-        return DraftedToken(len(self.tokens), {name: self.values[name] for name in self._read if name in self.values})
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        probs: torch.Tensor | None,
-        predicted_acceptance: torch.Tensor | None,
-        unpenalised: torch.Tensor | None,
-    ) -> tuple[int, dict[str, float]]:
-        """Returns a token drawn from `probs` [vocabulary] (None: the likeliest), and its signals by name. One transfer."""
-        token = logits_ops.argmax_token(logits) if probs is None else logits_ops.draw(probs, self._generator)
-        computed = signals.compute(self._computed, logits, token, probs, predicted_acceptance, unpenalised)
-        chosen, *numbers = logits_ops.to_host(token, *computed.values())
-        return int(chosen), dict(zip(computed, numbers, strict=True))
-
-    def _choose_on_cpu(
-        self,
-        logits: torch.Tensor,
-        probs: torch.Tensor | None,
-        predicted_acceptance: torch.Tensor | None,
-        unpenalised: torch.Tensor | None,
-    ) -> tuple[int, dict[str, float]]:
-        """Does what `_choose` does, on a CPU: there entropy and top probability come with the argmax in one function."""
-        token, entropy, top_prob = logits_ops.greedy_statistics(logits if unpenalised is None else unpenalised)
-        values = {"entropy": entropy, "top_prob": top_prob}
-        if token >= 0 and probs is not None:
-            token = logits_ops.draw_on_cpu(probs, self._generator)
-        elif token >= 0 and unpenalised is not None:
-            token = logits_ops.argmax_tokens(logits[None])[0]
-        if probs is None and unpenalised is None:
-            values["prob"] = top_prob
-        if others := self._computed - values.keys():
-            computed = signals.compute(others, logits, torch.tensor(token), probs, predicted_acceptance, unpenalised)
-            values |= {name: value.item() for name, value in computed.items()}
-        return token, values
-
-    def drop_last(self) -> None:
-        for kept in (self.tokens, self._logits, self._probs, self._statistics):
-            if kept:
-                kept.pop()
-
-    def draft(self, reason: str) -> Draft:
-        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended."""
-        if not self.tokens:
-            return Draft(stop_reason=reason)
-        entropies: Sequence[float]
-        top_probs: Sequence[float]
-        if self._statistics:
-            entropies, top_probs = zip(*self._statistics, strict=True)
-        else:  # tokens are -1 where the logits hold a NaN, so these numbers hold none
-            entropies, top_probs = map(DeviceNumbers, logits_ops.entropy_and_top_prob(torch.stack(self._logits)))
-        return Draft.chain(
-            self.tokens,
-            probs=logits_ops.pad_probs(torch.stack(self._probs), self._setup.vocab_size) if self._probs else None,
-            entropies=entropies,
-            top_probs=top_probs,
-            stop_reason=reason,
-            logits=torch.stack(self._logits) if self._setup.keep_logits else None,
-        )
-
-
-class DeviceNumbers(Sequence[float]):
-    """A vector [n] of numbers on a device, which is copied to the host when it is first read."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        self._on_host: list[float] | None = None
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[float]: ...
-
-    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
-        if self._on_host is None:
-            self._on_host = self._values.tolist()
-        return self._on_host[index]
+    def _completed(self, draft: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
+        """Returns the draft that is verified. `likeliest` has the `_likeliest` most likely tokens at each position of `draft`."""
+        return draft
 
 
 def draft_statistics(logits: torch.Tensor) -> tuple[list[float], list[float]]:

@@ -101,6 +101,12 @@ def argmax_token(logits: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill_(values.isnan(), -1)
 
 
+def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the `count` likeliest tokens of logits [..., vocabulary], likeliest first; -1 in place of an impossible token."""
+    values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return tokens.masked_fill_(values == -torch.inf, -1)
+
+
 def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Pads draft distributions [..., draft vocabulary] with zeros to the target's `vocab_size`, if they are narrower."""
     missing = vocab_size - probs.shape[-1]

@@ -136,7 +136,7 @@ def multi_round(
     """SpecInfer's multi-round rejection sampling (Algorithm 2): accept with min(1, p / q), else p becomes norm(max(p - q, 0)).
 
     p are the target's probabilities and q the draft's. A token drawn twice is verified twice, each time with the whole q.
-    A candidate that was not drawn at random has q = 1 for its token. The arguments are those of `AcceptanceRule`.
+    The arguments are those of `AcceptanceRule`.
     """
     residual = target_probs.clone()
     probs = torch.zeros(tokens.shape, dtype=residual.dtype, device=residual.device)
@@ -212,8 +212,6 @@ class TreeSampling:
         tokens = upload(torch.tensor(draft.tokens), device)[nodes]
 
         def drawn_from(j: int, count: int) -> torch.Tensor:
-            if draft.probs is None:
-                return torch.zeros_like(target_probs[:count]).scatter_(1, tokens[:count, j, None], 1.0)
             probs: torch.Tensor = draft.probs.to(device).index_select(0, nodes[:count, j])
             return probs
 

@@ -94,7 +94,8 @@ class SVIP(LengthPolicy):
 
     H is the entropy (nats) of the draft's distribution at temperature 1 without penalties, in greedy decoding too. c is the
     constant of Eq. 6. Algorithm 1 leaves it out, but the paper's thresholds assume the value in the authors' code, 0.15. Only
-    threshold^2 / c matters, so `tune` varies only the threshold.
+    threshold^2 / c matters, so `tune` varies only the threshold. Decides only after every n-th token (level, for a tree), n being
+    `every`: on EAGLE-2's trees the paper decides after every second one.
     """
 
     name = "svip"
@@ -103,15 +104,16 @@ class SVIP(LengthPolicy):
     settings: ClassVar = {
         "threshold": Setting(0.4, "stop where sqrt(c * entropy) is above this", 0, 100, tuned=_SVIP_THRESHOLDS),
         "c": Setting(0.15, "the authors' constant for the cross-entropy's share", 0, 100, tuned=(0.15,)),
+        "every": Setting(1, "decide only after every n-th token", 1, 1000),
         "max_draft": _max_draft(40, 4, 6, 8, 12, 20, 40),
     }
 
-    def __init__(self, threshold: float, c: float, max_draft: int) -> None:
-        self.threshold, self.c, self.max_draft = threshold, c, max_draft
+    def __init__(self, threshold: float, c: float, max_draft: int, every: int = 1) -> None:
+        self.threshold, self.c, self.max_draft, self.every = threshold, c, max_draft, every
 
     def keep_drafting(self, token: DraftedToken) -> bool:
         scaled = math.sqrt(self.c * token["entropy"])
-        if scaled > self.threshold:
+        if scaled > self.threshold and token.position % self.every == 0:
             self.reason = f"√cH {comparison(scaled, '>', self.threshold)}"
             return False
         return self._below(self.max_draft, token)

@@ -116,12 +116,15 @@ class Run:
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)
 
-    def commit(self, mode: Mode, draft: Draft, verdict: Verdict, unverified: int = 0, *, target_passes: int = 1) -> Round:
+    def commit(
+        self, mode: Mode, draft: Draft, verdict: Verdict, unverified: int = 0, *, target_passes: int = 1, unjudged: int = 0
+    ) -> Round:
         """Appends the verdict's tokens to the context, up to the end of the output, and returns the finished round.
 
         Tells the length policy how many tokens were accepted, and sets `finish_reason` if the output has ended. The last
         `unverified` tokens of the draft, a chain, are not verified yet. If all tokens before them were accepted and the run goes
-        on, they are left out of this round, because the next round verifies and reports them.
+        on, they are left out of this round, because the next round verifies and reports them. `unjudged` nodes were in the
+        target's pass besides the draft.
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
@@ -140,7 +143,7 @@ class Run:
             draft = replace(draft.part(0, len(draft.tokens) - unverified), stop_reason=reason)
         if draft.probs is not None or draft.logits is not None:
             draft = replace(draft, probs=None, logits=None)  # so that a stored round keeps no tensors alive
-        round_ = Round(self._index, mode, draft, verdict, self.clock.seconds(), self.policy.state(), target_passes)
+        round_ = Round(self._index, mode, draft, verdict, self.clock.seconds(), self.policy.state(), target_passes, unjudged)
         self._index += 1
         return round_
 

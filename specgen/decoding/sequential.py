@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specgen.cost_model.cost_check import CostCheck
+from specgen.decoding.drafters import LearningDrafter
 from specgen.decoding.run import Run
 from specgen.engine.inference_mode import inference
 from specgen.types import Round
@@ -32,7 +33,7 @@ class Checked:
                 drafted = draft.levels if draft.entropies else 0  # copied tokens are not the draft model's
                 if round_.mode != "prefill":
                     counted = 0 if is_first else drafted
-                    self.check.add(counted, round_.drafting_seconds, len(draft.tokens) + 1, round_.verification_seconds)
+                    self.check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
                     is_first = is_first and not drafted
                 yield round_
         finally:
@@ -48,6 +49,11 @@ def _draft_then_verify(run: Run) -> Round:
     run.clock.move(run.policy.take_seconds(), "draft", "policy")
     output = run.target.logits(run.context, draft.tokens, draft.parents)
     run.clock.lap("verify", on_device=True)
-    verdict = run.verifier.verify(draft, output)
+    candidates = draft.candidates
+    unjudged = len(draft.tokens) - len(candidates.tokens)
+    verdict = run.verifier.verify(candidates, output.first(len(candidates.tokens) + 1) if unjudged else output)
     run.clock.lap("sample")
-    return run.commit("sequential", draft, verdict)
+    if isinstance(run.drafter, LearningDrafter):
+        run.drafter.learn(draft, output, verdict)
+        run.clock.lap("draft")
+    return run.commit("sequential", candidates, verdict, unjudged=unjudged)

@@ -5,7 +5,7 @@ A verifier works on the device. It copies the result (token ids and counts) to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,7 +34,7 @@ class GreedyVerifier:
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         choices, tied = logits_ops.argmax_and_ties(output.logits)
-        verdict = match_argmax_path(draft, choices)
+        verdict = match_path(draft, choices.__getitem__, len(choices))
         if not any(tied):
             return verdict
         rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.path) + (verdict.token is not None)]
@@ -42,10 +42,13 @@ class GreedyVerifier:
 
 
 class RejectionSampling:
-    """Accepts token i with probability min(1, p_i / q_i); otherwise draws from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023).
+    """Verifies drawn tokens by rejection sampling and all others by the target's own draws. Lossless, for chains and trees.
 
-    p are the target's probabilities and q the draft's, after temperature, top-k and top-p. A draft without probabilities (not
-    sampled) has q = 1 for its own tokens. Chains only.
+    p are the target's probabilities and q the draft's, after temperature, top-k and top-p. The draft's first nodes, as many as it
+    has `probs`, are a chain drawn from q: token i of them is accepted with probability min(1, p_i / q_i); after a rejection the
+    target draws its token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023), after the whole chain from p. No other node was
+    drawn: if one of them follows there and has this token, it is accepted, the target draws a token after it from p, and so on.
+    A node's children that were not drawn are so accepted with the sum of their p, as by rejection sampling with q = 1 for each.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -54,31 +57,36 @@ class RejectionSampling:
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        target_probs = logits_ops.warp(output.logits, self._sampling)
-        length = len(draft.tokens)
-        if not length:
-            return make_verdict(draft, (), int(logits_ops.draw(target_probs[0], self._generator)))
-        device = target_probs.device
-        tokens = upload(torch.tensor(draft.tokens), device)
-        draft_probs = None if draft.probs is None else draft.probs.to(device)
+        logits, drawn = output.logits, 0 if draft.probs is None else len(draft.probs)
+        rows = logits.shape[0]
+        if not drawn:
+            return match_path(draft, own_tokens(logits, self._sampling, self._generator), rows)
+        found = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
+        if _draws_one_by_one(logits) or drawn + 1 >= rows:
+            accepted, token = found.tolist()
+            after = own_tokens(logits, self._sampling, self._generator)
+        else:  # all at once, for a single transfer
+            probs = logits_ops.warp(logits[drawn + 1 :], self._sampling)
+            accepted, token, *tokens = torch.cat((found, logits_ops.draw(probs, self._generator))).tolist()
+            after = ([-1] * (drawn + 1) + tokens).__getitem__
+        return match_path(draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted)
+
+    def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them: [2]."""
+        target_probs, device, length = logits_ops.warp(logits, self._sampling), logits.device, len(drafted)
+        tokens = upload(torch.tensor(drafted), device)
+        draft_probs = probs.to(device)
         p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
-        q = 1.0 if draft_probs is None else draft_probs.gather(1, tokens[:, None])[:, 0]
+        q = draft_probs.gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
-        probs = target_probs.index_select(0, accepted.clamp_max(target_probs.shape[0] - 1)[None])[0]
-        rejected = accepted.clamp_max(length - 1)[None]
-        if draft_probs is None:
-            drawn_from = torch.zeros_like(probs).scatter_(0, tokens.index_select(0, rejected), 1.0)
-        else:
-            drawn_from = draft_probs.index_select(0, rejected)[0]
-        # after the last token no draft was rejected, so that the residual there is p: the bonus
-        residual = (probs - drawn_from * (accepted < length)).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, probs)  # all zero through rounding: p equals q
-        token = logits_ops.draw(residual, self._generator)  # a NaN rejects its token, so it is noticed here
-        count, own = torch.stack((accepted, token)).tolist()
-        if count == target_probs.shape[0]:
-            return Verdict(tuple(range(count)))
-        return make_verdict(draft, range(count), own)
+        after = target_probs.index_select(0, accepted.clamp_max(target_probs.shape[0] - 1)[None])[0]
+        # after the last token no draft was rejected, so that the residual there is p
+        drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])[0]
+        residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
+        # a NaN rejects its token, so it is noticed here
+        return torch.stack((accepted, logits_ops.draw(residual, self._generator)))
 
 
 class RecordingVerifier:
@@ -104,6 +112,22 @@ class RecordingVerifier:
         return replace(verdict, agreement=DistributionOverlap(overlap, kl))
 
 
+def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
+    """Returns a function that draws a model's token for a row of its logits [rows, vocabulary]; -1 if the row holds a NaN.
+
+    It may be called once for each row.
+    """
+    if _draws_one_by_one(logits):
+        return lambda row: int(logits_ops.draw(logits_ops.warp(logits[row], sampling), generator))
+    tokens: list[int] = logits_ops.draw(logits_ops.warp(logits, sampling), generator).tolist()
+    return tokens.__getitem__
+
+
+def _draws_one_by_one(logits: torch.Tensor) -> bool:
+    """Whether to draw tokens only where the path needs them. On a GPU all are drawn at once, for a single transfer."""
+    return logits.is_cpu
+
+
 def accept_prefix(
     draft: Draft, output: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
 ) -> Verdict:
@@ -116,22 +140,25 @@ def accept_prefix(
     return make_verdict(draft, range(accepted), own)
 
 
-def match_argmax_path(draft: Draft, choices: Sequence[int]) -> Verdict:
+def match_path(draft: Draft, choice: Callable[[int], int], rows: int, drawn: int = 0, accepted: int = 0) -> Verdict:
     """Returns the verdict that accepts the path of drafted tokens on which each equals the target's choice.
 
-    `choices` are the tokens that the target chooses after the context and after each node. The one after the last node may be
-    missing.
+    `choice(row)` is the token that the target chooses after the context (row 0) or after node `row` - 1. It is only called for
+    rows on the path, once for each. There are `rows` of them: the one after a chain's last node may be missing. Of the first
+    `drawn` nodes, a chain, the first `accepted` are accepted already and the others are not.
     """
-    path: list[int] = []
-    node = -1
-    token = logits_ops.valid_token(choices[0], "target")
-    for child in range(len(draft.tokens)):  # parents precede their children, so one loop follows the path
+    path = list(range(accepted))
+    if accepted == rows:
+        return Verdict(tuple(path))
+    node = accepted - 1
+    token = logits_ops.valid_token(choice(accepted), "target")
+    for child in range(drawn, len(draft.tokens)):  # parents precede their children, so one loop follows the path
         if draft.parents[child] == node and draft.tokens[child] == token:
             path.append(child)
             node = child
-            if child + 1 == len(choices):
+            if child + 1 == rows:
                 return Verdict(tuple(path))
-            token = logits_ops.valid_token(choices[child + 1], "target")
+            token = logits_ops.valid_token(choice(child + 1), "target")
     return make_verdict(draft, path, token)
 
 

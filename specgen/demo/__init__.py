@@ -1,4 +1,7 @@
-"""The bundled demo models: a target, a draft, and an exit layer for the target. The code that trained them is in demo/recipe/."""
+"""The bundled demo models: a target, a draft, and an exit layer and heads for the target.
+
+The code that trained them is in demo/recipe/.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +24,8 @@ def folder(role: str) -> Path:
 def exit_folder() -> Path:
     """The folder of the bundled target's exit layer. It may not exist."""
     return _PACKAGE / "exit"
+
+
+def head_folder(kind: str) -> Path:
+    """The folder of the bundled target's head of a kind: `medusa`, `eagle` or `glide`. It may not exist."""
+    return _PACKAGE / "heads" / kind

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -20,8 +17,9 @@ from specgen.engine.exit_parts import Predictor, check_exit_depth, check_exit_la
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import ExitLayers
 from specgen.engine.model_loading import LoadedModel
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.files import load_yaml, whole_file, write_whole
+from specgen.engine.trained_parts import FoundPart, description_text, digest_of, read_described
+from specgen.errors import SpecgenError, is_out_of_memory
+from specgen.files import whole_file, write_whole
 from specgen.paths import EXIT_WEIGHTS, kept_exit
 
 WEIGHTS, DESCRIPTION = EXIT_WEIGHTS, "exit.yaml"
@@ -58,7 +56,7 @@ class Description:
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that identify this description, and so the training that made it."""
-        return sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+        return digest_of(self)
 
 
 _DESCRIPTION = TypeAdapter(Description)
@@ -109,11 +107,10 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], predictor: Predictor 
         tensors = tensors | {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.detach().to("cpu", _SAVED_DTYPE).contiguous().clone() for name, weight in tensors.items()}
-    described = _COMMENT + yaml.safe_dump(_rounded(asdict(description)), sort_keys=False, allow_unicode=True)
     with whole_file(folder / WEIGHTS) as file:  # moved into place after the description
         # One entry only: the order of several changes, and the same weights should give the same file.
         file.write(save(stored, {"fingerprint": description.fingerprint}))
-        write_whole(folder / DESCRIPTION, described)
+        write_whole(folder / DESCRIPTION, description_text(_COMMENT, description))
     return folder / WEIGHTS
 
 
@@ -155,39 +152,18 @@ def read_named_description(path: Path, target: str, folder: Path) -> Description
     return description
 
 
-class FoundExit:
-    """Finds the exit layer that is used if the user names none, and reads its `exit.yaml`. `load` reads its weights.
-
-    `description` is None if there is no usable exit layer. `refusal` says why an exit layer that was found cannot be used. It is
-    None if there is no such problem. `is_bundled`: the target is the small model that comes with specgen, with an exit layer.
-    """
+class FoundExit(FoundPart[Description, Exit]):
+    """Finds the exit layer that is used if the user names none. `is_bundled`: the target is the small model that comes with
+    specgen, with an exit layer."""
 
     def __init__(self, target: LoadedModel, *, is_bundled: bool) -> None:
-        self.refusal: SpecgenError | None = None
-        self.description: Description | None = None
-        self._target = target
-        try:
-            self._folder = find_exit(target.name, target.folder, is_bundled=is_bundled)
-            if self._folder is not None:
-                self.description = read_description(self._folder / DESCRIPTION)
-        except SpecgenError as error:
-            self.refusal = error
-
-    def load(self) -> Exit | None:
-        """Returns the exit layer, or None if there is none or it cannot be used; then `refusal` says why."""
-        if self.description is None or self._folder is None:
-            return None
-        try:
-            return load_exit(self._folder, self._target)
-        except SpecgenError as error:
-            self.refusal = error
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            device = self._target.device
-            self.refusal = RunError(f"the exit layer {self._folder} does not fit into the memory of {device}")
-        self.description = None
-        return None
+        super().__init__(
+            "the exit layer",
+            target.device,
+            lambda: find_exit(target.name, target.folder, is_bundled=is_bundled),
+            lambda folder: read_description(folder / DESCRIPTION),
+            lambda folder: load_exit(folder, target),
+        )
 
 
 def find_exit(target: str, folder: Path, *, is_bundled: bool) -> Path | None:
@@ -223,18 +199,7 @@ def _files(path: Path) -> tuple[Path, Path]:
 
 def read_description(path: Path) -> Description:
     """Reads an `exit.yaml`. Raises SpecgenError if the file is missing, unreadable or in a wrong format."""
-    if path.exists() and not path.is_file():
-        raise SpecgenError(f"{path} is not a file", _RESTORE)
-    try:
-        return _DESCRIPTION.validate_python(load_yaml(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise SpecgenError(f"there is no exit layer in {path.parent} (no {path.name})", _TRAIN) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        entry = ".".join(map(str, first["loc"])) or "exit layer"
-        raise SpecgenError(f"{path}: {entry}: {first['msg']}", _RESTORE) from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an impossible date is a ValueError
-        raise SpecgenError(f"cannot read {path}", _RESTORE) from error
+    return read_described(path, _DESCRIPTION, "exit layer", train=_TRAIN, restore=_RESTORE)
 
 
 def _read_tensors(path: Path, description: str, fingerprint: str) -> dict[str, torch.Tensor]:
@@ -258,8 +223,3 @@ def _predictor(tensors: dict[str, torch.Tensor], target: LoadedModel) -> Predict
     predictor = Predictor(target.model.shape.hidden_size)
     predictor.load_state_dict(tensors)
     return predictor.to(target.device).requires_grad_(False)
-
-
-def _rounded(values: dict[str, Any]) -> Any:
-    """Returns `values` for YAML: tuples become lists, and floats are rounded to four significant digits."""
-    return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.4g}"))

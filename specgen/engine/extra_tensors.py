@@ -10,9 +10,10 @@ from specgen.errors import SpecgenError
 
 # Buffers that older versions of transformers saved, which are computed from the config; and parts of a model that its next token
 # does not depend on: heads that predict several tokens, value heads, and encoders of pictures and sound.
+BUFFER = re.compile(r"\.(original_)?inv_freq$|\.(cos|sin)_cached$|(^|\.)position_ids$")
 _HARMLESS = re.compile(
-    r"\.(original_)?inv_freq$|\.(cos|sin)_cached$|(^|\.)position_ids$"
-    r"|(^|\.)(mtp|mtp_\w+|v_head|medusa_head|vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\."
+    BUFFER.pattern
+    + r"|(^|\.)(mtp|mtp_\w+|v_head|medusa_head|vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\."
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

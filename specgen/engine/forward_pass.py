@@ -104,6 +104,10 @@ class ModelOutput(NamedTuple):
         """The logits of the model itself, without penalties."""
         return self.logits if self.unpenalised is None else self.unpenalised
 
+    def first(self, count: int) -> ModelOutput:
+        """Returns the output for the first `count` tokens."""
+        return ModelOutput(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
+
     def unpenalised_part(self, vocab_size: int) -> torch.Tensor | None:
         """Returns `unpenalised` without the logits beyond `vocab_size`."""
         return None if self.unpenalised is None else self.unpenalised[:, :vocab_size]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specgen.errors import RunError, SpecgenError
 
-ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
 

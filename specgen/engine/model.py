@@ -12,6 +12,7 @@ from torch import nn
 from specgen.engine.batch_pass import BatchCache, BatchPass
 from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.model_shape import ModelShape
+from specgen.engine.native.description import Architecture
 
 Backend = Literal["native", "transformers"]
 
@@ -76,6 +77,11 @@ class Model(Protocol):
 
     @property
     def num_parameters(self) -> int: ...
+
+    @property
+    def architecture(self) -> Architecture:
+        """What config.json describes. Raises UnsupportedConfig if the native decoder does not support the model."""
+        ...
 
     def new_cache(self, layers: range | None = None) -> Cache:
         """Returns an empty KV cache for the layers with these indices; None: all."""

@@ -35,7 +35,8 @@ class DraftRunner(Protocol):
     """The interface of a model runner that drafting uses.
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
-    `vocab_size` the number of logits per position.
+    `vocab_size` the number of logits per position. A runner that cannot draft more than some number of tokens (levels, for a
+    tree) has this number as `longest_draft`: see `longest_draft`.
     """
 
     context_limit: int
@@ -48,6 +49,12 @@ class DraftRunner(Protocol):
     ) -> ModelOutput:
         """Returns logits after the context and after draft tokens; see `ModelRunner.logits`."""
         ...
+
+
+def longest_draft(runner: DraftRunner) -> int | None:
+    """Returns the number of tokens that the runner can draft at most; None: as many as its context limit allows."""
+    number: int | None = getattr(runner, "longest_draft", None)
+    return number
 
 
 class HiddenStates(NamedTuple):

@@ -127,6 +127,7 @@ class _RoundLine(_Line):
     kl: _Figures = None
     policy: dict[str, Any] | None = None
     target_passes: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    unjudged: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     seconds: dict[str, Annotated[float, Field(ge=0, lt=1e12)]]
 
 
@@ -291,7 +292,7 @@ def _traced_round(line: _RoundLine) -> TracedRound:
     for phase, value in line.seconds.items():
         seconds[phase if phase in seconds else "other"] += value if value >= _SHORTEST else 0.0  # so that the seconds add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
-    round_ = Round(line.index, line.mode, draft, verdict, seconds, policy, line.target_passes)
+    round_ = Round(line.index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged)
     return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
 
 

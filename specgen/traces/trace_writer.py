@@ -73,6 +73,8 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
         "target_passes": round_.target_passes,
         "seconds": dict(round_.seconds),
     }
+    if round_.unjudged:
+        line["unjudged"] = round_.unjudged
     if record:
         figures: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
         for name, values in figures.items():  # PEARL drafts ahead: its last tokens have no values yet

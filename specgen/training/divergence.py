@@ -25,13 +25,14 @@ def divergence(logits: torch.Tensor, top_k_ids: torch.Tensor, top_k_log_probs: t
     tokens and their log-probabilities. All tokens outside the k are merged into one outcome, so the result is a lower bound of
     the divergence over the whole vocabulary.
     """
-    smallest = torch.finfo(torch.float32).eps
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    draft_log_probs = logits.gather(-1, top_k_ids) - total
-    top_k = (top_k_log_probs.exp() * (top_k_log_probs - draft_log_probs)).sum(dim=-1)
+    top_k_logits = logits.gather(-1, top_k_ids)
+    top_k_total = top_k_logits.logsumexp(dim=-1, keepdim=True)
     if top_k_ids.shape[-1] == logits.shape[-1]:
-        return top_k
-    target_rest = (1 - top_k_log_probs.exp().sum(dim=-1)).clamp_min(smallest)
-    # Not log(1 - sum): for a confident draft the difference and its gradient would vanish.
-    draft_rest_log = logits.scatter(-1, top_k_ids, -torch.inf).logsumexp(dim=-1) - total[:, 0]
-    return top_k + target_rest * (target_rest.log() - draft_rest_log)
+        return (top_k_log_probs.exp() * (top_k_log_probs - top_k_logits + top_k_total)).sum(dim=-1)
+    # The sum over all other tokens, not 1 minus a sum: for a confident draft that and its gradient would vanish.
+    rest_total = logits.scatter(-1, top_k_ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    total = torch.logaddexp(top_k_total, rest_total)
+    target_probs = top_k_log_probs.exp()
+    top_k = (target_probs * (top_k_log_probs - top_k_logits + total)).sum(dim=-1)
+    target_rest = (1 - target_probs.sum(dim=-1)).clamp_min(torch.finfo(torch.float32).eps)
+    return top_k + target_rest * (target_rest.log() - (rest_total - total)[:, 0])

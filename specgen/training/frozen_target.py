@@ -52,8 +52,8 @@ class FrozenTarget:
         keys_values = []
         if cache is not None:
             for layer in kv_layers:
-                keys, values = (entries.unflatten(0, (sequences, -1)) for entries in cache.keys_and_values(layer, tokens))
-                keys_values.append((keys, values))
+                keys, values = cache.keys_and_values(layer, tokens)
+                keys_values.append((keys.view(sequences, -1, *keys.shape[1:]), values.view(sequences, -1, *values.shape[1:])))
         return TargetStates(features[..., : -self.width], features[..., -self.width :], keys_values)
 
     @torch.no_grad()

@@ -23,8 +23,8 @@ class HeldOut:
 
     `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts (`sampled`), the share of
     right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens before it were right (EAGLE's
-    n-alpha). It is None if there are no such texts. `ranks[n][r]` is the share of the n-th tokens to which the head gives
-    rank r, whatever was predicted before; empty if there are no texts.
+    n-alpha), up to the last that was ever reached. It is None if there are no such texts. `ranks[n][r]` is the share of the n-th
+    tokens to which the head gives rank r, whatever was predicted before; empty if there are no texts.
     """
 
     agreement: dict[str, list[float] | None]
@@ -42,7 +42,8 @@ def held_out(objective: Objective, target: FrozenTarget, texts: Sequence[Generat
         shares[name] = None
         if counts:
             reached, right, by_rank = (sum(parts[1:], parts[0]) for parts in zip(*counts, strict=True))
-            shares[name] = (right / reached.clamp_min(1)).tolist()
+            tries = [count for count in reached.tolist() if count]  # none after a token that was never right
+            shares[name] = [matches / count for matches, count in zip(right.tolist(), tries, strict=False)]
             ranks = ranks or (by_rank[:, :RANKS] / by_rank.sum(dim=1, keepdim=True).clamp_min(1)).tolist()
     return HeldOut(shares, ranks)
 
@@ -55,7 +56,7 @@ def _counts(objective: Objective, target: FrozenTarget, text: GeneratedText) -> 
     batch = single(text.ids).part(slice(None), target.device)
     predicted, (depths, _, top_k_ids, *_) = predictions(objective, target, batch, None)
     pieces = []
-    for piece in torch.arange(len(depths), device=depths.device).split(rows_at_once(target)):
+    for piece in torch.split(torch.arange(len(depths), device=depths.device), rows_at_once(target)):
         with autocast_for(target.device, target.dtype):
             logits = objective.logits(predicted.outputs[piece], depths[piece])
         pieces.append((logits > logits.gather(1, top_k_ids[piece, :1].long())).sum(dim=1))

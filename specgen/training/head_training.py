@@ -55,7 +55,7 @@ def predictions(objective: Objective, target: FrozenTarget, batch: PackedBatch, 
         predicted = objective.predict(batch, states, rng)
     hidden = states.hidden.flatten(0, 1)
     with torch.no_grad():
-        pieces = [most_probable(target.logits(piece)) for piece in hidden.split(rows_at_once(target))]
+        pieces = [most_probable(target.logits(piece)) for piece in torch.split(hidden, rows_at_once(target))]
     top_k_ids, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     by_token = batch.labels.flatten(), top_k_ids, log_probs, hidden
     return predicted, (predicted.depths, *(tensor.index_select(0, predicted.sources) for tensor in by_token))

@@ -12,9 +12,12 @@ from specgen.setting_parsing import Value
 
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 
-_GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
+_Grid = Mapping[str, Sequence[Value]]
+_CHAINS: Mapping[str, _Grid] = {"eagle": {"width": (1,), "k": (1, 2, 3, 4, 5, 6, 8)}}  # of methods whose other grid has trees
+_GRIDS: Mapping[str, _Grid] = {
     "ar": {},
     "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
+    "suffix": {"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},
     "pearl": {"window": ("auto", *range(1, 17))},
     "eesd-fixed": {"k": range(1, 13)},
     "eesd-beta": {"alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},
@@ -22,6 +25,11 @@ _GRIDS: Mapping[str, Mapping[str, Sequence[Value]]] = {
     "bild": {"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},
     "spectr": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
+    "medusa": {"nodes": (0, 4, 8, 12, 20), "k": (2, 3, 4)},
+    "eagle": {"width": (2, 3, 4), "nodes": (4, 6, 8, 12, 20), "k": (2, 3, 4, 5, 6)},
+    "glide": {"k": (1, 2, 3, 4, 5, 6, 8)},
+    "lookahead": {"window": (1, 2, 3, 5, 10, 15), "ngram": (2, 3, 4, 5), "guesses": (3, 7, 15)},
+    "ouroboros": {"k": (3, 5, 8, 12), "ngram": (3, 4, 5, 7), "branches": (1, 3), "window": (2, 4, 8, 15)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
 SEARCHED = tuple(
@@ -41,7 +49,8 @@ def grid(name: str) -> list[GivenSettings]:
         values = _GRIDS[name]
     else:
         values = {setting: known.tuned for setting, known in POLICIES[policy].settings.items() if known.tuned}
-    found = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+    grids = [values, *([_CHAINS[name]] if name in _CHAINS else [])]
+    found = [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
 

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from specgen import methods
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.decoding.adaptive import Adaptive
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.exit_files import find_exit, read_named_description
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
@@ -26,7 +23,7 @@ from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.tuning.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
@@ -123,15 +120,6 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Readiness:
-    """Whether a method can run with these models. If it cannot, `why` is the reason and `hint` says what to do."""
-
-    ready: bool
-    why: str = ""
-    hint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
@@ -209,65 +197,25 @@ def inspect_files(
     devices: tuple[torch.device, torch.device],
     dtype: str,
     announce: Callable[[str], None],
-    *,
-    exit_layer: Path | None = None,
+    parts: TrainedParts = NO_PARTS,
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's. `exit_layer` is the exit layer's folder, None to look for it. A draft model with
-    another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be used at all.
+    `devices` are the target's and the draft's. `parts` are the trained parts that the user named. A draft model with another
+    tokenizer is reported, not refused. Raises SpecgenError if a model cannot be used at all.
     """
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
-    no_exit, unlike_llama = _no_exit(ours, exit_layer), _unlike_llama(ours)
     return PairReport(
         _facts(ours, devices[0], dtype),
         None if theirs is None else _facts(theirs, devices[1], dtype),
         tokenizers,
         free_memory(devices[0]),
-        {name: _readiness(method, tokenizers, no_exit, unlike_llama) for name, method in methods.METHODS.items()},
+        readiness(
+            ours, parts, has_draft=tokenizers is not None, differs=tokenizers is not None and tokenizers.refusal is not None
+        ),
     )
-
-
-def _no_exit(target: PreparedModel, named: Path | None) -> tuple[str, str] | None:
-    """Returns why there is no exit layer, and a hint; None if one is `named` or found. Reads no weights.
-
-    Raises SpecgenError if the one that is named does not exist or belongs to another target.
-    """
-    if named is not None:
-        read_named_description(named, target.name, target.folder)
-        return None
-    try:
-        found = find_exit(target.name, target.folder, is_bundled=target.source.label == "demo/target")
-    except SpecgenError as error:
-        return error.message, error.hint
-    if found is not None:
-        return None
-    location = None if target.source.label else target.source.location
-    return "no exit layer", f"train one with {methods.training_command(location)}"
-
-
-def _readiness(
-    method: methods.Method, tokenizers: TokenizerFacts | None, no_exit: tuple[str, str] | None, unlike_llama: str | None
-) -> Readiness:
-    """Returns whether a method can run, as far as the models' files show.
-
-    `tokenizers` is None without a draft model. `no_exit` is why there is no exit layer, and a hint; None if there is one.
-    `unlike_llama` is the target's family if its layers cannot be run one by one, otherwise None.
-    """
-    if method.splits_target and unlike_llama is not None:
-        why = f"needs a model built as Llama is, and {unlike_llama} is not"
-        return Readiness(False, why, "take a draft model, or lookup")
-    if method.needs_exit_layer and no_exit is not None:
-        return Readiness(False, *no_exit)
-    if not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
-        return Readiness(True, "needs no draft model")
-    if tokenizers is None:
-        return Readiness(False, "no draft model", "name one with --draft")
-    if tokenizers.refusal is not None:
-        return Readiness(False, "the tokenizers differ", "take a draft of the target's family")
-    return Readiness(True)
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
@@ -298,25 +246,6 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
 
 
-def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
-    """Returns for each method whether it can run on the loaded pair.
-
-    It corrects `found`, which was read from the files: a method that cannot be prepared for decoding is not ready, with the
-    error.
-    """
-    checked = {}
-    for name, method in methods.METHODS.items():
-        try:
-            # settings that are `auto` by default would have to be measured: they are given
-            given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
-            given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
-            pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
-            checked[name] = found[name]
-        except SpecgenError as error:
-            checked[name] = Readiness(False, error.message, error.hint) if found[name].ready else found[name]
-    return checked
-
-
 def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFacts:
     shape = prepared.shape
     weights = choose_dtype(dtype, shape, prepared.folder, device, prepared.config.architecture)
@@ -340,17 +269,6 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         weights.reason,
         prepared.tokenizer.fallback,
     )
-
-
-def _unlike_llama(prepared: PreparedModel) -> str | None:
-    """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
-    if prepared.config.backend == "native":
-        return None
-    from specgen.engine.transformers_backend.decoder_layers import missing_part
-    from specgen.engine.transformers_backend.loading import model_without_weights
-
-    model = model_without_weights(prepared.config.transformers_config, prepared.source.trust_remote_code)
-    return None if model is None or missing_part(model) is None else prepared.shape.model_type
 
 
 def _parameters(folder: Path) -> int:

@@ -63,12 +63,14 @@ class Model(_StrictModel):
 class ProfileKey(_StrictModel):
     """The conditions under which a profile was made. If any of them has changed, the profile is no longer valid.
 
-    `draft` and `exit_layer` (a hash of its files) are None if the pair has none. `versions` are those of the installed packages.
+    `draft` and `exit_layer` (a hash of its files) are None if the pair has none. `heads` has a hash of each kind of trained head;
+    profiles of older versions do not say. `versions` are those of the installed packages.
     """
 
     target: Model
     draft: Model | None
     exit_layer: Word | None
+    heads: dict[Word, Word] | None = None
     versions: dict[str, str]
     machine: dict[str, str | int | None]
 
@@ -194,7 +196,8 @@ class Profile(_StrictModel):
     def mismatch(self, now: ProfileKey) -> str | None:
         """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
         before, current = self.fits.model_dump(), now.model_dump()
-        field = next((name for name in before if before[name] != current[name]), None)
+        changed = (name for name in before if before[name] != current[name])
+        field = next((name for name in changed if name != "heads" or before[name] is not None), None)
         if field is None:
             return None
         name, old, new = field.replace("_", " "), before[field], current[field]
@@ -220,6 +223,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
         exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
+        heads=pair.heads.digests(),
         versions=versions(),
         machine=machine(),
     )

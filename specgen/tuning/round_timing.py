@@ -66,7 +66,7 @@ class _Timings:
 
     def add(self, round_: Round, with_signals: bool, context_length: int) -> None:
         self.drafting[round_.draft.levels, with_signals].append(round_.drafting_seconds)
-        self.verification[len(round_.draft.tokens) + 1].append(round_.verification_seconds)
+        self.verification[round_.pass_tokens].append(round_.verification_seconds)
         self.context_lengths.append(context_length)
 
 

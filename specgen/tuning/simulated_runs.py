@@ -15,11 +15,14 @@ import torch
 
 from specgen import factory, methods
 from specgen.decoding.components import Components
+from specgen.decoding.drafter_kinds import DraftSource
+from specgen.decoding.drafters import LearningDrafter
 from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
+from specgen.missing_parts import no_draft_model
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
@@ -39,9 +42,9 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.setting_parsing import Settings
     from specgen.tuning.recorded_drafts import ReferenceOutput
-    from specgen.types import Draft, SamplingParams
+    from specgen.types import Draft, SamplingParams, Verdict
 
-_SHAPE_SETTINGS = ("width", "beams", "drafts")
+_SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
@@ -64,6 +67,10 @@ class MemoisedRunner:
         self.vocab_size, self.device = runner.vocab_size, runner.device
         self._outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], ModelOutput] = {}
         self.calls = self.passes = self._bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what only some runners have, such as `longest_draft`."""
+        return getattr(self._runner, name)
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
@@ -106,11 +113,30 @@ class PricedDrafter:
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         calls_before = self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = self._runner.calls - calls_before
+        self._add_cost(self._runner.calls - calls_before, context, policy)
+        return draft
+
+    def _add_cost(self, passes: int, context: Context, policy: LengthPolicy) -> None:
         signal_seconds = self._costs.signal_cost * passes if policy.signals else 0.0
         self._clock.add("draft", self._prefill_seconds + self._costs.draft_cost.at(passes, len(context)) + signal_seconds)
         self._prefill_seconds = 0.0
+
+
+class PricedLearner(PricedDrafter, LearningDrafter):
+    """The same for a drafter that learns from the target. A draft's cost is that of drafts with as many levels.
+
+    Such drafters need no pass for each level.
+    """
+
+    _drafter: LearningDrafter
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        draft = self._drafter.propose(context, policy, limit)
+        self._add_cost(draft.levels, context, policy)
         return draft
+
+    def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
+        self._drafter.learn(draft, output, verdict)
 
 
 class PricedTarget(SimulatedTarget):
@@ -163,7 +189,7 @@ class SimulatedRuns:
         self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain
         self._probe, self._clock = probe, clock
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._components: dict[tuple[bool, int], tuple[Components, float]] = {}
+        self._components: dict[tuple[DraftSource, str, int], tuple[Components, float]] = {}
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> Summary:
@@ -221,38 +247,44 @@ class SimulatedRuns:
         components = replace(components, seed=seed)
         target: Any
         verifier: Any
+        drafter = factory.make_drafter(method, settings, components)
+        learns = isinstance(drafter, LearningDrafter)
         # When sampling, the reference output is one random draw: it can decide about fixed drafted tokens, not about drawn ones.
-        if method.lossless and (self._sampling.greedy or settings.drafts_tree):
+        if method.lossless and not learns and (self._sampling.greedy or settings.drafts_tree):
             target, verifier = SimulatedTarget(costs, clock, reference.prefill_seconds), SimulatedVerifier(reference)
         else:
             target = PricedTarget(components.target, costs, clock, reference.prefill_seconds)
             verifier = factory.make_verifier(method, settings, components)
         runner = cast("MemoisedRunner", components.draft)
-        drafter = PricedDrafter(factory.make_drafter(method, settings, components), runner, costs, clock, prefill_seconds)
-        return make_run(reference, target, drafter, factory.make_policy(settings, seed), verifier, clock, sequential)
+        priced = (PricedLearner if learns else PricedDrafter)(drafter, runner, costs, clock, prefill_seconds)
+        return make_run(reference, target, priced, factory.make_policy(settings, seed), verifier, clock, sequential)
 
     def _components_of(self, method: Method, number: int) -> tuple[Components, float]:
         """Returns the parts of a run on prompt number `number`, and the seconds of the draft model's pass over the prompt.
 
         The models' outputs are kept and used again (`MemoisedRunner`).
         """
-        key = method.needs_exit_layer, number
+        key = method.drafter.source, method.head, number
         if key not in self._components:
             reference = self._references[number]
+            draft: DraftRunner | None
             target, draft = self._pair.runners
             predictor = None
             if method.needs_exit_layer:
-                early = self._pair.early_exit(method)
+                early = self._pair.exits.runners(method)
                 target, draft = early.target, early.draft
                 layer = self._pair.exit_layer
                 if layer is not None and layer.predictor is not None:
                     hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden_states
                     assert hidden is not None
                     predictor = RecordedPredictor(layer.predictor, hidden)
-            if draft is None:
-                raise methods.no_draft_model(method)
-            prefill_seconds = draft_prefill_seconds(target, draft, reference)
-            memoised = cast("ModelRunner", MemoisedRunner(target)), MemoisedRunner(draft)
+            elif method.head:
+                target, draft = self._pair.heads.runners(method)
+            runs_draft = method.drafter.source is not DraftSource.NOTHING
+            if draft is None and runs_draft:
+                raise no_draft_model(method)
+            prefill_seconds = draft_prefill_seconds(target, draft, reference) if draft is not None and runs_draft else 0.0
+            memoised = cast("ModelRunner", MemoisedRunner(target)), None if draft is None else MemoisedRunner(draft)
             components = Components(
                 *memoised, self._sampling, reference.eos_ids, target.vocab_size, 0, acceptance_predictor=predictor
             )

@@ -27,7 +27,7 @@ from specgen.decoding.policies import is_random
 from specgen.decoding.prompt_lookup import PromptLookupDrafter
 from specgen.decoding.run import Run
 from specgen.decoding.sequential import sequential
-from specgen.decoding.verifiers import match_argmax_path
+from specgen.decoding.verifiers import match_path
 from specgen.engine.forward_pass import depths
 from specgen.engine.inference_mode import inference
 from specgen.plan import typical_length
@@ -113,7 +113,7 @@ class SimulatedVerifier:
         output: _SimulatedOutput = rows
         choices = [self._token(output.generated)]
         choices += [self._token(output.generated + depth + 1) for depth in depths(output.parents)]
-        return match_argmax_path(draft, choices)
+        return match_path(draft, choices.__getitem__, len(choices))
 
     def _token(self, position: int) -> int:
         return self._token_ids[position] if position < len(self._token_ids) else _NO_TOKEN

@@ -14,6 +14,7 @@ from specgen import methods
 from specgen.cost_model.speedup import SpeedupModel
 from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
+from specgen.missing_parts import head_training_command
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
 from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, counted, plain_of, shortlist
@@ -106,6 +107,8 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
         return "there is no draft model"
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
+    if method.head and not pair.heads.has(method.head):
+        return str(pair.heads.found(method.head).refusal or f"there is no head ({head_training_command(method.head, None)})")
     if name == "eesd-cali" and not pair.has_predictor:
         return "the exit layer has no predictor"
     if name == "selfsd" and not named:
@@ -179,7 +182,7 @@ def record_drafts(
     if MODEL in drafters and draft is not None:
         recorders[MODEL.name] = Recorder(target, draft, sampling)
     if EXIT in drafters and pair.exit_layer is not None:
-        early = pair.early_exit(methods.METHODS["eesd"])
+        early = pair.exits.runners(methods.METHODS["eesd"])
         recorders[EXIT.name] = Recorder(early.target, early.draft, sampling, predictor=pair.exit_layer.predictor)
     for drafter, recorder in recorders.items():
         try:

@@ -5,4 +5,10 @@ the exit layer: the target's continuations of fresh prompts (only the questions 
 
     python -m specgen.demo.recipe prompts fresh.jsonl
     specgen tune --train --exit-layer specgen/demo/exit --prompts fresh.jsonl --seed 1 --device cpu --dtype float32 --out out/exit
+
+Each head was trained with the command that its `head.yaml` names:
+
+    specgen tune --train --methods medusa --corpus demo --steps STEPS --device cpu --dtype float32 --out specgen/demo/heads/medusa
+    specgen tune --train --methods eagle --corpus demo --steps STEPS --device cpu --dtype float32 --out specgen/demo/heads/eagle
+    specgen tune --train --methods glide --corpus demo --steps STEPS --device cpu --dtype float32 --out specgen/demo/heads/glide
 """

@@ -36,7 +36,7 @@ class FeatureRunner(ModelRunner):
             output = run(forward_pass._replace(cache=kv_cache), logits_to_keep)
             assert output.features is not None
             cache.write_hidden(forward_pass.first, output.features if reduce is None else reduce(output.features))
-            return output
+            return output._replace(features=None)  # they are no rows of the logits
 
         super().__init__(model, penalties, forward, cache)
         self._states = cache

@@ -71,7 +71,7 @@ class NativeLayer:
         self._qk_norm = weights.qk_norm
         self._attention_post_norm, self._mlp_post_norm = weights.attention_post_norm, weights.mlp_post_norm
         self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
-        self._rotary_size, self._score_cap = architecture.rotary_size, architecture.score_cap
+        self._score_cap = architecture.score_cap
         self._qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self._output = make_product(weights.output, weights.output_bias, scale)
         self._gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
@@ -121,7 +121,7 @@ class NativeLayer:
         if self._architecture.qk_norm is not None:
             heads = self._normed_heads(heads)
         if rotation is not None:
-            self._rotate(heads, rotation)
+            rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
         if inputs.batch is not None:
             return self._batch_attention(heads, inputs)
         query, new = heads.narrow(1, 0, self._heads), heads.narrow(1, self._heads, 2 * self._kv_heads)
@@ -155,17 +155,6 @@ class NativeLayer:
             keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
         return attend_batch(query, keys, values, mask, self._score_cap).flatten(0, 1)
 
-    def _rotate(self, heads: torch.Tensor, rotation: torch.Tensor) -> None:
-        """Multiplies pairs of numbers of query and key heads with the complex numbers `rotation` [rows, 1, R/2], in place."""
-        part = heads.narrow(1, 0, self._heads + self._kv_heads)
-        if self._rotary_size != self._size:
-            part = part.narrow(2, 0, self._rotary_size)
-        pairs = part.view(*part.shape[:2], self._rotary_size // 2, 2)
-        if part.dtype == torch.float32:
-            torch.view_as_complex(pairs).mul_(rotation)
-        else:
-            pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
-
     def _normed_heads(self, heads: torch.Tensor) -> torch.Tensor:
         """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2, StableLM, Cohere)."""
         eps, weight, rotated = self._architecture.norm_eps, self._qk_norm, self._heads + self._kv_heads
@@ -182,6 +171,20 @@ class NativeLayer:
             return torch.cat((normed * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)
         torch.mul(normed, weight, out=part)
         return heads
+
+
+def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
+    """Multiplies the first R numbers of heads [rows, heads, head size], as pairs of neighbours, with `rotation`, in place.
+
+    `rotation` [rows, 1, R/2] holds complex numbers.
+    """
+    size = 2 * rotation.shape[-1]
+    part = heads if size == heads.shape[2] else heads.narrow(2, 0, size)
+    pairs = part.view(*part.shape[:2], size // 2, 2)
+    if part.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
 
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -56,6 +56,15 @@ def final_norm(
     return weight, take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
 
 
+def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
+    """Returns the index in the model's files of each number of a query or key head, in the native decoder's order."""
+    rotary = architecture.rotary_size
+    order = torch.arange(architecture.head_size, device=device)
+    if not architecture.interleaved_rotary and any(kind.rotary is not None for kind in architecture.layers):
+        order[:rotary] = order[:rotary].view(2, -1).t().reshape(-1)
+    return order
+
+
 class _Fusion:
     """Fuses the tensors of one layer."""
 
@@ -113,18 +122,10 @@ class _Fusion:
         """Returns the fused matrix with its query rows scaled, and with rotary pairs as neighbours in query and key heads."""
         columns = weight.shape[1]
         rotated = (self._heads + self._kv_heads) * self._size
-        heads = weight[:rotated].view(-1, self._size, columns)[:, self._order(weight.device)]
+        heads = weight[:rotated].view(-1, self._size, columns)[:, head_order(self._architecture, weight.device)]
         if scale != 1.0:
             heads = torch.cat((heads[: self._heads] * scale, heads[self._heads :]))
         return torch.cat((heads.reshape(rotated, columns), weight[rotated:]))
-
-    def _order(self, device: torch.device) -> torch.Tensor:
-        """Returns the old index of each number of a head, in the new order."""
-        rotary, architecture = self._architecture.rotary_size, self._architecture
-        order = torch.arange(self._size, device=device)
-        if not architecture.interleaved_rotary and any(kind.rotary is not None for kind in architecture.layers):
-            order[:rotary] = order[:rotary].view(2, -1).t().reshape(-1)
-        return order
 
     def _with_norm(
         self, name: str | None, weight: torch.Tensor, bias: torch.Tensor | None
@@ -148,7 +149,7 @@ class _Fusion:
             return None
         query = self._heads_norm(self._names.q_norm, self._heads) * self._architecture.attention_scale
         both = torch.cat((query, self._heads_norm(self._names.k_norm, self._kv_heads)))
-        return both[:, self._order(both.device)].to(self._dtype)
+        return both[:, head_order(self._architecture, both.device)].to(self._dtype)
 
     def _heads_norm(self, names: str | tuple[str, ...] | None, heads: int) -> torch.Tensor:
         """Returns the norm's weights of `heads` heads: [heads, head size]."""

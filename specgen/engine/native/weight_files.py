@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from specgen.engine.extra_tensors import check_no_extra
 from specgen.errors import SpecgenError
+from specgen.sanitize import one_line
 
 _PREFIX = "model."
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+WEIGHT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _COPIED_BYTES = 1 << 26  # smaller models are copied, so that a file that is written again cannot change them
 _AGAIN = "Download or save it again"
 
@@ -32,8 +33,8 @@ class WeightFiles:
         self._name, self._device = name, device
         self._open: dict[Path, Any] = {}
         self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
-        with self._reading():
-            self._paths = _paths(folder)
+        with reading_weights(self._name):
+            self._paths = tensor_files(folder)
             self.bytes = sum(path.stat().st_size for path in set(self._paths.values()))
         self._taken: dict[str, int] = {}  # how many numbers each tensor has that was taken; some are taken twice
         self._prefix = _PREFIX if any(key.startswith(_PREFIX) for key in self._paths) else ""
@@ -61,12 +62,12 @@ class WeightFiles:
         """
         self.check_complete([name])
         key = self._key(name)
-        with self._reading():
+        with reading_weights(self._name):
             tensor: torch.Tensor = self._file(self._paths[key]).get_tensor(key)
         if tuple(tensor.shape) != shape:
             stored, expected = (" x ".join(map(str, sizes)) for sizes in (tensor.shape, shape))
             raise SpecgenError(f"{self._name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in WEIGHT_DTYPES:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise SpecgenError(f"{self._name}: {key} is stored as {dtype}", "Take weights in float32, bfloat16 or float16")
         self._taken[key] = tensor.numel()
@@ -100,20 +101,22 @@ class WeightFiles:
             self._open[path] = safe_open(path, framework="pt", device=self._opened_on)
         return self._open[path]
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:160] or type(error).__name__
-            raise SpecgenError(f"cannot read the weights of {self._name}: {reason}", _AGAIN) from error
+
+@contextmanager
+def reading_weights(name: str) -> Iterator[None]:
+    """Turns errors of reading weight files into a SpecgenError that calls their owner `name`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        reason = one_line(" ".join(str(error).split()))[:160] or type(error).__name__
+        raise SpecgenError(f"cannot read the weights of {name}: {reason}", _AGAIN) from error
 
 
-def _paths(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor: all in `model.safetensors`, or as the index says."""
-    single = folder / _SINGLE
-    if single.is_file():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
+def tensor_files(folder: Path, single: str = _SINGLE) -> dict[str, Path]:
+    """Returns the file of each tensor: the file named `single` if it is there, or as the index says. Use `reading_weights`."""
+    single_file = folder / single
+    if single_file.is_file():
+        with safe_open(single_file, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single_file)
     files = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
     return {key: folder / Path(name).name for key, name in files.items()}

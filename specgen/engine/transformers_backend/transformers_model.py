@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import of_transformers
+from specgen.engine.native.architecture import Architecture, read_architecture
 from specgen.engine.transformers_backend.attention_masks import AttentionMasks, LayerMasks, Mask
 from specgen.engine.transformers_backend.decoder_layers import (
     DecoderLayers,
@@ -45,6 +47,12 @@ class TransformersModel:
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.module.parameters())
+
+    @property
+    def architecture(self) -> Architecture:
+        """What config.json describes; see `engine.model.Model`."""
+        config = json.loads(self.module.config.get_text_config().to_json_string(use_diff=False))
+        return read_architecture({**config, "quantization_config": None})
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""

@@ -14,7 +14,8 @@ from specgen.sanitize import inline, one_line
 from specgen.ui.terminal.text_layout import labelled
 
 if TYPE_CHECKING:
-    from specgen.tuning.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
+    from specgen.tuning.method_readiness import Readiness
+    from specgen.tuning.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column

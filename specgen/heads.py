@@ -1,0 +1,107 @@
+"""The trained heads (Medusa, EAGLE, GliDe) of one loaded target: those used by default, and those that runs name by folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from specgen import methods
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.heads.head_files import FoundHead, Head, load_head
+from specgen.engine.heads.head_runners import HeadRunners
+from specgen.engine.heads.weights import KINDS, HeadKind
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_runner import ModelRunner
+from specgen.errors import SpecgenError
+from specgen.methods import Method
+from specgen.missing_parts import no_head
+
+
+class Heads:
+    """Loads each head once. Each has caches of its own.
+
+    A head is named as in the setting `head`: by its folder, or `auto` for the one that the user named with --head if it is of the
+    method's kind, otherwise for the one found for this target. `penalties` makes a logits processor (None: no penalties), and
+    `runner` is the target's runner, which heads that need no hidden states of other layers share. `is_bundled`: the target is the
+    small model that comes with specgen, with heads.
+    """
+
+    def __init__(self, target: LoadedModel, runner: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]) -> None:
+        self.is_bundled = False
+        self._target, self._runner, self._penalties = target, runner, penalties
+        self._named: Head | None = None
+        self._found: dict[str, FoundHead] = {}
+        self._loaded: dict[Path, Head] = {}
+        self._defaults: dict[str, Head | None] = {}
+        self._runners: dict[Path, HeadRunners] = {}
+
+    def name(self, folder: Path) -> Head:
+        """Loads the head that the user named with --head. Raises SpecgenError if it cannot be used with this target."""
+        self._named = self._load(folder)
+        return self._named
+
+    def has(self, kind: str) -> bool:
+        """Whether there is a default head of this kind, as far as is known without reading weights."""
+        return self._is_named(kind) or self.found(kind).description is not None
+
+    def found(self, kind: str) -> FoundHead:
+        """Returns what was found for this target, if the user named no head of this kind."""
+        if kind not in self._found:
+            known: HeadKind = next(each for each in KINDS if each == kind)
+            self._found[kind] = FoundHead(known, self._target, is_bundled=self.is_bundled)
+        return self._found[kind]
+
+    def get(self, method: Method, name: str = methods.DEFAULT_HEAD) -> Head | None:
+        """Returns a head for the method, or None if there is no default one. Raises SpecgenError for one that cannot be used."""
+        if name == methods.DEFAULT_HEAD:
+            if self._is_named(method.head):
+                return self._named
+            if method.head not in self._defaults:
+                self._defaults[method.head] = self.found(method.head).load()
+            return self._defaults[method.head]
+        head = self._load(Path(name).expanduser())
+        if head.weights.kind != method.head:
+            raise SpecgenError(f"the head {name} is for {head.weights.kind}, not for {method.name}", "Name another folder")
+        return head
+
+    def digest(self, method: Method, name: object) -> str | None:
+        """Returns what identifies the weights of the method's head; None for the name None, and if there is no such head."""
+        head = None if name is None or not method.head else self.get(method, str(name))
+        return None if head is None else weights_fingerprint(head.path)
+
+    def digests(self) -> dict[str, str]:
+        """Returns what identifies the default head of each kind for which there is one, without reading its weights."""
+        digests: dict[str, str] = {}
+        for kind in KINDS:
+            if self._named is not None and self._is_named(kind):
+                digests[kind] = weights_fingerprint(self._named.path)
+            elif (description := self.found(kind).description) is not None:
+                digests[kind] = description.weights
+        return digests
+
+    def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> HeadRunners:
+        """Returns the target's runner and the head's for the method. Raises SpecgenError if there is no such head."""
+        head = self.get(method, name)
+        if head is None:
+            bundled = self._target.name.startswith("demo/")
+            raise self.found(method.head).refusal or no_head(method, None if bundled else self._target.name)
+        if head.path not in self._runners:
+            make = import_module(f"specgen.engine.heads.{head.weights.kind}_runner").make_runners
+            made: HeadRunners = make(head.weights, self._target.model, self._runner, self._penalties)
+            self._runners[head.path] = made
+        return self._runners[head.path]
+
+    def clear_caches(self) -> None:
+        for runners in self._runners.values():
+            runners.clear_cache()
+
+    def _is_named(self, kind: str) -> bool:
+        return self._named is not None and self._named.weights.kind == kind
+
+    def _load(self, folder: Path) -> Head:
+        key = folder.resolve()
+        if key not in self._loaded:
+            self._loaded[key] = load_head(folder, self._target)
+        return self._loaded[key]

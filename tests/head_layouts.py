@@ -1,0 +1,255 @@
+"""Writes trained heads with random weights in every published layout, from the descriptions of the formats alone.
+
+As a program: `python tests/head_layouts.py --target FOLDER --layout eagle3-speculators OUT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+
+
+@dataclass
+class Sizes:
+    """The target's sizes, and those of the head. `draft_vocab` is the number of tokens that a reduced vocabulary has."""
+
+    width: int
+    layers: int
+    heads: int
+    head_size: int
+    vocab: int
+    embedding: torch.Tensor
+    head_heads: int = 4
+    head_kv_heads: int = 2
+    head_head_size: int = 12
+    inner: int = 40
+    medusa_heads: int = 3
+    medusa_layers: int = 1
+    draft_vocab: int = 20
+    features: tuple[int, ...] | None = None  # by transformers' convention
+    bias: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    own_embedding: bool = False
+    seed: int = 0
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Returns normal random numbers, the same in each call sequence of one seed."""
+        return torch.randn(*shape, generator=self.generator) * (0.5 if len(shape) == 1 else shape[-1] ** -0.5)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+
+def sizes_of(folder: Path, **changes: Any) -> Sizes:
+    """Returns the sizes of the target in `folder`, and its embedding."""
+    config = json.loads((folder / "config.json").read_text())
+    weights: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(path)
+    name = next(name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")))
+    width, heads = config.get("hidden_size") or config["n_embd"], config.get("num_attention_heads") or config["n_head"]
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    head_size = config.get("head_dim") or width // heads
+    return Sizes(width, layers, heads, head_size, len(weights[name]), weights[name], **changes)
+
+
+def llama_config(sizes: Sizes, **more: Any) -> Config:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": sizes.head_heads,
+        "num_key_value_heads": sizes.head_kv_heads,
+        "head_dim": sizes.head_head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "vocab_size": sizes.vocab,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        **more,
+    }
+
+
+def decoder_layer(sizes: Sizes, prefix: str, inputs: int) -> Tensors:
+    """Returns the weights of a decoder layer whose attention takes `inputs` numbers, without norms of the input."""
+    rows = {"q": sizes.head_heads, "k": sizes.head_kv_heads, "v": sizes.head_kv_heads}
+    tensors = {f"self_attn.{name}_proj.weight": sizes.random(n * sizes.head_head_size, inputs) for name, n in rows.items()}
+    tensors["self_attn.o_proj.weight"] = sizes.random(sizes.width, sizes.head_heads * sizes.head_head_size)
+    if sizes.qkv_bias:
+        tensors |= {f"self_attn.{name}_proj.bias": sizes.random(n * sizes.head_head_size) for name, n in rows.items()}
+    if sizes.qk_norm:
+        tensors |= {f"self_attn.{name}_norm.weight": 1 + sizes.random(sizes.head_head_size) for name in "qk"}
+    tensors |= {f"mlp.{name}_proj.weight": sizes.random(sizes.inner, sizes.width) for name in ("gate", "up")}
+    tensors["mlp.down_proj.weight"] = sizes.random(sizes.width, sizes.inner)
+    tensors["post_attention_layernorm.weight"] = 1 + sizes.random(sizes.width)
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def medusa_blocks(sizes: Sizes, name: str, *, bias: bool = True) -> Tensors:
+    tensors: Tensors = {}
+    for head in range(sizes.medusa_heads):
+        for layer in range(sizes.medusa_layers):
+            tensors[f"{name.format(head, layer)}.weight"] = sizes.random(sizes.width, sizes.width)
+            if bias:
+                tensors[f"{name.format(head, layer)}.bias"] = sizes.random(sizes.width)
+    return tensors
+
+
+def medusa_v01(sizes: Sizes, prefix: str = "") -> tuple[Config, Tensors]:
+    """The authors' first layout, with LM heads of its own. Its config states a wrong number of heads, as published ones do."""
+    config = {"base_model_name_or_path": "some/model", "medusa_num_heads": 2, "medusa_num_layers": sizes.medusa_layers}
+    heads = {f"{head}.{sizes.medusa_layers}.weight": sizes.random(sizes.vocab, sizes.width) for head in range(sizes.medusa_heads)}
+    return config, {prefix + name: tensor for name, tensor in (medusa_blocks(sizes, "{}.{}.linear") | heads).items()}
+
+
+def medusa_v2(sizes: Sizes) -> tuple[Config, Tensors]:
+    return {"version": "2", "medusa_num_heads": sizes.medusa_heads}, medusa_blocks(sizes, "{}.{}.linear")
+
+
+def medusa_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
+    """vLLM's layout with a reduced vocabulary, whose ids are in the order of their frequency."""
+    ids = torch.randperm(sizes.vocab, generator=sizes.generator)[: sizes.draft_vocab]
+    config = {"model_type": "medusa", "num_heads": sizes.medusa_heads, "num_hidden_layers": sizes.medusa_layers}
+    config |= {"hidden_size": sizes.width, "vocab_size": sizes.vocab, "truncated_vocab_size": sizes.draft_vocab}
+    tensors = medusa_blocks(sizes, "blocks.{}.layers.{}", bias=False)
+    for head in range(sizes.medusa_heads):
+        tensors[f"lm_heads.{head}.weight"] = sizes.random(sizes.draft_vocab, sizes.width)
+    return config, {f"medusa_heads.{name}": tensor for name, tensor in {**tensors, "token_map": ids}.items()}
+
+
+def eagle1(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The authors' layout, with a frozen copy of the target's embedding."""
+    tensors = {"embed_tokens.weight": sizes.embedding.clone(), "fc.weight": sizes.random(sizes.width, 2 * sizes.width)}
+    if sizes.bias:
+        tensors["fc.bias"] = sizes.random(sizes.width)
+    flags = ({} if sizes.bias else {"bias": False}) | ({"qkv_bias": True} if sizes.qkv_bias else {})
+    return llama_config(sizes, **flags), tensors | decoder_layer(sizes, "layers.0.", sizes.width)
+
+
+def eagle1_sglang(sizes: Sizes) -> tuple[Config, Tensors]:
+    config, tensors = eagle1(sizes)
+    return {**config, "architectures": ["LlamaForCausalLMEagle"]}, {f"model.{name}": each for name, each in tensors.items()}
+
+
+def eagle1_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
+    config, tensors = eagle1(sizes)
+    outer = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": config, "eagle_fc_bias": sizes.bias}
+    return outer | {"vocab_size": sizes.vocab, "num_lookahead_tokens": 5}, tensors
+
+
+def eagle1_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The early layout of speculators, without a copy of the embedding."""
+    _, tensors = eagle1(sizes)
+    del tensors["embed_tokens.weight"]
+    inner = {**llama_config(sizes), "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+    config = {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"], "fusion_bias": sizes.bias}
+    renamed = {name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.", 1): each for name, each in tensors.items()}
+    return {**config, "layernorms": False, "transformer_layer_config": inner}, renamed
+
+
+def eagle3_parts(sizes: Sizes, prefix: str) -> Tensors:
+    tensors = {"fc.weight": sizes.random(sizes.width, 3 * sizes.width)} | decoder_layer(sizes, prefix, 2 * sizes.width)
+    tensors |= {f"{prefix}{name}.weight": 1 + sizes.random(sizes.width) for name in ("hidden_norm", "input_layernorm")}
+    tensors |= {"norm.weight": 1 + sizes.random(sizes.width), "lm_head.weight": sizes.random(sizes.draft_vocab, sizes.width)}
+    ids = torch.randperm(sizes.vocab, generator=sizes.generator)[: sizes.draft_vocab].sort().values
+    used = torch.zeros(sizes.vocab, dtype=torch.bool)
+    used[ids] = True
+    return {**tensors, "d2t": ids - torch.arange(sizes.draft_vocab), "t2d": used}
+
+
+def features_of(sizes: Sizes) -> list[int]:
+    count = sizes.layers
+    return list(sizes.features or ((2, count // 2, count - 3) if 2 < count // 2 < count - 3 else (0, 1, 2)))
+
+
+def eagle3(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The layout of the authors, SpecForge and SGLang. Feature layers are named by their outputs if the first is not layer 0."""
+    ids = features_of(sizes)
+    ids = [each - 1 for each in ids] if ids[0] == 2 else ids
+    config = llama_config(sizes, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=sizes.draft_vocab)
+    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
+    return config, eagle3_parts(sizes, "midlayer.")
+
+
+def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
+    tensors = eagle3_parts(sizes, "layers.0.")
+    tensors["embed_tokens.weight"] = sizes.random(*sizes.embedding.shape) if sizes.own_embedding else sizes.embedding.clone()
+    config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": sizes.draft_vocab}
+    config |= {"norm_before_residual": True, "norm_before_fc": False, "eagle_aux_hidden_state_layer_ids": features_of(sizes)}
+    inner = llama_config(sizes, model_type="qwen3" if sizes.qk_norm else "llama", rope_theta=500000.0)
+    return {**config, "target_hidden_size": None, "transformer_layer_config": inner}, tensors
+
+
+def glide(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The authors' layout: a Llama, by its config, with cross-attention."""
+    crossed = sizes.heads * sizes.head_size
+    tensors = {"model.embed_tokens.weight": sizes.random(sizes.vocab, sizes.width)}
+    tensors |= decoder_layer(sizes, "model.layers.0.", sizes.width)
+    tensors["model.layers.0.input_layernorm.weight"] = 1 + sizes.random(sizes.width)
+    tensors["model.layers.0.cross_attn.q_proj.weight"] = sizes.random(crossed, sizes.width)
+    tensors["model.layers.0.cross_attn.o_proj.weight"] = sizes.random(sizes.width, crossed)
+    tensors |= {"model.norm.weight": 1 + sizes.random(sizes.width), "lm_head.weight": sizes.random(sizes.vocab, sizes.width)}
+    large = {"large_hidden_size": sizes.width, "large_head_dim": sizes.head_size, "large_num_attention_heads": sizes.heads}
+    return llama_config(sizes, block_size=7, use_remap=False, **large), tensors
+
+
+LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
+    "medusa-v0.1": medusa_v01,
+    "medusa-v1.0": lambda sizes: medusa_v01(sizes, "medusa_head."),
+    "medusa-v2": medusa_v2,
+    "medusa-vllm": medusa_vllm,
+    "eagle1": eagle1,
+    "eagle1-sglang": eagle1_sglang,
+    "eagle1-vllm": eagle1_vllm,
+    "eagle1-speculators": eagle1_speculators,
+    "eagle3": eagle3,
+    "eagle3-speculators": eagle3_speculators,
+    "glide": glide,
+}
+
+
+def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
+    """Writes a random head for the model in the folder `target` into the folder `out`, and returns it. `sizes`: see `Sizes`."""
+    config, tensors = LAYOUTS[layout](sizes_of(target, **sizes))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    name = "medusa_lm_head.safetensors" if layout in ("medusa-v0.1", "medusa-v2") else "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / name)
+    return out
+
+
+def weights_file(folder: Path) -> Path:
+    return next(path for path in (folder / "medusa_lm_head.safetensors", folder / "model.safetensors") if path.exists())
+
+
+def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Path:
+    """Changes a head's tensors in place, and sets fields of its config; None removes one."""
+    stored = load_file(weights_file(folder))
+    tensors(stored)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, weights_file(folder))
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: each for name, each in {**old, **config}.items() if each is not None}))
+    return folder
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--layout", choices=LAYOUTS, required=True)
+    parser.add_argument("out", type=Path)
+    chosen = parser.parse_args()
+    print(write_head(chosen.out, chosen.layout, chosen.target))

@@ -1,0 +1,269 @@
+"""Drafts of `suffix`: its index of n-grams against a search of all positions, its limits, and its history of earlier outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen import drafting_knowledge, measurement_cache, methods
+from specgen.compare.method_specs import parse_spec
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding import suffix_index
+from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
+from specgen.decoding.length_sweep import RepeatDrafter
+from specgen.decoding.run import Run
+from specgen.decoding.suffix_drafter import SuffixDrafter
+from specgen.decoding.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixHistory, SuffixIndex
+from specgen.errors import SpecgenError
+from specgen.pair import Pair
+from specgen.tuning.candidates import SIMULATED, grid
+from specgen.types import Context, Round, SamplingParams
+
+PROMPT = [3, 5, 4, 9]
+BORDER = -1
+Found = tuple[int, list[int], list[float]]
+
+
+def searched(ids: Sequence[int], end: Sequence[int], tokens: int) -> Found | None:
+    """The match's length, and at most so many tokens after it with their probabilities, found by looking at all positions.
+
+    `ids` are the indexed tokens, `end` the last ones of the context.
+    """
+
+    def equal(position: int) -> int:
+        most = min(position, len(end), LONGEST_MATCH)
+        return next((length for length in range(most) if ids[position - 1 - length] != end[-1 - length]), most)
+
+    places = [(equal(position), position) for position in range(1, len(ids)) if ids[position] != BORDER]
+    gram = min(3, max((length for length, _ in places), default=0))
+    if not gram:
+        return None
+    latest = [(length, position) for length, position in reversed(places) if length >= gram][:MOST_OCCURRENCES]
+    match = max(length for length, _ in latest)
+    positions = [position for length, position in latest if length == match]
+    found, probs = list[int](), list[float]()
+    for step in range(tokens):
+        following = [[*ids, *found][position + step] for position in positions]
+        counts = Counter(token for token in following if token != BORDER)
+        if not counts:
+            break
+        token = next(token for token in following if counts[token] == max(counts.values()))
+        odds = 0.45 * (match + step) * counts[token] / (counts.total() - counts[token] + 1)
+        positions = [position for position, other in zip(positions, following, strict=True) if other == token]
+        found.append(token)
+        probs.append(odds / (1 + odds))
+    return match, found, probs
+
+
+def drafted(found: Continuation | None, tokens: int) -> Found | None:
+    if found is None:
+        return None
+    while len(found.tokens) < tokens and found.extend():
+        pass
+    return found.match_length, found.tokens, found.probs
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), alphabet=st.integers(1, 5))
+def test_the_index_finds_what_a_search_of_all_positions_finds(data: st.DataObject, alphabet: int) -> None:
+    """The context is in the index, which grows with it; its own end is no match."""
+    index, ids, block = SuffixIndex(), list[int](), st.lists(st.integers(0, alphabet - 1), max_size=40)
+    for _ in range(4):
+        added = data.draw(block)
+        ids += added * data.draw(st.integers(1, 2))
+        index.extend(ids[len(index) :])
+        assert drafted(index.find(ids), 6) == searched(ids, ids, 6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    outputs=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), max_size=4),
+    end=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+)
+def test_stored_outputs_match_within_their_borders(outputs: list[list[int]], end: list[int]) -> None:
+    history = SuffixHistory()
+    for output in outputs:
+        history.add(output)
+    ids = [token for output in outputs for token in (*output, BORDER)]
+    assert drafted(history.find(end), 6) == searched(ids, end, 6)
+
+
+def test_no_match_contains_tokens_of_two_outputs() -> None:
+    history = SuffixHistory()
+    history.add([1, 2, 3])
+    history.add([4, 5])
+    assert history.find([2, 3]) is None, "nothing follows the 3"
+    assert drafted(history.find([1, 2]), 5) == (2, [3], [pytest.approx(0.9 / 1.9)])
+    assert history.find([7, 3]) is None
+    assert drafted(history.find([3, 4]), 5)[:2] == (1, [5])  # type: ignore[index]
+
+
+def test_a_history_keeps_two_generations_of_outputs() -> None:
+    history, budget = SuffixHistory(40), 40
+    for first in range(0, 300, 10):
+        history.add(range(first, first + 8))
+        assert len(history) <= budget
+        assert drafted(history.find([first]), 9)[1] == list(range(first + 1, first + 8))  # type: ignore[index]
+    assert history.find([0]) is None
+    history.add(range(1000, 1100))  # more than a generation: its last tokens are kept
+    assert len(history) <= budget
+    assert history.find([1080]) is None
+    assert drafted(history.find([1081]), 100)[1] == list(range(1082, 1100))  # type: ignore[index]
+    history.clear()
+    assert len(history) == 0
+    for small in (0, 1, 3):
+        tiny = SuffixHistory(small)
+        tiny.add([1, 2])
+        assert len(tiny) <= small
+
+
+class Recording(LengthPolicy):
+    """Drafts everything, and records what it is asked and what it gets to learn."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
+        self.seen.append(signals["match_length"])
+        return True
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        self.seen.append((token.position, token["match_length"], round(token["prob"], 3)))
+        return True
+
+    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
+        self.seen.append((match_length, agreed, ended))
+
+
+def test_the_policy_sees_each_token_and_learns_from_each_match() -> None:
+    drafter, policy, context = SuffixDrafter(0.0, 10.0, frozenset()), Recording(), Context([7, 1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    assert list(drafter.propose(context, policy, 2).tokens) == [4, 5]
+    assert policy.seen == [4, (1, 4, 0.643), (2, 5, 0.692)], "odds 0.45 times the tokens before: 1.8, 2.25"
+    rounds = [([4, 5, 9], [(4, 2, True)]), ([7], [1, (1, 1, 0.474)]), ([1, 2], [(1, 2, False), 3, (1, 3, 0.73)])]
+    for joined, seen in rounds:
+        policy.seen.clear()
+        context.extend(joined)
+        drafter.propose(context, policy, 1)
+        assert policy.seen == seen
+
+
+def propose(ids: Sequence[int], limit: int = 20, *, eos: int = -2, **given: float) -> tuple[list[int], str | None]:
+    chosen = {"min_prob": 0.0, "factor": 10.0} | given
+    draft = SuffixDrafter(**chosen, eos_ids=frozenset({eos})).propose(Context(ids), Recording(), limit)
+    return list(draft.tokens), draft.stop_reason
+
+
+def test_a_draft_ends_at_each_limit() -> None:
+    text = [*range(1, 30), 1, 2]
+    assert propose(text) == ([*range(3, 23)], "length")
+    assert propose(text, factor=2) == ([3, 4, 5, 6], "match of 2")
+    assert propose(text, factor=0.4) == ([], "match of 2")
+    assert propose(text, eos=5) == ([3, 4, 5], "eos")
+    assert propose(text, min_prob=0.25) == ([3, 4], "path 0.17 < 0.25"), "0.474, then times 0.574, then times 0.643"
+    assert propose([1, 2, 3]) == ([], None)
+    assert propose(text, 0) == ([], None)
+    assert propose([1, 2, 1, 2], 6) == ([1, 2, 1, 2, 1, 2], "length"), "a copy of its own tokens"
+
+
+def test_the_most_frequent_continuation_is_drafted_and_the_latest_of_equal_ones() -> None:
+    assert propose([5, 1, 5, 2, 5, 2, 5, 1, 5, 2, 5], 1)[0] == [2]
+    assert propose([5, 1, 6, 5, 2, 6, 5], 1)[0] == [2]
+    index = SuffixIndex()
+    index.extend([9, 1, 9, 1, 9, 2, 8, 9])
+    assert drafted(index.find([8, 9]), 1) == (1, [1], [pytest.approx(0.9 / 2 / (1 + 0.9 / 2))])
+
+
+def rounds_of(pair: Pair, sampling: SamplingParams, **given: Any) -> list[Round]:
+    return pair.generate(PROMPT, "suffix", sampling, policy="fixed", **given).rounds
+
+
+def drafts(rounds: Sequence[Round]) -> list[list[int]]:
+    return [list(round_.draft.tokens) for round_ in rounds]
+
+
+def test_only_with_history_a_run_copies_earlier_outputs(pair_of: Callable[..., Pair]) -> None:
+    pair, sampling = pair_of("llama", "near"), SamplingParams(max_new_tokens=24, ignore_eos=True)
+    pair.forget()
+    plain = pair.generate(PROMPT, "ar", sampling)
+    first = rounds_of(pair, sampling)
+    assert drafts(rounds_of(pair, sampling)) == drafts(first), "by default nothing is kept"
+    before = rounds_of(pair, sampling, history=True)
+    after = rounds_of(pair, sampling, history=True)
+    assert drafts(before) == drafts(first)
+    assert len(after) < len(before)
+    assert [token for round_ in after for token in round_.token_ids] == plain.token_ids
+    pair.forget()
+    assert drafts(rounds_of(pair, sampling, history=True)) == drafts(before), "measurements forget"
+    pair.forget()
+
+
+def test_no_measurement_has_a_history(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither `compare`, `tune`, nor the timing of rounds before a run; and a seed decides all tokens of a sampled run."""
+    with pytest.raises(SpecgenError, match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out"):
+        parse_spec("suffix:history=true")
+    assert parse_spec("suffix:history=false").name == "suffix"
+    assert "suffix" in SIMULATED
+    assert not any("history" in given for given in grid("suffix"))
+    pair = pair_of("llama", "near")
+    sampled = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1)
+    with pytest.raises(SpecgenError, match=r"same seed.*Leave the seed or history out"):
+        pair.plan([3, 5], "suffix", sampled, history=True, policy="fixed")
+    timed: list[Run] = []
+
+    def time_rounds(run: Run) -> RoundCosts:
+        timed.append(run)
+        return RoundCosts(CostTable({1: Curve({0: 0.0, 1: 0.0})}), CostTable({1: Curve({1: 1.0, 2: 1.01})}))
+
+    monkeypatch.setattr(measurement_cache, "find", lambda *_: None)
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
+    monkeypatch.setattr(pair.knowledge, "_costs", {})
+    pair.prepare([3, 5], "suffix", replace(sampled, seed=None), history=True)
+    assert len(timed) == 1
+    assert isinstance(timed[0].drafter, RepeatDrafter)
+
+
+def test_help_says_that_the_history_is_in_memory() -> None:
+    assert "in memory only; not in compare and tune" in methods.find("suffix").settings["history"].help
+
+
+def test_a_history_is_cleared_by_its_owner_and_follows_turns() -> None:
+    """An output is added when the next run begins, as far as it has got."""
+    history = SuffixHistory()
+    contexts = [Context([1]), Context([1]), Context([1])]
+    history.begin(contexts[0])
+    contexts[0].extend([2, 3])
+    history.begin(contexts[1])
+    contexts[0].extend([4])
+    contexts[1].extend([5, 6])
+    history.begin(contexts[2])
+    assert [drafted(history.find([token]), 5) is not None for token in (1, 2, 3, 5, 6)] == [False, True, False, True, False]
+
+
+def test_of_equal_matches_the_contexts_own_counts() -> None:
+    history = SuffixHistory()
+    history.add([1, 2, 8])
+    drafter = SuffixDrafter(0.0, 1.0, frozenset(), history)
+    assert list(drafter.propose(Context([1, 2, 9, 1, 2]), Recording(), 1).tokens) == [9]
+    history.add([0, 1, 2, 8])
+    assert list(drafter.propose(Context([1, 2, 9, 0, 1, 2]), Recording(), 1).tokens) == [8]
+
+
+def test_costs_do_not_depend_on_the_number_of_occurrences(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    longest = SuffixIndex._longest
+
+    def counting(index: SuffixIndex, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
+        compared.append(len(positions))
+        return longest(index, ids, positions, length)
+
+    monkeypatch.setattr(suffix_index.SuffixIndex, "_longest", counting)
+    index = SuffixIndex()
+    index.extend([7] * 5000)
+    assert drafted(index.find(index.ids), 3) == (LONGEST_MATCH, [7] * 3, [pytest.approx(0.996, abs=0.002)] * 3)
+    assert compared == [MOST_OCCURRENCES]
