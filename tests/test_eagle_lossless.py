@@ -10,7 +10,7 @@ import pytest
 from eagle_heads import random_head
 from enumeration import PROMPT, Paths, states, total_variation
 from families import make_model, model_of, plain, prompt
-from runner_checks import LAYERED, quick, uncached
+from runner_checks import LAYERED, uncached
 from scripted_models import scripted_run
 from statistics_checks import output_distribution
 
@@ -23,6 +23,7 @@ from specgen.types import SamplingParams
 
 SMALL = 7  # tokens of a vocabulary in which random heads are often right
 COUNT = 16
+OFTEN = (("llama", "native"), ("gemma2", "native"), ("cohere", "native"), ("qwen3", "transformers"))
 METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "chain": ("sd", {"k": 4}),
     "policy": ("sd", {"policy": "svip", "threshold": 1.0, "max_draft": 5}),
@@ -47,7 +48,9 @@ def runners(head: dict[str, Any], model: Model) -> HeadRunners:
     return make_runners(random_head(**head), model, ModelRunner(model), lambda: None)
 
 
-@pytest.mark.parametrize(("family", "backend"), quick(LAYERED))
+@pytest.mark.parametrize(
+    ("family", "backend"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in LAYERED]
+)
 def test_greedy_ids_are_the_targets_own(family: str, backend: str) -> None:
     module, model = target(family, backend)
     wanted, accepted = {}, 0

@@ -123,6 +123,25 @@ def test_an_interruption_at_any_line_leaves_the_runner_usable(name: str, step: i
     assert line > 300
 
 
+def test_a_predicted_feature_that_an_interrupted_pass_wrote_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, context = Checked(random_head(**HEADS["1"])), Context([1, 5, 6, 7])
+    runner = checked.runner
+    assert isinstance(runner, EagleRunner)
+    runner.logits(context)
+    context.extend([8, 9])
+    keep = runner._keep_rows
+
+    def interrupted(*arguments: Any) -> None:
+        keep(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_keep_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.logits(context)
+    checked.check(Context([1, 5, 6, 7]), [11], start=1)
+
+
 @pytest.mark.parametrize("name", ["1", "3"])
 def test_what_is_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass for each level of a draft. The first one of a round also runs the accepted tokens again, with true features."""

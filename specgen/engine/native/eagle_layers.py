@@ -115,8 +115,8 @@ class UnrolledLayer(FirstLayer):
         query = query.transpose(1, 2)
         drafts = [(query * own_keys).sum(-1, keepdim=True) for own_keys, _ in of_drafts]
         weights = torch.cat((query @ keys.transpose(-1, -2) + mask, *drafts), dim=-1).softmax(dim=-1)
-        before, *own_weights = weights.split([inputs.rows, *(1 for _ in drafts)], dim=-1)
-        mixed = before.to(values.dtype) @ values
+        before, *own_weights = torch.split(weights, [inputs.rows, *(1 for _ in drafts)], dim=-1)
+        mixed: Tensor = before.to(values.dtype) @ values
         for weight, (_, own_values) in zip(own_weights, of_drafts, strict=True):
             mixed = mixed + weight * own_values
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
