@@ -198,7 +198,7 @@ METHODS: Mapping[str, Method] = {
                 "branches": Setting(3, "phrases tried after the drafted tokens, K; the authors: 3", 0, 64),
                 "window": Setting(4, "columns of the draft's window, and n-grams for a token; the authors: 15 to 20", 1, 128),
             },
-            defaults={"k": 5},
+            defaults={"fixed": {"k": 5}},
         ),
         Method(
             "pearl",

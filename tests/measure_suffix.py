@@ -1,10 +1,12 @@
-"""What does `suffix` cost, and what does it gain over `lookup`? Not a test: `python tests/measure_suffix.py` prints two tables.
+"""What does `suffix` cost, and what does it gain over `lookup`? Not a test: `python tests/measure_suffix.py` prints three tables.
 
 The first one has microseconds: of indexing a token, and of a query with a draft of 8 tokens, each the median over `--repeats`
 passes over real token ids of the demo corpus and over repetitive ones. A query's cost is given in percent of the target's pass
 over one token too (`--pass-ms`, without it measured).
 
-The second one has counts, which do not depend on the machine: a target pass costs 1, each verified token `--verify-cost` more,
+The second one compares the estimated probabilities of tokens with the share that is accepted, in greedy decoding.
+
+The third one has counts, which do not depend on the machine: a target pass costs 1, each verified token `--verify-cost` more,
 and drafting nothing. The texts: `target` are outputs of the bundled target, which repeats itself if it must not end; `edits` are
 texts of the corpus, followed by themselves with a change (the outputs are given, no model runs); `examples` the target's outputs
 after the prompts of `compare`; `prose` the corpus itself; `never` tokens of which many recur, but no two tokens in a row. The
@@ -83,10 +85,12 @@ def main() -> None:
         }
         for cost in options.verify_cost
     }
+    estimates = {name: calibration(references) for name, references in texts.items()}
     if options.json:
-        print(json.dumps({"pass_ms": single * 1000, "costs": costs, "counts": counts}, indent=2))
+        found = {"pass_ms": single * 1000, "costs": costs, "estimates": estimates, "counts": counts}
+        print(json.dumps(found, indent=2))
     else:
-        show(costs, single, counts)
+        show(costs, single, estimates, counts)
 
 
 def pass_seconds(pair: Pair, repeats: int) -> float:
@@ -166,6 +170,25 @@ def count(written: str, references: Sequence[ReferenceOutput], verify_cost: floa
     }
 
 
+def calibration(references: Sequence[ReferenceOutput]) -> dict[str, str]:
+    """Returns the share of accepted tokens and their number, by intervals of the estimated probability.
+
+    Each continuation is followed to its first token that is not accepted, at each position of the outputs.
+    """
+    judged: dict[str, list[bool]] = {}
+    for reference in references:
+        index, ids, length = SuffixIndex(), [*reference.prompt_ids, *reference.token_ids], len(reference.prompt_ids)
+        index.extend(ids[:length])
+        for end in range(length, len(ids)):
+            if (found := index.find(ids[:end])) is not None:
+                agreed, ended = found.agreement(ids[end : end + 16])
+                for position in range(agreed + ended):
+                    low = min(int(5 * found.probs[position]), 4) / 5
+                    judged.setdefault(f"{low:.1f}-{low + 0.2:.1f}", []).append(position < agreed)
+            index.extend([ids[end]])
+    return {interval: f"{sum(each) / len(each):.2f} of {len(each)}" for interval, each in sorted(judged.items())}
+
+
 def index_costs(corpus: Sequence[Sequence[int]], single: float, repeats: int) -> dict[str, dict[str, float]]:
     """Measures microseconds of indexing a token (as in a run, two at a time) and of a query with 8 drafted tokens."""
     text = [token for ids in corpus for token in ids]
@@ -207,11 +230,19 @@ def timed(work: Callable[[], None], repeats: int) -> float:
     return median(seconds)
 
 
-def show(costs: Mapping[str, Mapping[str, float]], single: float, counts: Mapping[str, Mapping[str, Any]]) -> None:
+def show(
+    costs: Mapping[str, Mapping[str, float]],
+    single: float,
+    estimates: Mapping[str, Mapping[str, str]],
+    counts: Mapping[str, Mapping[str, Any]],
+) -> None:
     print(f"the target's pass over one token: {single * 1000:.2f} ms")
     print(f"{'':30}{'tokens':>8}{'us a token':>12}{'us a query':>12}{'of a pass':>11}")
     for name, row in costs.items():
         print(f"{name:30}{row['tokens']:8,.0f}{row['us_per_token']:12.2f}{row['us_per_query']:12.1f}{row['query_of_pass']:11.1%}")
+    print("\naccepted, by the estimated probability")
+    for name, shares in estimates.items():
+        print(f"{name:10}" + "  ".join(f"{interval}: {share}" for interval, share in shares.items()))
     for cost, table in counts.items():
         print(f"\n{cost}: tokens a pass, useless a pass, speedup")
         for name, row in table.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from specgen.training.head_objective import Objective, Predictions, reachable
 from specgen.training.head_training import HeadTraining, predictions
 from specgen.training.heads import train_head
 from specgen.training.packing import IGNORED, PackedBatch, pack
+from specgen.training.text_generation import Purpose, TextGeneration
 from specgen.training.training_loop import TrainingBatches
 from specgen.training.training_task import Recipe, TrainingStopped, TrainingTask
 
@@ -242,6 +244,13 @@ def test_the_command_trains_a_head_where_it_is_found(
     assert read_head_description(found).made_with["steps"] == 2
 
 
+def test_no_model_is_overwritten(folder: Path, corpus: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    refusal = refused(train_command("medusa", corpus, folder, "-t", str(folder), "--steps", "1"))
+    assert str(folder) in refusal
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -255,3 +264,27 @@ def test_the_command_trains_a_head_where_it_is_found(
 def test_options_that_do_not_apply_are_refused(folder: Path, corpus: Path, tmp_path: Path, more: list[str], message: str) -> None:
     assert message in refused(train_command("medusa", corpus, tmp_path, "-t", str(folder), *more))
     assert not any(tmp_path.iterdir())
+
+
+def test_a_head_learns_from_all_prompts_and_documents_that_are_not_held_out(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no predictor for which some are reserved, and nothing is stored for one."""
+    target = opened(folder)
+    prompts = [[5, 9, token] for token in range(3, 27)]
+    texts = TextGeneration(target, TrainingTask(tmp_path, TINY, prompts=prompts), {}, Recorder(), Purpose.HEAD).run()
+    for text in texts:
+        assert text.hidden_states is None
+        assert text.top_k_ids is None
+    used = {part: {text.ids[2].item() for text in texts if text.greedy and text.part == part} for part in Part}
+    assert used == {Part.HELD_OUT: {3, 11, 19}, Part.TRAIN: set(range(3, 27)) - {3, 11, 19}, Part.PREDICTOR: set()}
+    parts: list[Collection[Part]] = []
+
+    class Recorded(TrainingBatches):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            parts.append(arguments[3])
+
+    monkeypatch.setattr("specgen.training.heads.TrainingBatches", Recorded)
+    train(folder, tmp_path / "out", corpus, Recorder(), replace(TINY, steps=1))
+    assert set(parts[0]) == {Part.TRAIN, Part.PREDICTOR}

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from families import LETTERS, make_model, make_tokenizer, save
 from training_helpers import TINY, corpus_of, opened
 
 from specgen.engine.heads.medusa_runner import make_runners
@@ -46,15 +46,20 @@ def random_objective(target: FrozenTarget) -> MedusaObjective:
     return objective
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_rows_of_training_are_those_of_drafts(folder: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "own_weights"), [("native", 0), ("native", 1 << 20), ("transformers", 1 << 20)])
+def test_the_rows_of_training_are_those_of_drafts(
+    folder: Path, backend: str, own_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For each token that has as many before it, and the labels are what the target predicts there."""
+    monkeypatch.setattr("specgen.training.medusa_objective.MAX_OWN_WEIGHTS", own_weights)
     target = opened(folder, backend)
     frozen = FrozenTarget(target)
     objective, batch = random_objective(frozen), packed()
     predicted, (depths, next_tokens, top_k_ids, *_) = predictions(objective, frozen, batch, None)
     logits = objective.logits(predicted.outputs, depths).detach()
-    _, draft = make_runners(objective.weights(()), target.model, ModelRunner(target.model), lambda: None)
+    weights = objective.weights(())
+    assert (weights.lm_heads is None) == (own_weights == 0)
+    _, draft = make_runners(weights, target.model, ModelRunner(target.model), lambda: None)
     rows = {}
     for row, (source, depth) in enumerate(zip(predicted.sources.tolist(), depths.tolist(), strict=True)):
         rows[source, depth] = logits[row], next_tokens[row], top_k_ids[row, 0]
@@ -93,5 +98,6 @@ def test_heads_learn_and_begin_as_the_targets_own_prediction(folder: Path, corpu
         training.advance()
     assert all(after < 0.99 * first for after, first in zip(losses(), before, strict=True))
     weights = objective.weights([[0.5, 0.2]] * HEADS)
-    assert weights.lm_heads is None
+    assert weights.lm_heads is not None
+    assert not torch.equal(weights.lm_heads[0], weights.lm_heads[1])
     assert weights.rank_accuracies == [[0.5, 0.2]] * HEADS

@@ -106,7 +106,7 @@ def test_a_head_is_not_written_over_a_model(target: LoadedModel, tmp_path: Path,
     before = (model / "config.json").read_bytes()
     with pytest.raises(SpecgenError, match=r"has a config.json that does not belong to a head trained by specgen"):
         save_head(model, weights, described)
-    result = invoke([*train_command("medusa", corpus, model, "-t", str(target.folder)), "-q"])  # before it trains
+    result = invoke([*train_command("eagle", corpus, model, "-t", str(target.folder)), "-q"])  # before it trains
     assert (result.exit_code, "Name another folder" in result.stderr) == (2, True)
     assert (model / "config.json").read_bytes() == before
     save_head(tmp_path / "saved", weights, described)

@@ -69,7 +69,7 @@ def drafted(found: Continuation | None, tokens: int) -> Found | None:
     return found.match_length, found.tokens, found.probs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), alphabet=st.integers(1, 5))
 def test_the_index_finds_what_a_search_of_all_positions_finds(data: st.DataObject, alphabet: int) -> None:
     """The context is in the index, which grows with it; its own end is no match."""
@@ -81,7 +81,7 @@ def test_the_index_finds_what_a_search_of_all_positions_finds(data: st.DataObjec
         assert drafted(index.find(ids), 6) == searched(ids, ids, 6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     outputs=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), max_size=4),
     end=st.lists(st.integers(0, 2), min_size=1, max_size=12),

@@ -64,6 +64,7 @@ def training_task(models: ModelOptions, request: TrainRequest, loaded: LoadedMod
 
     `prompts` are those of `--prompts`.
     """
+    from specgen.engine.heads.head_files import check_head_folder
     from specgen.training.training_task import Recipe, TrainingTask
 
     part, (target, draft, _) = request.part, loaded
@@ -83,7 +84,9 @@ def training_task(models: ModelOptions, request: TrainRequest, loaded: LoadedMod
         seed=request.seed,
     )
     out = _output_folder(request, target, draft) if request.out is None else request.out
-    if (part is DRAFT or part.is_head) and out.resolve() in (model.folder.resolve() for model in (target, draft or target)):
+    if part.is_head:
+        check_head_folder(out)
+    elif draft is not None and out.resolve() in (draft.folder.resolve(), target.folder.resolve()):
         raise SpecgenError(f"--out is {out}, the folder of one of the models", "Name another one: the models are not changed")
     command = "specgen " + " ".join(sys.argv[1:]) if sys.argv[1:2] == ["tune"] else ""
     return TrainingTask(out, recipe, corpus, ids, command)
@@ -100,7 +103,7 @@ def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedMode
     """Returns the folder for the result if the user names none."""
     from specgen.engine.exit_files import DESCRIPTION, WEIGHTS
     from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.paths import pair_folder
+    from specgen.paths import head_folder, pair_folder
 
     if request.exit_layer is not None:
         if request.exit_layer.is_dir():
@@ -108,9 +111,10 @@ def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedMode
         if request.exit_layer.name in (WEIGHTS, DESCRIPTION):
             return request.exit_layer.parent
         raise SpecgenError(f"the exit layer is {request.exit_layer}, and --out is not given", "Name a folder: --out DIR")
-    folder = pair_folder(target.name, weights_fingerprint(target.folder), None if draft is None else draft.name)
+    fingerprint = weights_fingerprint(target.folder)
     if request.part.is_head:
-        return folder / "heads" / request.part.method
+        return head_folder(request.part.method, target.name, fingerprint)
+    folder = pair_folder(target.name, fingerprint, None if draft is None else draft.name)
     return folder if draft is None else folder / "distilled"
 
 

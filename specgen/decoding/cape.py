@@ -57,4 +57,4 @@ class CapeDrafter(ModelDrafter):
         return 1 + further_candidates(values.get("top_prob", 1.0))  # a policy that reads no signals does not count nodes
 
     def _completed(self, draft: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
-        return with_candidates(draft, likeliest[: len(draft.tokens)])
+        return with_candidates(draft, likeliest)

@@ -40,7 +40,7 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
     accuracies. Of equal values the shorter path comes first, then the one of lower ranks.
     """
     chosen: list[RankPath] = []
-    candidates = [(-value, 1, (rank,)) for rank, value in enumerate(rank_accuracies[0])]
+    candidates: list[tuple[float, int, RankPath]] = [(-value, 1, (rank,)) for rank, value in enumerate(rank_accuracies[0])]
     heapify(candidates)
     while candidates and len(chosen) < nodes:  # a path's value is at most its parent's, which was taken before
         negative, length, path = heappop(candidates)

@@ -13,7 +13,7 @@ from specgen.types import Context
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
 MOST_OCCURRENCES = 16  # the latest ones of an n-gram, which are compared with the context; 64 gain nothing and cost more
-HISTORY_TOKENS = 1 << 17  # about 20 MB of n-grams
+HISTORY_TOKENS = 1 << 17  # 20 to 35 MB
 _BORDER = -1  # between two stored sequences; no token has this id
 # The acceptance of a token was fitted on outputs of the bundled target (tests/measure_suffix.py): its odds are about _ODDS times
 # the number of equal tokens before it, times (occurrences with this token) / (occurrences with another one + 1).

@@ -29,7 +29,7 @@ from specgen.training.divergence import divergence
 from specgen.training.frozen_target import FrozenTarget, TargetStates
 from specgen.training.generated_text import GeneratedText
 from specgen.training.head_objective import Objective, Predictions, RowLabels, reachable
-from specgen.training.layer_start import last_layer, layer_config
+from specgen.training.layer_start import initial_layer, last_layer, layer_config
 from specgen.training.packing import PackedBatch
 
 Version = Literal[1, 3]
@@ -39,7 +39,6 @@ _DEPTHS = 5  # drafted tokens that EAGLE-3 is trained for; EAGLE-1 learns from o
 _NOISE = 0.1  # the largest absolute value of the noise on EAGLE-1's features
 _TOKEN_LOSS = 0.1  # the weight of the divergence of EAGLE-1's predicted tokens
 _LARGEST_VOCABULARY = 32_000  # tokens that EAGLE-3's LM head predicts at most, as in the published heads
-_DEVIATION = 0.02  # of random initial weights
 _OUTSIDE = -1e4  # in place of the infinite log-probability of a token outside the vocabulary
 
 
@@ -179,33 +178,12 @@ def _initial_weights(
     `start` is the result of `last_layer`.
     """
     width, names = own.hidden_size, layer_tensors(own, 0)
-    heads = own.num_heads, own.num_kv_heads, own.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        name: (count * own.head_size, width) for name, count in zip(names.qkv, heads, strict=True)
-    }
-    if own.qkv_bias:
-        shapes |= {bias_of(name): (shapes[name][0],) for name in names.qkv}
-    shapes |= {name: (own.head_size,) for name in (names.q_norm, names.k_norm) if isinstance(name, str)}
-    shapes |= {bias_of(names.output): (width,)} if own.output_bias else {}
-    shapes[names.output] = width, own.num_heads * own.head_size
-    shapes |= dict.fromkeys(names.gate_up, (own.intermediate_size, width))
-    shapes[names.down] = width, own.intermediate_size
+    made = initial_layer(own, start, generator)
     assert names.attention_norm is not None
-    assert names.mlp_norm is not None
-    shapes[names.mlp_norm] = (width,)
-    if version == 3:
-        shapes |= dict.fromkeys((names.attention_norm, FINAL_NORM), (width,))
-    made = {}
-    for name, shape in shapes.items():
-        if name in start:
-            made[name] = start[name]
-        elif len(shape) == 1:
-            made[name] = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        else:
-            made[name] = torch.randn(shape, generator=generator) * _DEVIATION
     before = torch.zeros(width, (2 if version == 3 else 1) * width)
     made[FC] = torch.cat((before, torch.eye(width)), dim=1)
     if version == 1:
+        del made[names.attention_norm], made[FINAL_NORM]
         return {**made, bias_of(FC): torch.zeros(width)}
     for name in names.qkv:  # the embedding has no influence at first
         made[name] = torch.cat((torch.zeros_like(made[name]), made[name]), dim=1)

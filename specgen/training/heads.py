@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specgen.engine.exit_files import round_as_saved
 from specgen.engine.heads.head_description import HeadDescription, describe_head
-from specgen.engine.heads.head_files import save_head
+from specgen.engine.heads.head_files import check_head_folder, save_head
 from specgen.training.corpus import Part
 from specgen.training.frozen_target import FrozenTarget
 from specgen.training.head_agreement import held_out
@@ -36,8 +36,9 @@ def train_head(
     """Trains a head for `target`, and saves it in the folder `task.out`.
 
     Returns the head's description, with measurements of the saved weights on held-out text. Raises TrainingStopped if `observer`
-    requests a stop (the same call resumes the training), and SpecgenError for an unsuitable target.
+    requests a stop (the same call resumes the training), and SpecgenError for an unsuitable target or folder.
     """
+    check_head_folder(task.out)
     objective_type.check(target)
     kind = objective_type.kind
     settings = {**task.settings(target), "kind": kind}

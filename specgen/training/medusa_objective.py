@@ -16,13 +16,15 @@ from specgen.training.head_objective import Objective, Predictions, reachable
 from specgen.training.packing import PackedBatch
 
 HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
+MAX_OWN_WEIGHTS = 1 << 26  # in LM heads of their own: each weight takes 16 bytes in training
 
 
 class MedusaObjective(Objective):
-    """Trains four heads of one block h + SiLU(W h + b) each, which share the target's LM head. W and b begin as zeros.
+    """Trains four heads of one block h + SiLU(W h + b) and an LM head each.
 
-    Head k reads the hidden state from which the target predicts the next token, and predicts the token k + 1 later. LM heads of
-    its own would have far more weights than the blocks, unless the target is wide and its vocabulary small.
+    Head k reads the hidden state from which the target predicts the next token, and predicts the token k + 1 later. W and b begin
+    as zeros, the LM heads as copies of the target's. If these have more than MAX_OWN_WEIGHTS weights, all heads share the
+    target's, which is not trained: they predict less well then.
     """
 
     kind = "medusa"
@@ -30,11 +32,17 @@ class MedusaObjective(Objective):
 
     def __init__(self, target: FrozenTarget, texts: Sequence[GeneratedText], seed: int) -> None:
         super().__init__(target, texts, seed)
-        blocks = [nn.Linear(target.width, target.width, device=target.device) for _ in range(HEADS)]
-        for block in blocks:
+        self._blocks = [nn.Linear(target.width, target.width, device=target.device) for _ in range(HEADS)]
+        for block in self._blocks:
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
-        self.module, self._blocks = nn.ModuleList(blocks), blocks
+        self._lm_heads: list[nn.Linear] = []
+        if HEADS * target.vocabulary * target.width <= MAX_OWN_WEIGHTS:
+            start = target.last_layers(0)["head.weight"]
+            self._lm_heads = [nn.Linear(target.width, target.vocabulary, bias=False, device="meta") for _ in range(HEADS)]
+            for head in self._lm_heads:
+                head.weight = nn.Parameter(start.clone())
+        self.module = nn.ModuleDict({"blocks": nn.ModuleList(self._blocks), "lm_heads": nn.ModuleList(self._lm_heads)})
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         hidden = states.hidden.flatten(0, 1)
@@ -47,6 +55,13 @@ class MedusaObjective(Objective):
             depths.append(torch.full_like(source, head))
         return Predictions(torch.cat(outputs), torch.cat(sources), torch.cat(depths))
 
+    def logits(self, outputs: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
+        if not self._lm_heads:
+            return super().logits(outputs, depths)
+        rows = [(depths == head).nonzero()[:, 0] for head in range(HEADS)]
+        by_head = [head(outputs.index_select(0, own)) for head, own in zip(self._lm_heads, rows, strict=True)]
+        return torch.cat(by_head).index_select(0, torch.cat(rows).argsort()).float()
+
     def weights(self, ranks: Sequence[Sequence[float]]) -> MedusaWeights:
         blocks = [[(block.weight.detach(), block.bias.detach())] for block in self._blocks]
-        return MedusaWeights(blocks, rank_accuracies=ranks)
+        return MedusaWeights(blocks, [head.weight.detach() for head in self._lm_heads] or None, rank_accuracies=ranks)

@@ -87,7 +87,7 @@ def _misfit(what: str) -> SpecgenError:
 
 
 class MedusaRunner:
-    """Runs Medusa heads as a draft model. Implements `engine.model_runner.DraftRunner`.
+    """Runs Medusa heads as a draft model. Implements `head_runners.HeadRunner`.
 
     The logits after a drafted token at depth m (after the context: 0) are those of head m, whatever the token is: all heads read
     the hidden state from which `target` predicted the context's last token. So they run once for each context. `longest_draft` is
@@ -127,6 +127,13 @@ class MedusaRunner:
         if self._penalties is None:
             return ModelOutput(logits)
         return ModelOutput(self._penalties(logits, context, tokens, parents, start), unpenalised=logits)
+
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: the heads have no cache."""
+
+    def clear_cache(self) -> None:
+        """Drops the logits after the last context."""
+        self._computed = None
 
     def _of_all_heads(self, context: Context) -> torch.Tensor:
         """Returns the logits [K, vocabulary] of all heads after the context."""
