@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from test_head_training import packed
-from training_helpers import TINY, corpus_of, opened
+from training_helpers import TINY, corpus_of, opened, packed
 
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.heads.glide_runner import GlideRunner
