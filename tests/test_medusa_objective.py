@@ -57,6 +57,8 @@ def test_the_rows_of_training_are_those_of_drafts(
     objective, batch = random_objective(frozen), packed()
     predicted, (depths, next_tokens, top_k_ids, *_) = predictions(objective, frozen, batch, None)
     logits = objective.logits(predicted.outputs, depths).detach()
+    order = torch.arange(len(logits)).flip(0)
+    assert torch.allclose(objective.logits(predicted.outputs[order], depths[order]), logits[order], atol=1e-5)
     weights = objective.weights(())
     assert (weights.lm_heads is None) == (own_weights == 0)
     _, draft = make_runners(weights, target.model, ModelRunner(target.model), lambda: None)
