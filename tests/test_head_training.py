@@ -133,6 +133,7 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path)
     for greedy in (True, False):
         texts += generate_texts(target, prompts, 12, greedy=greedy, seed=1, parts=[Part.HELD_OUT] * len(prompts))
     found = held_out(objective, frozen, texts)
+    shares: list[list[list[float]]] = []
     for name, greedy in (("greedy", True), ("sampled", False)):
         reached, right, ranks = [0, 0], [0, 0], [[], []]
         for text in texts:
@@ -151,10 +152,11 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path)
                     right[depth] += all(are_right)
         assert found.agreement[name] == pytest.approx([right[0] / reached[0], right[1] / reached[1]])
         assert 0.02 < right[0] / reached[0] < 0.98
-        if greedy:
-            for depth in range(2):
-                shares = [ranks[depth].count(rank) / len(ranks[depth]) for rank in range(RANKS)]
-                assert found.ranks[depth] == pytest.approx(shares)
+        shares.append([[own.count(rank) / len(own) for rank in range(RANKS)] for own in ranks])
+    for depth in range(2):
+        assert found.ranks[depth] == pytest.approx(
+            [sum(both) / 2 for both in zip(shares[0][depth], shares[1][depth], strict=True)]
+        )
     nothing = held_out(objective, frozen, [])
     assert (nothing.agreement, nothing.ranks) == ({"greedy": None, "sampled": None}, [])
 

@@ -46,12 +46,12 @@ def random_objective(target: FrozenTarget) -> MedusaObjective:
     return objective
 
 
-@pytest.mark.parametrize(("backend", "own_weights"), [("native", 0), ("native", 1 << 20), ("transformers", 1 << 20)])
+@pytest.mark.parametrize(("backend", "own_share"), [("native", 0.0), ("native", 100.0), ("transformers", 100.0)])
 def test_the_rows_of_training_are_those_of_drafts(
-    folder: Path, backend: str, own_weights: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, backend: str, own_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For each token that has as many before it, and the labels are what the target predicts there."""
-    monkeypatch.setattr("specgen.training.medusa_objective.MAX_OWN_WEIGHTS", own_weights)
+    monkeypatch.setattr("specgen.training.medusa_objective.OWN_SHARE", own_share)
     target = opened(folder, backend)
     frozen = FrozenTarget(target)
     objective, batch = random_objective(frozen), packed()
