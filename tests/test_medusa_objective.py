@@ -60,7 +60,7 @@ def test_the_rows_of_training_are_those_of_drafts(
     order = torch.arange(len(logits)).flip(0)
     assert torch.allclose(objective.logits(predicted.outputs[order], depths[order]), logits[order], atol=1e-5)
     weights = objective.weights(())
-    assert (weights.lm_heads is None) == (own_weights == 0)
+    assert (weights.lm_heads is None) == (own_share == 0)
     _, draft = make_runners(weights, target.model, ModelRunner(target.model), lambda: None)
     rows = {}
     for row, (source, depth) in enumerate(zip(predicted.sources.tolist(), depths.tolist(), strict=True)):
@@ -78,8 +78,9 @@ def test_the_rows_of_training_are_those_of_drafts(
     assert found == len(rows) == len(predicted.outputs)
 
 
-def test_heads_learn_and_begin_as_the_targets_own_prediction(folder: Path, corpus: Path) -> None:
+def test_heads_learn_and_begin_as_the_targets_own_prediction(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Untrained, each head repeats the target's prediction of the next token. Training lowers the loss of all heads."""
+    monkeypatch.setattr("specgen.training.medusa_objective.OWN_SHARE", 100.0)
     target = opened(folder)
     frozen = FrozenTarget(target)
     batches = TrainingBatches(corpus_of(corpus, target), [], TINY)
