@@ -10,7 +10,7 @@ Each head was trained with the command that its `head.yaml` names:
 
     specgen tune --train --methods medusa --corpus demo --steps 600 --learning-rate 0.02 --device cpu --dtype float32 \
         --out specgen/demo/heads/medusa
-    specgen tune --train --methods eagle --corpus demo --steps 600 --learning-rate 0.005 --device cpu --dtype float32 \
+    specgen tune --train --methods eagle --corpus demo --steps 600 --learning-rate 0.01 --device cpu --dtype float32 \
         --out specgen/demo/heads/eagle
     specgen tune --train --methods glide --corpus demo --steps 1500 --learning-rate 0.005 --device cpu --dtype float32 \
         --out specgen/demo/heads/glide
