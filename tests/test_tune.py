@@ -67,7 +67,7 @@ def measurements(near: Pair) -> PairMeasurements:
         ("svip", {"threshold": 0.4, "max_draft": 12}),
         ("svip", {"threshold": 0.7, "max_draft": 40}),
         ("lookup", {"k": 4, "ngram": 2}),
-        ("lookup", {"ngram": 2, "draft_cost": 0.0, "verify_cost": 0.1}),
+        ("lookup", {"ngram": 2, "draft_cost": 0.0, "verify_cost": 0.3}),
         ("pearl", {"window": 1}),
         ("pearl", {"window": 3}),
         ("pearl", {"window": 8}),
