@@ -76,8 +76,8 @@ def test_a_k_without_a_policy_means_drafts_of_fixed_length(name: str) -> None:
     assert methods.resolve(method, {"policy": "heuristic", "k": 4}).policy == "heuristic"
     assert methods.resolve(method, own).policy == methods.resolve(method, {"policy": "adaptive"}).policy == "adaptive"
     tokens = decode(methods.find("ar"), {}, None)[0]
-    for given in ({}, {"k": 4}):
-        assert decode(method, given, None)[0] == tokens
+    both: list[dict[str, object]] = [{}, {"k": 4}]
+    assert [decode(method, given, None)[0] for given in both] == [tokens] * 2
     with pytest.raises(SpecgenError, match="adaptive has no setting 'k'"):
         methods.resolve(methods.find("adaptive"), {"k": 4})
 
