@@ -13,10 +13,10 @@ from specgen.setting_parsing import Value
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 
 _Grid = Mapping[str, Sequence[Value]]
-_CHAINS: Mapping[str, _Grid] = {"eagle": {"width": (1,), "k": (1, 2, 3, 4, 5, 6, 8)}}  # of methods whose other grid has trees
+_NGRAMS = (1, 2, 3, 4)
 _GRIDS: Mapping[str, _Grid] = {
     "ar": {},
-    "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
+    "lookup": {"ngram": _NGRAMS},  # with the policy `adaptive`
     "suffix": {"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},
     "pearl": {"window": ("auto", *range(1, 17))},
     "eesd-fixed": {"k": range(1, 13)},
@@ -32,6 +32,10 @@ _GRIDS: Mapping[str, _Grid] = {
     "ouroboros": {"k": (3, 5, 8, 12), "ngram": (3, 4, 5, 7), "branches": (1, 3), "window": (2, 4, 8, 15)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
+_OTHERS: Mapping[str, _Grid] = {  # tried besides: drafts of fixed length (a `k` alone means `policy=fixed`), chains
+    "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS},
+    "eagle": {"width": (1,), "k": (1, 2, 3, 4, 5, 6, 8)},
+}
 SEARCHED = tuple(
     name for name, method in METHODS.items() if not (method.drafter.recorded or method.skips_layers or method.is_yardstick)
 )
@@ -42,24 +46,25 @@ def grid(name: str) -> list[GivenSettings]:
     """Returns all combinations of settings that are tried for the method `name`, the defaults first.
 
     The other combinations are shuffled: a search that runs out of time has then tried some from the whole range. The values are
-    those in `_GRIDS`; for a method that is not in `_GRIDS`, those that its length policy's settings list (`Setting.tuned`).
+    those in `_GRIDS` and `_OTHERS`; for a method that is not in `_GRIDS`, those that its length policy's settings list
+    (`Setting.tuned`).
     """
     policy = METHODS[name].policy
     if name in _GRIDS or policy is None:
         values = _GRIDS[name]
     else:
         values = {setting: known.tuned for setting, known in POLICIES[policy].settings.items() if known.tuned}
-    grids = [values, *([_CHAINS[name]] if name in _CHAINS else [])]
+    grids = [values, *([_OTHERS[name]] if name in _OTHERS else [])]
     found = [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """Returns how many of the settings differ from the method's defaults."""
+    """Returns how many of the settings differ from the method's defaults, or are of another length policy."""
     method = METHODS[name]
     known = known_settings(method, method.policy)
-    return sum(known[key].default != value for key, value in settings.items())
+    return sum(key not in known or known[key].default != value for key, value in settings.items())
 
 
 def trees() -> list[GivenSettings]:

@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specgen import methods
+from specgen.decoding.adaptive import Adaptive
 from specgen.errors import SpecgenError, nearest
 from specgen.setting_parsing import Value
 
 if TYPE_CHECKING:
     from specgen.tuning.profile import Tuned
+
+LOOKUP_TOKENS = 5  # of a draft in an engine where tuning left the length to `adaptive`: a compromise (tests/measure_suffix.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +29,10 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
-    """The method to export, its tuned settings, and the models' names (`draft` is None without a draft model)."""
+    """The method to export, all its settings, and the models' names (`draft` is None without a draft model)."""
 
     name: str
+    policy: str | None
     settings: Mapping[str, Value]
     target: str
     draft: str | None
@@ -35,7 +40,14 @@ class ExportedMethod:
     @property
     def length(self) -> int:
         """The number of drafted tokens per round; for the method `confidence`, its maximum."""
+        if self.adapts_length:
+            return LOOKUP_TOKENS
         return int(self.settings["max_draft" if self.name == "confidence" else "k"])
+
+    @property
+    def adapts_length(self) -> bool:
+        """Whether the tuned settings choose each draft's length by costs and acceptance, which no engine does."""
+        return self.policy == Adaptive.name
 
     @property
     def quoted(self) -> tuple[str, str]:
@@ -62,8 +74,12 @@ def export(engine: str, tuned: Mapping[str, Tuned], chosen: str, target: str, dr
     if not speeds:
         raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
     best = max(speeds, key=lambda name: speeds[name])
-    made = write(ExportedMethod(best, tuned[best].settings, target, draft))
+    settings = methods.resolve(methods.find(best), tuned[best].settings)
+    method = ExportedMethod(best, settings.policy, settings.values, target, draft)
+    made = write(method)
     notes = [*made.lost, "measured with specgen, one prompt at a time: a server that batches has other costs"]
+    if method.adapts_length:
+        notes.insert(0, f"{engine} cannot adapt the length of {best}'s drafts as specgen does: {method.length} tokens, not tuned")
     if chosen == "ar":
         notes.insert(0, f"here plain decoding is the fastest: {best} is only the best of what {engine} has")
     elif best != chosen:
@@ -74,7 +90,7 @@ def export(engine: str, tuned: Mapping[str, Tuned], chosen: str, target: str, dr
 def _transformers(method: ExportedMethod) -> Export:
     settings = method.settings
     if method.name == "lookup":
-        arguments = {"prompt_lookup_num_tokens": settings["k"], "max_matching_ngram_size": settings["ngram"]}
+        arguments = {"prompt_lookup_num_tokens": method.length, "max_matching_ngram_size": settings["ngram"]}
         return Export(json.dumps(arguments, indent=2), ("this goes to the target's generate(): no assistant is needed",))
     arguments = {
         "num_assistant_tokens": method.length,
