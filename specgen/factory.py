@@ -78,7 +78,8 @@ def derive_seed(seed: int, role: str) -> int:
 
 
 def make_verifier(method: Method, settings: Settings, components: Components) -> Verifier:
-    """Constructs the method's verifier. In greedy decoding all lossless methods share one, for chains and trees."""
+    """Constructs the method's verifier. All lossless methods share one for greedy decoding and, but for several drafts, another
+    for sampling: for chains and trees."""
     from specgen.decoding import bild, mtad, multi_draft, verifiers
 
     common = (components.sampling, components.target.device, derive_seed(components.seed, "target"))

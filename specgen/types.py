@@ -126,8 +126,8 @@ class Draft:
     """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree without branches.
 
     Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1, ...
-    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from. The nodes after them were chosen without
-    sampling; None: all were.
+    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from: all nodes, or a chain before nodes that
+    were not drawn. None if no node was drawn.
     `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
     `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
     `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,

@@ -12,6 +12,7 @@ import torch
 from eagle_heads import drafted, features_of, logits_of, random_head
 from families import VOCAB, make_model, model_of
 from runner_checks import InterruptAt, path_to, random_path, random_tree
+from static_checks import HostReads
 
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.heads.eagle_runner import EagleRunner, make_runners
@@ -174,6 +175,18 @@ def test_what_is_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes.clear()
     checked.check(Context([*context.ids[:9], 33]), [])  # 9 equal tokens are 8 equal pairs
     assert passes == [(8, 9)]
+
+
+@pytest.mark.parametrize("name", ["1", "3 reduced"])
+def test_no_call_waits_for_the_device(name: str) -> None:
+    checked, context = Checked(random_head(**HEADS[name])), Context([1, *range(3, 9)])
+    checked.runner.logits(context)
+    context.extend([8, 9])
+    with HostReads() as reads:
+        checked.runner.logits(context)
+        checked.runner.logits(context, [5, 6, 5, 7], [-1, -1, 0, 1], start=1)
+        checked.runner.logits(Context([1, 3, 4, 9]), [8])
+    assert reads.count == 0
 
 
 def test_contexts_of_one_token_and_with_another_first_token() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
-from test_head_training import TEXTS, packed
-from training_helpers import TINY, corpus_of, opened
+from training_helpers import TEXTS, TINY, corpus_of, opened, packed
 
 from specgen.engine.heads.eagle_runner import EagleRunner, make_runners
 from specgen.engine.model_runner import ModelRunner

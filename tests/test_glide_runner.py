@@ -64,8 +64,8 @@ def test_chains_and_trees_in_any_order_give_the_rows_of_the_reference(family: st
     target, draft = runners(reference)
     rng = random.Random(family)
     context = Context([1, 5, 6, 7])
-    for step in range(8):
-        if step == 5:  # another sequence that shares its beginning with the cached one
+    for step in range(6):
+        if step == 3:  # another sequence that shares its beginning with the cached one
             context = Context([*context.ids[:3], 9, 9])
         tokens, parents = random_tree(rng, rng.randrange(0, 6))
         if step % 3 == 0:
@@ -82,8 +82,9 @@ def test_chains_and_trees_in_any_order_give_the_rows_of_the_reference(family: st
 def test_targets_of_the_other_backend(family: str, shared: bool) -> None:
     reference = GlideReference(make_model(family, **FAMILIES[family]), shared=shared)
     draft = runners(reference, "transformers")[1]
-    context, tokens, parents = Context([1, 5, 6, 7]), [4, 5, 6, 9], [-1, -1, 0, 1]
-    check(reference, draft.logits(context, tokens, parents).logits, context, tokens, parents, 0)
+    for ids in ([1], [1, 5, 6, 7]):  # first while the target's cache is empty
+        context, tokens, parents = Context(ids), [4, 5, 6, 9], [-1, -1, 0, 1]
+        check(reference, draft.logits(context, tokens, parents).logits, context, tokens, parents, 0)
 
 
 def test_a_context_of_one_token_and_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,11 @@ def test_penalties_change_its_logits_as_a_draft_models() -> None:
 
 
 METHODS = ["sd:k=4", "svip:max_draft=5", "sd:k=3:width=2", "specinfer:k=3:drafts=2"]
-UNRELATED = [(family, METHODS[index % len(METHODS)], False) for index, family in enumerate(FAMILIES)]
+OFTEN = ("stablelm", "gemma2", "cohere")
+UNRELATED = [
+    pytest.param(family, METHODS[index % len(METHODS)], False, marks=() if family in OFTEN else pytest.mark.slow)
+    for index, family in enumerate(FAMILIES)
+]
 
 
 @pytest.mark.parametrize(("family", "method", "near"), [*UNRELATED, *(("llama", method, True) for method in METHODS)])
@@ -182,6 +187,9 @@ def test_sampled_runs_have_the_targets_distribution(method: str, monkeypatch: py
     assert total_variation(found, output_distribution(probabilities, 4)) < ROUNDING
 
 
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 3], "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -190,6 +198,7 @@ def test_sampled_runs_have_the_targets_distribution(method: str, monkeypatch: py
         ({"hidden_size": 16}, "layers.0"),
         ({"num_hidden_layers": 4}, "4 layers"),
         ({"attention_bias": True}, "q_proj.bias"),
+        ({"rope_scaling": LONG_ROPE, "rope_parameters": None}, "LongRoPE"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_in_one_line(change: dict[str, Any], message: str) -> None:

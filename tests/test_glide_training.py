@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from test_head_training import packed
-from training_helpers import TINY, corpus_of, opened
+from training_helpers import TINY, corpus_of, opened, packed
 
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.heads.glide_runner import GlideRunner
@@ -74,7 +73,11 @@ def test_a_row_of_a_block_is_that_of_a_draft_after_the_blocks_first_token(family
     assert list(zip(rows.sources.tolist(), rows.depths.tolist(), strict=True)) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "mistral", "granite", "gemma", "smollm3"])
+def often(*families: str, slow: tuple[str, ...]) -> Any:
+    return pytest.mark.parametrize("family", [*families, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)])
+
+
+@often("qwen2", "qwen3", "phi3", "granite", "gemma", slow=("llama", "mistral", "smollm3"))
 def test_it_begins_as_the_targets_last_layer_alone(family: str, tmp_path: Path) -> None:
     changes = {"no_rope_layers": [1, 1, 1]} if family == "smollm3" else {}
     loaded = target_of(family, tmp_path, **changes)
@@ -89,7 +92,7 @@ def test_it_begins_as_the_targets_last_layer_alone(family: str, tmp_path: Path) 
     assert not objective.module.get_submodule("layers.0.cross_attn.q_proj").weight.isclose(torch.tensor(0.0)).all()
 
 
-@pytest.mark.parametrize("family", ["stablelm", "starcoder2", "cohere", "olmo2", "gemma3_text"])
+@often("stablelm", "gemma3_text", slow=("starcoder2", "cohere", "olmo2"))
 def test_other_families_begin_at_random_and_all_weights_are_trained(family: str, corpus: Path, tmp_path: Path) -> None:
     frozen = FrozenTarget(target_of(family, tmp_path))
     objective = GlideObjective(frozen, [], 0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from torch import nn
-from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
+from training_helpers import TEXTS, TINY, Recorder, corpus_of, opened, packed, refused, train_command, trained
 
 from specgen.engine.heads.head_description import HeadDescription, read_head_description
 from specgen.engine.heads.head_files import find_head, load_head
@@ -26,7 +26,7 @@ from specgen.training.head_agreement import RANKS, HeldOut, held_out
 from specgen.training.head_objective import Objective, Predictions, reachable
 from specgen.training.head_training import HeadTraining, predictions
 from specgen.training.heads import train_head
-from specgen.training.packing import IGNORED, PackedBatch, pack
+from specgen.training.packing import IGNORED, PackedBatch
 from specgen.training.text_generation import Purpose, TextGeneration
 from specgen.training.training_loop import TrainingBatches
 from specgen.training.training_task import Recipe, TrainingStopped, TrainingTask
@@ -60,19 +60,6 @@ class LinearHeads(Objective):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("heads") / "target", make_tokenizer(LETTERS)))
-
-
-TEXTS = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
-
-
-def packed(texts: Sequence[Sequence[int]], length: int) -> PackedBatch:
-    waiting = iter(texts)
-
-    def sample(rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
-        text = list(next(waiting)[:max_tokens])
-        return text, [IGNORED] * len(text)
-
-    return pack([sample], length, Random(0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -146,6 +133,7 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path)
     for greedy in (True, False):
         texts += generate_texts(target, prompts, 12, greedy=greedy, seed=1, parts=[Part.HELD_OUT] * len(prompts))
     found = held_out(objective, frozen, texts)
+    shares: list[list[list[float]]] = []
     for name, greedy in (("greedy", True), ("sampled", False)):
         reached, right, ranks = [0, 0], [0, 0], [[], []]
         for text in texts:
@@ -164,10 +152,11 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones(folder: Path)
                     right[depth] += all(are_right)
         assert found.agreement[name] == pytest.approx([right[0] / reached[0], right[1] / reached[1]])
         assert 0.02 < right[0] / reached[0] < 0.98
-        if greedy:
-            for depth in range(2):
-                shares = [ranks[depth].count(rank) / len(ranks[depth]) for rank in range(RANKS)]
-                assert found.ranks[depth] == pytest.approx(shares)
+        shares.append([[own.count(rank) / len(own) for rank in range(RANKS)] for own in ranks])
+    for depth in range(2):
+        assert found.ranks[depth] == pytest.approx(
+            [sum(both) / 2 for both in zip(shares[0][depth], shares[1][depth], strict=True)]
+        )
     nothing = held_out(objective, frozen, [])
     assert (nothing.agreement, nothing.ranks) == ({"greedy": None, "sampled": None}, [])
 

@@ -46,19 +46,21 @@ def random_objective(target: FrozenTarget) -> MedusaObjective:
     return objective
 
 
-@pytest.mark.parametrize(("backend", "own_weights"), [("native", 0), ("native", 1 << 20), ("transformers", 1 << 20)])
+@pytest.mark.parametrize(("backend", "own_share"), [("native", 0.0), ("native", 100.0), ("transformers", 100.0)])
 def test_the_rows_of_training_are_those_of_drafts(
-    folder: Path, backend: str, own_weights: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, backend: str, own_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For each token that has as many before it, and the labels are what the target predicts there."""
-    monkeypatch.setattr("specgen.training.medusa_objective.MAX_OWN_WEIGHTS", own_weights)
+    monkeypatch.setattr("specgen.training.medusa_objective.OWN_SHARE", own_share)
     target = opened(folder, backend)
     frozen = FrozenTarget(target)
     objective, batch = random_objective(frozen), packed()
     predicted, (depths, next_tokens, top_k_ids, *_) = predictions(objective, frozen, batch, None)
     logits = objective.logits(predicted.outputs, depths).detach()
+    order = torch.arange(len(logits)).flip(0)
+    assert torch.allclose(objective.logits(predicted.outputs[order], depths[order]), logits[order], atol=1e-5)
     weights = objective.weights(())
-    assert (weights.lm_heads is None) == (own_weights == 0)
+    assert (weights.lm_heads is None) == (own_share == 0)
     _, draft = make_runners(weights, target.model, ModelRunner(target.model), lambda: None)
     rows = {}
     for row, (source, depth) in enumerate(zip(predicted.sources.tolist(), depths.tolist(), strict=True)):
@@ -76,8 +78,9 @@ def test_the_rows_of_training_are_those_of_drafts(
     assert found == len(rows) == len(predicted.outputs)
 
 
-def test_heads_learn_and_begin_as_the_targets_own_prediction(folder: Path, corpus: Path) -> None:
+def test_heads_learn_and_begin_as_the_targets_own_prediction(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Untrained, each head repeats the target's prediction of the next token. Training lowers the loss of all heads."""
+    monkeypatch.setattr("specgen.training.medusa_objective.OWN_SHARE", 100.0)
     target = opened(folder)
     frozen = FrozenTarget(target)
     batches = TrainingBatches(corpus_of(corpus, target), [], TINY)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import torch
 from click.testing import Result
@@ -11,9 +13,11 @@ from typer.testing import CliRunner
 from specgen.cli.app import app
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.training.corpus import Corpus, read_corpus
+from specgen.training.packing import IGNORED, PackedBatch, pack
 from specgen.training.training_task import Recipe, TrainingProgress
 
 TINY = Recipe(steps=6, batch_size=4, training_length=24)
+TEXTS = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
 
 
 class Recorder:
@@ -47,6 +51,17 @@ def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
 
 def corpus_of(path: Path, target: LoadedModel) -> Corpus:
     return read_corpus(path, target.tokenizer.encode)
+
+
+def packed(texts: Sequence[Sequence[int]], length: int) -> PackedBatch:
+    """A batch of one sequence of `length` tokens that holds these texts."""
+    waiting = iter(texts)
+
+    def sample(rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
+        text = list(next(waiting)[:max_tokens])
+        return text, [IGNORED] * len(text)
+
+    return pack([sample], length, Random(0))
 
 
 def train_command(method: str, corpus: Path, out: Path | None, *more: str) -> list[str]:

@@ -44,7 +44,7 @@ PREDICTOR = TrainedPart(
     "a predictor", "eesd", (*_EXIT_OPTIONS, "--steps", "--self-text", "--batch-size", "--learning-rate")
 )  # for the exit layer that --exit-layer names
 DRAFT = TrainedPart("a draft model", "sd", (*_EXIT_OPTIONS, "--exit-layer"), 3e-4, 1.0, needs_own_text=True)
-_HEADS = _head("medusa", "Medusa heads"), _head("eagle", "an EAGLE head"), _head("glide", "a GliDe head")
+_HEADS = _head("medusa", "Medusa heads", 3e-3), _head("eagle", "an EAGLE head"), _head("glide", "a GliDe head")
 PARTS: Mapping[str, TrainedPart] = MappingProxyType({part.method: part for part in (EXIT, DRAFT, *_HEADS)})
 
 

@@ -24,7 +24,7 @@ class HeldOut:
     `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts (`sampled`), the share of
     right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens before it were right (EAGLE's
     n-alpha), up to the last that was ever reached. It is None if there are no such texts. `ranks[n][r]` is the share of the n-th
-    tokens to which the head gives rank r, whatever was predicted before; empty if there are no texts.
+    tokens to which the head gives rank r, whatever was predicted before; the mean of both kinds of text, empty without texts.
     """
 
     agreement: dict[str, list[float] | None]
@@ -35,7 +35,7 @@ class HeldOut:
 def held_out(objective: Objective, target: FrozenTarget, texts: Sequence[GeneratedText]) -> HeldOut:
     """Measures a head on the generated tokens of `texts`, each of which is predicted from the text before it."""
     shares: dict[str, list[float] | None] = {}
-    ranks: list[list[float]] = []
+    tables: list[torch.Tensor] = []
     for name, greedy in (("greedy", True), ("sampled", False)):
         used = [text for text in texts if text.greedy == greedy and text.prompt_length < len(text.ids)]
         counts = [_counts(objective, target, text) for text in used]
@@ -44,7 +44,8 @@ def held_out(objective: Objective, target: FrozenTarget, texts: Sequence[Generat
             reached, right, by_rank = (sum(parts[1:], parts[0]) for parts in zip(*counts, strict=True))
             tries = [count for count in reached.tolist() if count]  # none after a token that was never right
             shares[name] = [matches / count for matches, count in zip(right.tolist(), tries, strict=False)]
-            ranks = ranks or (by_rank[:, :RANKS] / by_rank.sum(dim=1, keepdim=True).clamp_min(1)).tolist()
+            tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
+    ranks = torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
     return HeldOut(shares, ranks)
 
 

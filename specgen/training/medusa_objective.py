@@ -16,15 +16,15 @@ from specgen.training.head_objective import Objective, Predictions, reachable
 from specgen.training.packing import PackedBatch
 
 HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
-MAX_OWN_WEIGHTS = 1 << 26  # in LM heads of their own: each weight takes 16 bytes in training
+OWN_SHARE = 0.3  # of the target's weights, in LM heads of their own: as many as the authors' for 7 billion
 
 
 class MedusaObjective(Objective):
     """Trains four heads of one block h + SiLU(W h + b) and an LM head each.
 
     Head k reads the hidden state from which the target predicts the next token, and predicts the token k + 1 later. W and b begin
-    as zeros, the LM heads as copies of the target's. If these have more than MAX_OWN_WEIGHTS weights, all heads share the
-    target's, which is not trained: they predict less well then.
+    as zeros, the LM heads as copies of the target's. If these would have more than OWN_SHARE times the target's weights, all
+    heads share the target's, which is not trained: they predict less well then.
     """
 
     kind = "medusa"
@@ -37,7 +37,7 @@ class MedusaObjective(Objective):
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
         self._lm_heads: list[nn.Linear] = []
-        if HEADS * target.vocabulary * target.width <= MAX_OWN_WEIGHTS:
+        if HEADS * target.vocabulary * target.width <= OWN_SHARE * target.model.num_parameters:
             start = target.last_layers(0)["head.weight"]
             self._lm_heads = [nn.Linear(target.width, target.vocabulary, bias=False, device="meta") for _ in range(HEADS)]
             for head in self._lm_heads:

@@ -1,4 +1,4 @@
-"""How the bundled models were trained: `python -m specgen.demo.recipe`. No other package of specgen may import this one.
+r"""How the bundled models were trained: `python -m specgen.demo.recipe`. No other package of specgen may import this one.
 
 The exit layer was trained with the command that its `exit.yaml` names. Its predictor was trained again, on text that is new to
 the exit layer: the target's continuations of fresh prompts (only the questions of chat prompts occur in training):
@@ -8,7 +8,10 @@ the exit layer: the target's continuations of fresh prompts (only the questions 
 
 Each head was trained with the command that its `head.yaml` names:
 
-    specgen tune --train --methods medusa --corpus demo --steps STEPS --device cpu --dtype float32 --out specgen/demo/heads/medusa
-    specgen tune --train --methods eagle --corpus demo --steps STEPS --device cpu --dtype float32 --out specgen/demo/heads/eagle
-    specgen tune --train --methods glide --corpus demo --steps STEPS --device cpu --dtype float32 --out specgen/demo/heads/glide
+    specgen tune --train --methods medusa --corpus demo --steps 600 --learning-rate 0.02 --device cpu --dtype float32 \
+        --out specgen/demo/heads/medusa
+    specgen tune --train --methods eagle --corpus demo --steps 600 --learning-rate 0.01 --device cpu --dtype float32 \
+        --out specgen/demo/heads/eagle
+    specgen tune --train --methods glide --corpus demo --steps 1500 --learning-rate 0.005 --device cpu --dtype float32 \
+        --out specgen/demo/heads/glide
 """

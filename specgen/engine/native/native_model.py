@@ -144,7 +144,10 @@ class NativeModel:
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's logits; see `engine.model.Model`."""
-        return final_logits(self.architecture, self.parts.head(hidden))
+        count = hidden.shape[0]
+        if (rows := self.inputs.padded(count)) > count:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rows - count))
+        return final_logits(self.architecture, self.parts.head(hidden))[:count]
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
