@@ -36,7 +36,17 @@ _ROUNDS = 6  # timed with each length, at most
 _SECONDS = 0.5  # after which each length is timed once more at most
 _LONGEST_CONTEXT = 1024  # tokens of the context after which rounds are timed, at most
 _COST_SETTINGS = ("draft_cost", "verify_cost")
-_SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")  # settings that change how long a draft takes
+_SHAPES = (
+    "width",
+    "depth",
+    "nodes",
+    "cape",
+    "drafts",
+    "beams",
+    "skip",
+    "exit",
+    "head",
+)  # settings that change how long a draft takes
 
 Key = tuple[Any, ...]
 

@@ -42,6 +42,11 @@ class Heads:
         self._named = self._load(folder)
         return self._named
 
+    @property
+    def warning(self) -> str | None:
+        """What is doubtful about the head that the user named; None if nothing is."""
+        return None if self._named is None or self._named.warning is None else f"{self._named.path}: {self._named.warning}"
+
     def has(self, kind: str) -> bool:
         """Whether there is a default head of this kind, as far as is known without reading weights."""
         return self._is_named(kind) or self.found(kind).description is not None

@@ -106,7 +106,11 @@ class TopKTreeDrafter(ModelDrafterBase):
             candidates.append(_Candidate(parent, token, value, node))
             count += 1
         found = dict(zip(computed, on_host[3 * size :], strict=True))
-        return DraftedToken(position, {name: found[name] for name in read if name in found}, self._in_draft(len(candidates)) - self._in_draft(before))
+        return DraftedToken(
+            position,
+            {name: found[name] for name in read if name in found},
+            self._in_draft(len(candidates)) - self._in_draft(before),
+        )
 
     def _in_draft(self, candidates: int) -> int:
         """Returns how many tokens the draft has if its levels have this number of candidates."""
