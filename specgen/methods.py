@@ -13,7 +13,7 @@ from specgen.decoding import drafter_kinds as kinds
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.length_policy import Signals
-from specgen.decoding.policies import POLICIES, signals_of
+from specgen.decoding.policies import POLICIES, Fixed, signals_of
 from specgen.errors import SpecgenError, nearest
 from specgen.setting_parsing import Setting, Settings, Value
 from specgen.types import SamplingParams
@@ -29,8 +29,9 @@ class Method:
 
     `policy` names the length policy (the rule that ends drafts); None: no policy ends a draft. `paper` names the method's source.
     `verifier` and `schedule` are names that `factory` translates to classes. If `any_policy`, users may choose another
-    policy with `policy=NAME`. `settings` are the method's own, besides the policy's. `defaults` replace default values, by the
-    length policy that they hold with. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor.
+    policy with `policy=NAME`; see `k_alone`. `settings` are the method's own, besides the policy's. `defaults` replace default
+    values, by the length policy that they hold with. `policy_without_predictor` replaces `policy` if the exit layer has no
+    acceptance predictor.
     A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than plain decoding: `tune` and the
     default `compare` leave it out. The schedule `joint` decodes greedily only.
     If `drafts_without_model`, it drafts by prompt lookup where there is no draft model.
@@ -92,6 +93,11 @@ class Method:
 
     def drafts_trees(self, settings: Settings) -> bool:
         return self.drafter.drafts_trees or settings.drafts_tree or bool(settings.values.get("cape"))
+
+    @property
+    def k_alone(self) -> bool:
+        """Whether a given `k` without a `policy` selects the policy `fixed`, because the method's own, `adaptive`, has no `k`."""
+        return self.any_policy and self.policy == Adaptive.name
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises SpecgenError if the method cannot decode with these sampling parameters."""
@@ -157,7 +163,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             "lookup",
             kinds.LOOKUP,
-            "fixed",
+            "adaptive",
             "prompt lookup, Saxena 2023",
             any_policy=True,
             settings=_ngram(3),
@@ -337,6 +343,7 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
 def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
     """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
 
+    A `k` without a `policy` means `policy=fixed` where the method's own policy is `adaptive` (`Method.k_alone`).
     `has_predictor` says whether the exit layer has an acceptance predictor, which decides the length policy of some methods if
     the user names none. With None (not known yet) the settings of both possible policies are accepted.
     """
@@ -349,6 +356,8 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
             raise error
     wanted = dict(given)
     policy = method.policy if has_predictor is not False else method.policy_without_predictor or method.policy
+    if method.k_alone and "k" in wanted:
+        wanted.setdefault("policy", Fixed.name)
     if method.any_policy and "policy" in wanted:
         policy = str(wanted.pop("policy"))
         if policy not in POLICIES:
@@ -360,6 +369,8 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
         if name not in known:
             combination = method.name if policy == method.policy else f"{method.name} with policy={policy}"
             settable = [*(["policy"] if method.any_policy else []), *known]
+            if method.k_alone and not {"policy", "k"} & given.keys():
+                settable.append("k")
             raise SpecgenError(
                 f"{combination} has no setting {name!r}{nearest(name, settable)}",
                 f"It has {', '.join(settable)}" if settable else "It has none",

@@ -9,8 +9,6 @@ EARLY_EXIT = Selection("test_early_exit.py", "native")
 EXIT_RUNS = Selection("test_eesd_signals.py", "run_each_token_once and native")
 PENALTIES = Selection("test_penalties.py::test_penalties_are_equal_to_those_of_transformers")
 BATCH = Selection("test_writing.py")
-EAGLE = Selection("test_eagle_runner.py", "definition or another_first_token")
-EAGLE_TRAINING = Selection("test_eagle_training.py", "rows")
 
 ENGINE_MUTANTS = [
     *mutants(
@@ -47,13 +45,17 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/early_exit.py",
+        "engine/hidden_state_cache.py",
         EARLY_EXIT,
         (
             "early exit: shared hidden states not gathered",
             "self._hidden[start : start + len(indices)] = self._hidden.index_select(0, source)",
             "pass",
         ),
+    ),
+    *mutants(
+        "engine/early_exit.py",
+        EARLY_EXIT,
         (
             "early exit: rejected tokens stay in the shared layers",
             "self.cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)",
@@ -89,45 +91,5 @@ ENGINE_MUTANTS = [
         BATCH,
         ("a batch's new tokens are at positions off by one", "self._positions[:, -1:] + 1)", "self._positions[:, -1:] + 2)"),
         ("a batch's texts see the padding", "self._visible = columns >= padding", "self._visible = columns >= 0 * padding"),
-    ),
-    *mutants(
-        "engine/heads/eagle_runner.py",
-        EAGLE,
-        ("EAGLE: feature i is paired with token i", "first, Context(ids[1:] or ids)", "first, Context(ids[:-1] or ids)"),
-        (
-            "EAGLE: drafted pairs stay in the KV cache",
-            "cached.truncate(cached.committed)",
-            "cached.truncate_for(pairs, nodes, 1)",
-        ),
-        ("EAGLE: row 0 of another context", "start if self._root == len(pairs) else 0", "start"),
-        ("EAGLE: a node's feature is another's", "torch.tensor(parents) + 1", "torch.tensor(parents).clamp(min=0)"),
-        ("EAGLE: levels are run together", "while last < len(tokens) and parents[last] < first:", "while last < len(tokens):"),
-        (
-            "EAGLE: the first token is not compared",
-            """            if first != self._first:
-                self._cached.clear()
-""",
-            "",
-        ),
-    ),
-    *mutants(
-        "engine/native/eagle_layers.py",
-        EAGLE,
-        (
-            "EAGLE-1: embedding and feature are swapped",
-            "torch.cat((embeddings, features), dim=-1)",
-            "torch.cat((features, embeddings), dim=-1)",
-        ),
-        (
-            "EAGLE-3: the norms of embedding and feature are swapped",
-            "torch.cat((self._take(name, shape), self._take(FEATURE_NORM, shape)))",
-            "torch.cat((self._take(FEATURE_NORM, shape), self._take(name, shape)))",
-        ),
-    ),
-    *mutants(
-        "training/eagle_objective.py",
-        EAGLE_TRAINING,
-        ("EAGLE: positions of drafted tokens in training", "at = batch.positions + depth", "at = batch.positions"),
-        ("EAGLE: tokens of the training-time test not shifted", "embeddings[:, 1 + depth :]", "embeddings[:, depth:]"),
     ),
 ]

@@ -36,7 +36,7 @@ from specgen.tuning.recorded_drafts import ReferenceOutput, record_reference
 from specgen.tuning.simulation import PairMeasurements, simulate
 from specgen.types import Context, SamplingParams
 
-METHODS = "lookup lookup:policy=adaptive suffix suffix:policy=fixed:k=32:factor=1:min_prob=0.1"
+METHODS = "lookup lookup:k=10 suffix suffix:k=32:factor=1:min_prob=0.1"
 CORPUS = ("classes.py", "classics.txt", "conversations.py", "documents.py", "exercises.py", "standard_library.py")
 LAMP = '''class Lamp:
     """A lamp with a color and a price."""

@@ -86,7 +86,7 @@ def test_an_impossible_token_is_no_candidate() -> None:
     runner = TableRunner(3)
     runner.table[..., 2:5] = -math.inf
     draft = CapeDrafter(DraftSetup(runner, vocab_size=VOCAB)).propose(Context(PROMPT), Fixed(3), 9)  # type: ignore[arg-type]
-    assert not {2, 3, 4} & set(draft.tokens)
+    assert set(draft.tokens) <= {0, 1, 5}
     assert len(draft.tokens) > 3
 
 

@@ -321,6 +321,8 @@ def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(
     lookup = out[out.index("\nlookup") : out.index("\npearl")]
     assert "beta-ts" in lookup
     assert "svip" not in lookup
+    assert "policy=adaptive" in lookup
+    assert out.count("k=N alone: policy=fixed") == 2, "lookup, suffix"
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def test_recorded_distributions_are_those_of_both_models(compare: Compare, pair:
 
     trace = tmp_path / "t.jsonl"
     options = ("-n", "12", "--repeats", "1", "--limit", "1", "--temperature", "0.7", "--top-k", "4", "--seed", "2")
-    code, _, _ = compare("-m", "sd:k=3,lookup", *options, "--record", "distributions", "--trace", str(trace))
+    code, _, _ = compare("-m", "sd:k=3,lookup:k=10", *options, "--record", "distributions", "--trace", str(trace))
     assert code == 0
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (pair[1], pair[3])]
     runs = runs_of(trace)
@@ -152,7 +152,7 @@ def test_recorded_distributions_are_those_of_both_models(compare: Compare, pair:
             seen += 1
         ids += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
     assert seen > 5
-    looked_up = [line for line in runs["lookup"][0][0]["rounds"] if line["draft_ids"]]
+    looked_up = [line for line in runs["lookup:k=10"][0][0]["rounds"] if line["draft_ids"]]
     assert all(line["overlap"] == line["kl"] == [None] * len(line["draft_ids"]) for line in looked_up)
 
 
@@ -162,7 +162,7 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare, tmp
     By pass costs, each round costs its draft passes and one target pass over the draft and one token more.
     """
     trace = tmp_path / "t.jsonl"
-    options = ("-m", "sd:k=3,lookup,transformers", "-n", "25", "--ignore-eos", "--repeats", "1", "--predict")
+    options = ("-m", "sd:k=3,lookup:k=10,transformers", "-n", "25", "--ignore-eos", "--repeats", "1", "--predict")
     code, out, _ = compare(*options, "--json", "--trace", str(trace))
     assert code == 0
     plain_line, *drafting, baseline = parsed(out)

@@ -26,9 +26,9 @@ Path = tuple[int, ...]
 class FewValues(TableRunner):
     """Logits of a few different values, so that many paths are equally likely; `dtype` is the model's."""
 
-    def __init__(self, seed: int, values: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, values: int, scale: float, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.table = torch.randint(values, (VOCAB, VOCAB, VOCAB), generator=generator).to(dtype) * 0.3
+        self.table = torch.randint(values, (VOCAB, VOCAB, VOCAB), generator=generator).to(dtype) * scale
 
 
 def drafted(runner: TableRunner, width: int, nodes: int | None, policy: LengthPolicy, *, depth: int | None = 4) -> Draft:
@@ -65,16 +65,17 @@ def candidates(runner: TableRunner, width: int, levels: int) -> dict[Path, float
 @given(
     seed=st.integers(0, 10_000),
     values=st.integers(1, 4),
+    scale=st.sampled_from([0.3, 2.0]),  # with the larger one, some nodes are less likely than others of a later level
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     width=st.integers(2, VOCAB),
     levels=st.integers(1, 4),
     nodes=st.integers(1, 60),
 )
 def test_the_likeliest_of_all_candidates_are_drafted(
-    seed: int, values: int, dtype: torch.dtype, width: int, levels: int, nodes: int
+    seed: int, values: int, scale: float, dtype: torch.dtype, width: int, levels: int, nodes: int
 ) -> None:
     """Also among equally likely ones: the earlier level's first, so no node lacks its parent."""
-    runner = FewValues(seed, values, dtype)
+    runner = FewValues(seed, values, scale, dtype)
     known = candidates(runner, width, levels)
     draft = drafted(runner, width, nodes, Fixed(levels))
     order = {path: number for number, path in enumerate(known)}

@@ -32,10 +32,11 @@ def target_of(folder: Path, family: str, backend: str = "native", **changes: Any
 
 
 def randomised(objective: EagleObjective) -> EagleObjective:
+    """Adds small random numbers to all weights. Larger ones would multiply rounding errors at each step of a draft."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in objective.module.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.04)
     return objective
 
 

@@ -15,7 +15,7 @@ from tuning_helpers import outcome
 
 from specgen.errors import SpecgenError
 from specgen.setting_parsing import Value
-from specgen.tuning.export import ENGINES, ExportedHead, export
+from specgen.tuning.export import ENGINES, LOOKUP_TOKENS, ExportedHead, export
 from specgen.tuning.outcome import Candidate
 
 TUNED: Any = {found.name: found for found in outcome().methods}
@@ -54,6 +54,14 @@ def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
     lookup = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     assert shlex.split(vllm.text) == ["vllm", "serve", "a target", "--speculative-config", json.dumps(lookup)]
     assert not any("fastest" in note for note in vllm.lost)
+    assert not any("not tuned" in note for note in vllm.lost)
+    tuned: list[Any] = [{"lookup": Candidate("lookup", given, 1.0)} for given in ({"ngram": 2}, {"ngram": 2, "k": LOOKUP_TOKENS})]
+    for engine in ("transformers", "vllm", "sglang"):
+        found, fixed = (export(engine, each, "lookup", *NAMES) for each in tuned)
+        assert found.text == fixed.text
+        assert [note for note in found.lost if note not in fixed.lost] == [
+            f"{engine} cannot adapt the length of lookup's drafts as specgen does: {LOOKUP_TOKENS} tokens, not tuned"
+        ]
     with pytest.raises(SpecgenError, match="none of the tuned methods"):
         export("mlx", looked_up, "lookup", *NAMES)
     slower: Any = {

@@ -108,7 +108,7 @@ def test_eager_attention_gives_the_reference_output(models_folder: Path) -> None
     model = make_model("gemma2", seed=6)
     pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32", backend="transformers")
     transformers_module(pair.target).set_attn_implementation("eager")
-    result = pair.generate([1, 5, 6, 5, 6], "lookup", SamplingParams(max_new_tokens=30))
+    result = pair.generate([1, 5, 6, 5, 6], "lookup", SamplingParams(max_new_tokens=30), k=10)
     assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
 
 
@@ -126,7 +126,7 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend:
     pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend=backend)
     shape = pair.target.model.shape
     assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
-    short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60))
+    short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
     assert short.context_ends
     assert short.run.limit == 13, "the token after the boundary is never run"
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
@@ -137,7 +137,7 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend:
     for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
         limit = min(40, pair.target.max_tokens(length) - length)
         expected = plain(model, text[:length], limit)
-        assert pair.generate(text[:length], "lookup", SamplingParams(max_new_tokens=40)).token_ids == expected, length
+        assert pair.generate(text[:length], "lookup", SamplingParams(max_new_tokens=40), k=10).token_ids == expected, length
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Mutants: the mistakes in `mutants.py` and `engine_mutants.py`, put into a copy of the package, make default tests fail."""
+"""Mutants: the mistakes in `mutants.py` and the files like it, put into a copy of the package, make default tests fail."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 from engine_mutants import ENGINE_MUTANTS
+from head_mutants import HEAD_MUTANTS
 from mutants import DECODING_MUTANTS, Mutant, Selection
+from policy_mutants import POLICY_MUTANTS
+from tree_mutants import TREE_MUTANTS
 
 import specgen
 
 PACKAGE = Path(specgen.__file__).parent
 TESTS = Path(__file__).parent
-MUTANTS = [*DECODING_MUTANTS, *ENGINE_MUTANTS]
+MUTANTS = [*DECODING_MUTANTS, *POLICY_MUTANTS, *TREE_MUTANTS, *ENGINE_MUTANTS, *HEAD_MUTANTS]
 
 
 def test_mutants_have_names_of_their_own_and_change_something() -> None:

@@ -67,6 +67,21 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
     assert sorted(given["threshold"] for given in candidates.grid("margin")) == [0.1, 0.2]
 
 
+@pytest.mark.parametrize("name", ["lookup", "suffix"])
+def test_a_k_without_a_policy_means_drafts_of_fixed_length(name: str) -> None:
+    """Where the method's own policy is `adaptive`: profiles and commands written when `lookup`'s was `fixed` stay valid."""
+    method = methods.find(name)
+    own = {setting: each.default for setting, each in method.settings.items()}
+    assert methods.resolve(method, {"k": "4", **own}) == Settings("fixed", {**own, "k": 4})
+    assert methods.resolve(method, {"policy": "heuristic", "k": 4}).policy == "heuristic"
+    assert methods.resolve(method, own).policy == methods.resolve(method, {"policy": "adaptive"}).policy == "adaptive"
+    tokens = decode(methods.find("ar"), {}, None)[0]
+    both: list[dict[str, object]] = [{}, {"k": 4}]
+    assert [decode(method, given, None)[0] for given in both] == [tokens] * 2
+    with pytest.raises(SpecgenError, match="adaptive has no setting 'k'"):
+        methods.resolve(methods.find("adaptive"), {"k": 4})
+
+
 def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(setup: DraftSetup, settings: Settings) -> Repeat:
         return Repeat()

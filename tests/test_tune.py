@@ -67,6 +67,7 @@ def measurements(near: Pair) -> PairMeasurements:
         ("svip", {"threshold": 0.4, "max_draft": 12}),
         ("svip", {"threshold": 0.7, "max_draft": 40}),
         ("lookup", {"k": 4, "ngram": 2}),
+        ("lookup", {"ngram": 2, "draft_cost": 0.0, "verify_cost": 0.3}),
         ("pearl", {"window": 1}),
         ("pearl", {"window": 3}),
         ("pearl", {"window": 8}),
@@ -431,3 +432,12 @@ def test_defaults_are_kept_where_other_settings_are_hardly_better() -> None:
     assert nearest_to_default(tried) == replace(tried[0], tried=4)
     assert nearest_to_default(tried[1:]) == replace(tried[2], tried=3)
     assert nearest_to_default([replace(tried[0], predicted=90.0), tried[1]]) == replace(tried[1], tried=2)
+
+
+def test_lookup_is_tuned_to_adapted_lengths_or_a_fixed_one() -> None:
+    """Its default policy, `adaptive`, is taken unless a fixed length is clearly faster."""
+    for fixed, chosen in ((99.0, {"ngram": 3}), (120.0, {"k": 6, "ngram": 2})):
+        speeds = {written("lookup", {"ngram": 3}): 98.0, written("lookup", {"k": 6, "ngram": 2}): fixed}
+        tried = [Candidate("lookup", given, speeds.get(written("lookup", given), 90.0)) for given in grid("lookup")]
+        assert nearest_to_default(tried).settings == chosen
+    assert {resolve(METHODS["lookup"], each.settings).policy for each in tried} == {"adaptive", "fixed"}

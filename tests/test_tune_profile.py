@@ -23,7 +23,7 @@ from tuning_helpers import CURVES, outcome
 from typer.testing import CliRunner
 
 import specgen
-from specgen import files
+from specgen import files, methods
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
@@ -59,6 +59,8 @@ def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
     assert found.chosen.method == "svip"
     assert found.settings_of("svip") == {"threshold": 0.45, "c": 0.15, "max_draft": 12}
     assert found.settings_of("sd") == {"k": 3}
+    lookup = methods.resolve(methods.find("lookup"), found.settings_of("lookup") or {})
+    assert (lookup.policy, lookup.values["k"]) == ("fixed", 4), "as it was tuned before the method's own policy was adaptive"
     assert found.settings_of("pearl") is found.settings_of("eesd") is None
     early = found.model_copy(update={"methods": {"eesd-beta": found.methods["sd"]}})
     assert early.settings_of("eesd") == {"k": 3}

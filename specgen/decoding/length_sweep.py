@@ -15,9 +15,9 @@ class LengthSweep(LengthPolicy):
     """Length policy for measurements: each round has the next of `lengths` as draft length; 0 drafts nothing.
 
     Each length is used once for each of `signals`: with the named signals (numbers about a drafted token, such as entropy)
-    computed. `levels` is how many levels (tokens, for a chain) the last draft computed: a tree may have left the last ones out, and
-    they took their time all the same. The first `WARM_UP` rounds of a run, which are not timed, all use the same length, so that no length is lost in
-    them. The pass over the prompt counts as such a round.
+    computed. The first `WARM_UP` rounds of a run, which are not timed, all use the same length, so that no length is lost in
+    them. The pass over the prompt counts as such a round. `levels` is how many levels (tokens, for a chain) the last draft
+    computed: a tree may have left the last ones out, and they took their time all the same.
     """
 
     reason = "sweep"

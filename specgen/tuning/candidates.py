@@ -13,9 +13,10 @@ from specgen.setting_parsing import Value
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 
 _Grid = Mapping[str, Sequence[Value]]
+_NGRAMS = (1, 2, 3, 4)
 _GRIDS: Mapping[str, _Grid] = {
     "ar": {},
-    "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": (1, 2, 3, 4)},
+    "lookup": {"ngram": _NGRAMS},  # with the policy `adaptive`
     "suffix": {"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},
     "pearl": {"window": ("auto", *range(1, 17))},
     "eesd-fixed": {"k": range(1, 13)},
@@ -34,8 +35,9 @@ _GRIDS: Mapping[str, _Grid] = {
 _SVIP: _Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
 _ADAPTIVE: _Grid = {"policy": ("adaptive",)}
 _CAPE: _Grid = {"cape": (True,), "k": (2, 3, 5, 8)}
-# Grids of other shapes and length policies, which are tried too.
-_FURTHER_GRIDS: Mapping[str, Sequence[_Grid]] = {
+# tried besides: chains, CaPE, and other length policies (a `k` alone means `policy=fixed`)
+_OTHERS: Mapping[str, Sequence[_Grid]] = {
+    "lookup": ({"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS},),
     "medusa": (_ADAPTIVE,),
     "eagle": ({"width": (1,), "k": (1, 2, 3, 5, 8)}, {"width": (1,), **_CAPE}, _SVIP, _ADAPTIVE, {"width": (1,), **_SVIP}),
     "glide": (_CAPE, _SVIP, _ADAPTIVE),
@@ -50,26 +52,27 @@ def grid(name: str) -> list[GivenSettings]:
     """Returns all combinations of settings that are tried for the method `name`, the defaults first.
 
     The other combinations are shuffled: a search that runs out of time has then tried some from the whole range. The values are
-    those in `_GRIDS` and `_FURTHER_GRIDS`; for a method that is in neither, those that its length policy's settings list (`Setting.tuned`).
+    those in `_GRIDS` and `_OTHERS`; for a method that is not in `_GRIDS`, those that its length policy's settings list
+    (`Setting.tuned`).
     """
     policy = METHODS[name].policy
     if name in _GRIDS or policy is None:
         values = _GRIDS[name]
     else:
         values = {setting: known.tuned for setting, known in POLICIES[policy].settings.items() if known.tuned}
-    grids = [values, *_FURTHER_GRIDS.get(name, ())]
+    grids = [values, *_OTHERS.get(name, ())]
     found = [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """Returns how many of the settings differ from the method's defaults."""
+    """Returns how many of the settings differ from the method's defaults, or are of another length policy."""
     method = METHODS[name]
     policy = settings.get("policy", method.policy)
     known = known_settings(method, None if policy is None else str(policy))
-    own = {key: value for key, value in settings.items() if key != "policy"}
-    return (policy != method.policy) + sum(known[key].default != value for key, value in own.items())
+    own = [key not in known or known[key].default != value for key, value in settings.items() if key != "policy"]
+    return (policy != method.policy) + sum(own)
 
 
 def trees() -> list[GivenSettings]:

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from specgen import methods
+from specgen.decoding.adaptive import Adaptive
 from specgen.errors import SpecgenError, nearest
-from specgen.methods import METHODS, known_settings
 from specgen.setting_parsing import Value
 
 if TYPE_CHECKING:
     from specgen.tuning.profile import Tuned
+
+LOOKUP_TOKENS = 5  # of a draft in an engine where tuning left the length to `adaptive`: a compromise (tests/measure_suffix.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,13 @@ class ExportedHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
-    """The method to export, its tuned settings, and the models' names (`draft` is None without a draft model).
+    """The method to export, all its settings, and the models' names (`draft` is None without a draft model).
 
     `head` is the trained head that it runs, None for methods without one.
     """
 
     name: str
+    policy: str | None
     settings: Mapping[str, Value]
     target: str
     draft: str | None
@@ -47,13 +51,16 @@ class ExportedMethod:
     @property
     def length(self) -> int:
         """The number of drafted tokens per round; for the method `confidence`, its maximum."""
-        if "policy" in self.settings:  # of a head's method: these engines draft a fixed number of tokens
-            return int(known_settings(METHODS[self.name], "fixed")["k"].default)
+        if self.adapts_length:
+            return LOOKUP_TOKENS
+        if "k" not in self.settings and self.head is not None:  # its length policy is no other engine's
+            return int(methods.known_settings(methods.find(self.name), "fixed")["k"].default)
         return int(self.settings["max_draft" if self.name == "confidence" else "k"])
 
-    def value(self, name: str) -> Value:
-        """Returns a setting of the method's own, the default where it was not tuned."""
-        return self.settings.get(name, METHODS[self.name].settings[name].default)
+    @property
+    def adapts_length(self) -> bool:
+        """Whether the tuned settings choose each draft's length by costs and acceptance, which no engine does."""
+        return self.policy == Adaptive.name and self.name == "lookup"
 
     @property
     def quoted(self) -> tuple[str, str]:
@@ -85,13 +92,17 @@ def export(
     check(engine)
     write, known = ENGINES[engine]
     heads = {} if heads is None else heads
-    usable = [name for name in tuned if name in known and (name in heads or not METHODS[name].head)]
+    usable = [name for name in tuned if name in known and (name in heads or not methods.find(name).head)]
     speeds = {name: tuned[name].measured or tuned[name].predicted for name in usable}
     if not speeds:
         raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
     best = max(speeds, key=lambda name: speeds[name])
-    made = write(ExportedMethod(best, tuned[best].settings, target, draft, heads.get(best)))
+    settings = methods.resolve(methods.find(best), tuned[best].settings)
+    method = ExportedMethod(best, settings.policy, settings.values, target, draft, heads.get(best))
+    made = write(method)
     notes = [*made.lost, "measured with specgen, one prompt at a time: a server that batches has other costs"]
+    if method.adapts_length:
+        notes.insert(0, f"{engine} cannot adapt the length of {best}'s drafts as specgen does: {method.length} tokens, not tuned")
     if chosen == "ar":
         notes.insert(0, f"here plain decoding is the fastest: {best} is only the best of what {engine} has")
     elif best != chosen:
@@ -102,7 +113,7 @@ def export(
 def _transformers(method: ExportedMethod) -> Export:
     settings = method.settings
     if method.name == "lookup":
-        arguments = {"prompt_lookup_num_tokens": settings["k"], "max_matching_ngram_size": settings["ngram"]}
+        arguments = {"prompt_lookup_num_tokens": method.length, "max_matching_ngram_size": settings["ngram"]}
         return Export(json.dumps(arguments, indent=2), ("this goes to the target's generate(): no assistant is needed",))
     arguments = {
         "num_assistant_tokens": method.length,
@@ -133,25 +144,26 @@ def _vllm(method: ExportedMethod) -> Export:
 
 
 def _suffix_limits(method: ExportedMethod) -> Mapping[str, Value]:
-    return {"min_token_prob": method.value("min_prob"), "max_spec_factor": method.value("factor")}
+    return {"min_token_prob": method.settings["min_prob"], "max_spec_factor": method.settings["factor"]}
 
 
 def _lost_in_vllm(method: ExportedMethod) -> tuple[str, ...]:
     lost = _lost_policy(method, "vLLM")
-    if method.name == "eagle" and method.value("width") != 1:
-        lost.append(f"vLLM drafts chains: the tree (width {method.value('width')}, nodes {method.value('nodes')}) is left out")
+    if method.name == "eagle" and method.settings["width"] != 1:
+        width, nodes = method.settings["width"], method.settings["nodes"]
+        lost.append(f"vLLM drafts chains: the tree (width {width}, nodes {nodes}) is left out")
     if method.name == "medusa":
         lost.append("vLLM reads Medusa heads in a layout of its own: convert the folder first")
-        if method.value("nodes"):
-            lost.append(f"vLLM takes each head's likeliest token: the tree of {method.value('nodes')} nodes is left out")
+        if method.settings["nodes"]:
+            lost.append(f"vLLM takes each head's likeliest token: the tree of {method.settings['nodes']} nodes is left out")
     return tuple(lost)
 
 
 def _lost_policy(method: ExportedMethod, engine: str) -> list[str]:
     """Says that the engine lacks the tuned length policy, or CaPE, if there is one."""
     lost = []
-    if "policy" in method.settings:
-        lost.append(f"{engine} has no length policies: drafts have {method.length} tokens instead of {method.settings['policy']}")
+    if method.head is not None and method.policy != "fixed":
+        lost.append(f"{engine} has no length policies: drafts have {method.length} tokens instead of {method.policy}")
     if method.settings.get("cape"):
         lost.append(f"{engine} has no CaPE: the added candidates are left out")
     return lost
@@ -164,7 +176,7 @@ def _sglang(method: ExportedMethod) -> Export:
         lost = f"SGLang's n-gram search has settings of its own: ngram {method.settings['ngram']} is left out"
         return Export(f"{command} NGRAM --speculative-num-draft-tokens {steps}", (lost,))
     if method.head is not None:
-        width, nodes = method.value("width"), method.value("nodes")
+        width, nodes = method.settings["width"], method.settings["nodes"]
         # SGLang counts the last verified token as one of the draft tokens
         shape = f"--speculative-eagle-topk {width} --speculative-num-draft-tokens {(steps if width == 1 else int(nodes)) + 1}"
         folder = shlex.quote(method.head.folder)

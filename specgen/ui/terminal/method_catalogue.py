@@ -45,7 +45,8 @@ def method_card(console: Console, method: Method) -> None:
     console.print(head)
     if method.any_policy:
         policies = ", ".join(available_policies(method))
-        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {policies}, with its settings", "quiet"))
+        fixed = "; k=N alone: policy=fixed" if method.k_alone else ""
+        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {policies}, with its settings{fixed}", "quiet"))
     for name, setting in known_settings(method, method.policy).items():
         default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
         console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))

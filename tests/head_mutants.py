@@ -1,0 +1,105 @@
+"""Mistakes in drafting heads that the default tests must notice; see `mutants.py`."""
+
+from __future__ import annotations
+
+from mutants import Selection, mutants
+
+EAGLE = Selection("test_eagle_runner.py", "definition or another_first_token")
+EAGLE_TRAINING = Selection("test_eagle_training.py", "rows")
+MEDUSA, MEDUSA_TREE = Selection("test_medusa.py", "rows"), Selection("test_medusa.py", "drafts_have or nothing_follows")
+GLIDE = Selection("test_glide_runner.py", "any_order or context_of_one")
+
+HEAD_MUTANTS = [
+    *mutants(
+        "engine/heads/eagle_runner.py",
+        EAGLE,
+        ("EAGLE: feature i is paired with token i", "first, Context(ids[1:] or ids)", "first, Context(ids[:-1] or ids)"),
+        (
+            "EAGLE: drafted pairs stay in the KV cache",
+            "cached.truncate(cached.committed)",
+            "cached.truncate_for(pairs, nodes, 1)",
+        ),
+        ("EAGLE: row 0 of another context", "start if self._root == len(pairs) else 0", "start"),
+        ("EAGLE: a node's feature is another's", "torch.tensor(parents) + 1", "torch.tensor(parents).clamp(min=0)"),
+        ("EAGLE: levels are run together", "while last < len(tokens) and parents[last] < first:", "while last < len(tokens):"),
+        (
+            "EAGLE: the first token is not compared",
+            """            if first != self._first:
+                self._cached.clear()
+""",
+            "",
+        ),
+    ),
+    *mutants(
+        "engine/native/eagle_layers.py",
+        EAGLE,
+        (
+            "EAGLE-1: embedding and feature are swapped",
+            "torch.cat((embeddings, features), dim=-1)",
+            "torch.cat((features, embeddings), dim=-1)",
+        ),
+        (
+            "EAGLE-3: the norms of embedding and feature are swapped",
+            "torch.cat((self._take(name, shape), self._take(FEATURE_NORM, shape)))",
+            "torch.cat((self._take(FEATURE_NORM, shape), self._take(name, shape)))",
+        ),
+    ),
+    *mutants(
+        "training/eagle_objective.py",
+        EAGLE_TRAINING,
+        ("EAGLE: positions of drafted tokens in training", "at = batch.positions + depth", "at = batch.positions"),
+        ("EAGLE: tokens of the training-time test not shifted", "embeddings[:, 1 + depth :]", "embeddings[:, depth:]"),
+    ),
+    *mutants(
+        "engine/heads/medusa_runner.py",
+        MEDUSA,
+        (
+            "Medusa: a chain's row is the next head's",
+            "of_heads[start : start + len(heads)]",
+            "of_heads[[min(head + 1, self.longest_draft - 1) for head in heads]]",
+        ),
+        ("Medusa: a tree's row is the head's before", "*(depth + 1 for depth in depths(parents))", "*depths(parents)"),
+        ("Medusa: the heads' rows of a shorter context", " or self._computed[1] != len(context):", ":"),
+        ("Medusa: the blocks' inputs are not added", "states = states + F.silu(", "states = F.silu("),
+        (
+            "Medusa: the hidden state that predicts the next token",
+            "before = Context(context.ids[:-1])",
+            "before = Context(context.ids)",
+        ),
+    ),
+    *mutants(
+        "decoding/medusa_tree.py",
+        MEDUSA_TREE,
+        ("Medusa: tokens follow one that ends the output", "if token not in self._setup.eos_ids:", "if True:"),
+        (
+            "Medusa: candidates of a level have the likeliest parent",
+            "self._nodes[path[:-1]])",
+            "self._nodes[(0,) * len(path[:-1])])",
+        ),
+        ("Medusa: impossible tokens are candidates", "if value > -math.inf], found", "if True], found"),
+    ),
+    *mutants(
+        "engine/heads/glide_runner.py",
+        GLIDE,
+        ("GliDe: one key of the target too many", "visible_to_chain(first - 1,", "visible_to_chain(first,"),
+        ("GliDe: queries rotated as the first tokens", "positions(forward_pass)[-rows:]", "positions(forward_pass)[:rows]"),
+        (
+            "GliDe: queries rotated as the token before",
+            "upload(torch.tensor(at), self._model.device)",
+            "upload(torch.tensor(at) - 1, self._model.device)",
+        ),
+        ("GliDe: later layers keep accepted tokens", "len(forward.architecture.layers) == 1", "True"),
+        (
+            "GliDe: the target's first layers are read",
+            "self._read_layers = range(first, len(self._target_architecture.layers))",
+            "self._read_layers = range(len(architecture.layers))",
+        ),
+    ),
+    *mutants(
+        "engine/native/glide_layers.py",
+        GLIDE,
+        ("GliDe: queries are not rotated", "if inputs.rotation is not None:", "if False:"),
+        ("GliDe: the first token sees a key", "mixed if inputs.sees is None else mixed * inputs.sees", "mixed"),
+        ("GliDe: the draft's scale for the target's heads", "self._size**-0.5", "self._size**-0.25"),
+    ),
+]
