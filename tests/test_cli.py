@@ -306,7 +306,7 @@ def test_help_method_describes_one_method(monkeypatch: pytest.MonkeyPatch, capfd
     assert code == 0
     head, *settings = out.splitlines()
     assert head.startswith("svip  SVIP  lossless")
-    assert [line.split("=")[0].strip() for line in settings] == ["threshold", "c", "max_draft"]
+    assert [line.split("=")[0].strip() for line in settings] == ["threshold", "c", "every", "max_draft"]
 
 
 def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(

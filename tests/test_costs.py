@@ -13,7 +13,7 @@ import pytest
 from timed_models import SlowDrafter, SlowTarget
 
 import specgen
-from specgen import measurement_cache, preparation
+from specgen import demo, measurement_cache, preparation
 from specgen.cli.output_writers import _window
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
@@ -152,9 +152,11 @@ def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
         settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
-        settings["adaptive"] = {"draft_cost": 0.1, "verify_cost": 0.02}
-        for method in specgen.METHODS:
-            pair.plan("def f(x):", method, **settings.get(method, {}))
+        measured = [name for name, method in specgen.METHODS.items() if method.policy == "adaptive"]
+        settings |= {name: {"draft_cost": 0.1, "verify_cost": 0.02} for name in measured}
+        for name, method in specgen.METHODS.items():
+            if not method.head or demo.head_folder(method.head).is_dir():
+                pair.plan("def f(x):", name, **settings.get(name, {}))
         for method in settings:
             with pytest.raises(specgen.SpecgenError, match=f"{method} is not prepared"):
                 pair.plan("def f(x):", method)

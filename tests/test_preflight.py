@@ -79,7 +79,9 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
     assert line["measured"] is None
     assert set(line["methods"]) == set(methods.METHODS)
     for name, readiness in line["methods"].items():
-        assert readiness["ready"] == (not methods.METHODS[name].needs_exit_layer or demo.exit_folder().is_dir())
+        method = methods.METHODS[name]
+        part = demo.exit_folder() if method.needs_exit_layer else demo.head_folder(method.head) if method.head else None
+        assert readiness["ready"] == (part is None or part.is_dir())
 
 
 def bytes_per_token(runner: ModelRunner) -> int:
@@ -102,13 +104,15 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: 
     runner = pair.target.runner()
     runner.logits(Context([1] * 10))
     assert report.target.cache_bytes == bytes_per_token(runner)
-    needing = {name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer}
+    needing = {
+        name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer or method.head
+    }
     try:
         pair.target.model.check_layers("early exit")
         assert report.methods["eesd"].hint == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
     except specgen.SpecgenError:
         needing.add("selfsd")
-        for name in ("eesd", "eesd-tree", "selfsd"):
+        for name in ("eesd", "eesd-tree", "selfsd", "medusa", "eagle", "glide"):
             assert report.methods[name].why == f"needs a model built as Llama is, and {family} is not"
     assert {name for name, readiness in report.methods.items() if not readiness.ready} == needing
 
