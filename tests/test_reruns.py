@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from families import exit_of, make_model, save
@@ -141,6 +141,20 @@ def test_trees_of_an_early_exit_use_its_predictor(early: Pair, given: dict[str, 
     assert (found.rounds, found.drafted, found.accepted) == tuple(
         sum(getattr(run, figure) for run in runs) for figure in ("rounds", "drafted", "accepted")
     )
+
+
+def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(headed: Pair) -> None:
+    """A tree of at most two nodes, of four levels of four: the head runs four times, and the target verifies two nodes."""
+    shape = {"width": 4, "nodes": 2}
+    probe = RoundProbe(headed, "eagle", PROMPTS[:1], GREEDY, lengths=(4,), settings=shape)
+    probe.run(Deadline.after(0, count().__next__))
+    ((_, curve),) = probe.costs.draft_cost.curves.items()
+    assert set(curve.points) == {0, 4}
+    run = headed.plan(PROMPTS[0], "eagle", GREEDY, **shape).run
+    with patch.object(run.policy, "keep_drafting", wraps=run.policy.keep_drafting) as judged:
+        for round_ in run.rounds():
+            assert sum(call.args[0].nodes for call in judged.call_args_list) == len(round_.draft.tokens)
+            judged.reset_mock()
 
 
 def test_no_pass_is_computed_twice(near: Pair) -> None:
