@@ -36,7 +36,17 @@ _ROUNDS = 6  # timed with each length, at most
 _SECONDS = 0.5  # after which each length is timed once more at most
 _LONGEST_CONTEXT = 1024  # tokens of the context after which rounds are timed, at most
 _COST_SETTINGS = ("draft_cost", "verify_cost")
-_SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit")  # settings that change how long a draft takes
+_SHAPES = (
+    "width",
+    "depth",
+    "nodes",
+    "cape",
+    "drafts",
+    "beams",
+    "skip",
+    "exit",
+    "head",
+)  # settings that change how long a draft takes
 
 Key = tuple[Any, ...]
 
@@ -194,7 +204,7 @@ def time_rounds(run: Run, clock: Callable[[], float] = time.perf_counter) -> Rou
     start, length = clock(), len(run.context)
     for position, round_ in enumerate(run.rounds()):
         if position >= WARM_UP:
-            drafting[round_.draft.levels].append(round_.drafting_seconds)
+            drafting[max(sweep.levels, round_.draft.levels)].append(round_.drafting_seconds)
             verification[len(round_.draft.tokens) + 1].append(round_.verification_seconds)
         counted = position + 1 - WARM_UP
         if counted >= _ROUNDS * len(LENGTHS) or (counted >= len(LENGTHS) and clock() - start > _SECONDS):

@@ -10,7 +10,7 @@ from specgen import methods
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.heads.head_files import FoundHead, Head, load_head
 from specgen.engine.heads.head_runners import HeadRunners
-from specgen.engine.heads.weights import KINDS, HeadKind
+from specgen.engine.heads.weights import KINDS, EagleWeights, HeadKind, HeadWeights
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
@@ -41,6 +41,11 @@ class Heads:
         """Loads the head that the user named with --head. Raises SpecgenError if it cannot be used with this target."""
         self._named = self._load(folder)
         return self._named
+
+    @property
+    def warning(self) -> str | None:
+        """What is doubtful about the head that the user named; None if nothing is."""
+        return None if self._named is None or self._named.warning is None else f"{self._named.path}: {self._named.warning}"
 
     def has(self, kind: str) -> bool:
         """Whether there is a default head of this kind, as far as is known without reading weights."""
@@ -81,12 +86,22 @@ class Heads:
                 digests[kind] = description.weights
         return digests
 
+    def named_elsewhere(self) -> dict[str, tuple[Path, str]]:
+        """Returns the folder of each kind's default head, and its method's name in other engines, such as `eagle3`."""
+        defaults = {kind: self.get(method) for kind in KINDS if self.has((method := methods.find(kind)).head)}
+        loaded = {kind: head for kind, head in defaults.items() if head is not None}
+        return {kind: (head.path, _name_elsewhere(head.weights)) for kind, head in loaded.items()}
+
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> HeadRunners:
         """Returns the target's runner and the head's for the method. Raises SpecgenError if there is no such head."""
         head = self.get(method, name)
         if head is None:
             bundled = self._target.name.startswith("demo/")
-            raise self.found(method.head).refusal or no_head(method, None if bundled else self._target.name)
+            error = self.found(method.head).refusal or no_head(method, None if bundled else self._target.name)
+            if self._named is not None:
+                given = f"the head {self._named.path} is for {self._named.weights.kind}, not for {method.name}"
+                raise SpecgenError(f"{given}: {error.message}", error.hint)
+            raise error
         if head.path not in self._runners:
             make = import_module(f"specgen.engine.heads.{head.weights.kind}_runner").make_runners
             made: HeadRunners = make(head.weights, self._target.model, self._runner, self._penalties)
@@ -105,3 +120,8 @@ class Heads:
         if key not in self._loaded:
             self._loaded[key] = load_head(folder, self._target)
         return self._loaded[key]
+
+
+def _name_elsewhere(weights: HeadWeights) -> str:
+    """Returns what vLLM and SGLang call the method that runs a head."""
+    return "eagle3" if isinstance(weights, EagleWeights) and weights.version == 3 else weights.kind

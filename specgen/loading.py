@@ -79,9 +79,7 @@ def load(
             pair.exits.found = FoundExit(pair.target, is_bundled=target is None)
         pair.heads.is_bundled = target is None
         if head is not None:
-            named = pair.heads.name(Path(head))
-            if named.warning is not None:
-                announce(named.warning)
+            pair.heads.name(Path(head))
     except BaseException:
         pair.close()
         raise

@@ -386,11 +386,14 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
 
 
 def _check_tree(method: Method, given: Mapping[str, object], values: Mapping[str, Value]) -> None:
-    """Raises SpecgenError if settings of a tree were `given` for a chain, or those of a chain for a tree. `values` are all."""
+    """Raises SpecgenError if settings of a tree were `given` for a chain, or those of a chain for a tree. `values` are all.
+
+    A chain ignores a tree's setting that has its default value.
+    """
     if values.get("width", 1) != 1 and values.get("cape"):
         raise SpecgenError(f"cape adds candidates to a chain, and width is {values['width']}", "Take width=1, or leave cape out")
     for name in ("nodes",) if method.drafter.drafts_trees else ("depth", "nodes"):
-        if values.get("width") == 1 and name in given and isinstance(values[name], int):
+        if values.get("width") == 1 and name in given and values[name] not in ("auto", method.settings[name].default):
             raise SpecgenError(f"{name} is {values[name]}, but width is 1", "Give width=2 or more: a chain's length is k")
 
 

@@ -63,6 +63,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
     (["-m", "sivp"], ("'sivp'", "did you mean svip?", "specgen inspect --methods")),
     (["-m", "SVIP"], ("'SVIP'", "did you mean svip?")),
+    (["-m", "eagle:policy=svip:width=2"], ("'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2")),
     (["-m", "svip", "--set", "treshold=1"], ("svip has no setting 'treshold'", "did you mean threshold?", "max_draft")),
     (["-m", "ar", "--set", "k=1"], ("ar has no setting 'k'",)),
     (["-m", "sd", "--set", "k=abc"], ("k is 'abc'", "whole number")),

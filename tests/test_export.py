@@ -14,7 +14,8 @@ from transformers.generation import candidate_generator
 from tuning_helpers import outcome
 
 from specgen.errors import SpecgenError
-from specgen.tuning.export import ENGINES, LOOKUP_TOKENS, export
+from specgen.setting_parsing import Value
+from specgen.tuning.export import ENGINES, LOOKUP_TOKENS, ExportedHead, export
 from specgen.tuning.outcome import Candidate
 
 TUNED: Any = {found.name: found for found in outcome().methods}
@@ -70,6 +71,45 @@ def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
     assert "ngram" in export("vllm", slower, "lookup", *NAMES).text, "a measured speed counts before an expected one"
     plain = export("mlx", TUNED, "ar", *NAMES)
     assert "plain decoding is the fastest" in plain.lost[0]
+
+
+HEADS = {
+    "eagle": ExportedHead("a head", "eagle3"),
+    "medusa": ExportedHead("heads", "medusa"),
+    "glide": ExportedHead("model", "glide"),
+}
+
+
+def of_head(engine: str, name: str, **settings: Value) -> tuple[list[str], str]:
+    """The words of the exported command, and all notes but the last."""
+    made = export(engine, {name: Candidate(name, settings, 9.0)}, name, *NAMES, HEADS)  # type: ignore[dict-item]
+    return shlex.split(made.text), "; ".join(made.lost[:-1])
+
+
+def test_heads_and_suffixes_go_to_the_engines_that_have_them() -> None:
+    words, lost = of_head("vllm", "eagle", width=4, nodes=10, k=6)
+    assert json.loads(words[-1]) == {"method": "eagle3", "model": "a head", "num_speculative_tokens": 6}
+    assert lost == "vLLM drafts chains: the tree (width 4, nodes 10) is left out"
+    words, lost = of_head("vllm", "eagle", width=1, policy="svip", threshold=0.3)
+    assert json.loads(words[-1])["num_speculative_tokens"] == 5
+    assert lost == "vLLM has no length policies: drafts have 5 tokens instead of svip"
+    words, lost = of_head("vllm", "medusa", nodes=10, k=3)
+    assert json.loads(words[-1]) == {"method": "medusa", "model": "heads", "num_speculative_tokens": 3}
+    assert "layout of its own" in lost
+    words, lost = of_head("vllm", "suffix", min_prob=0.2)
+    limits = {"suffix_decoding_min_token_prob": 0.2, "suffix_decoding_max_spec_factor": 4.0}
+    assert json.loads(words[-1]) == {"method": "suffix", "suffix_decoding_max_cached_requests": 0, **limits}
+    words, lost = of_head("sglang", "eagle", width=4, nodes=10, k=6)
+    tree = "--speculative-num-steps 6 --speculative-eagle-topk 4 --speculative-num-draft-tokens 11"
+    assert words[-10:] == ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "a head", *tree.split()]
+    assert not lost
+    words, lost = of_head("sglang", "eagle", width=1, cape=True, k=2)
+    assert words[-4:] == ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"]
+    assert lost == "SGLang has no CaPE: the added candidates are left out"
+    with pytest.raises(SpecgenError, match="none of the tuned methods"):
+        of_head("sglang", "glide", k=3)
+    with pytest.raises(SpecgenError, match="none of the tuned methods"):
+        export("vllm", {"eagle": Candidate("eagle", {"k": 2}, 9.0)}, "eagle", *NAMES)  # type: ignore[dict-item]
 
 
 def as_generation_config(method: str, **settings: float) -> dict[str, Any]:

@@ -261,3 +261,16 @@ def test_ouroboros_learns_from_the_target() -> None:
     assert tried == [(50, 51), (40, 41)]
     assert pool.phrases(6)[:2] == [(60, 62), (60, 61)], "in the order in which they were tried"
     assert not set(tried) & set(pool.phrases(6))
+
+
+def test_ouroboros_learns_nothing_from_a_nan_after_rejected_tokens() -> None:
+    """As in float16: the logits overflow only after a token that is not accepted."""
+    drafter, _ = ouroboros()
+    context = Context([20, 1])
+    drafter._pool.read(context)
+    draft = drafter.propose(context, Fixed(5), 100)
+    output = Scripted({1: 30, 3: 4, 4: 5, 5: 6})(context, draft)
+    output.logits[5] = torch.nan  # after 6
+    drafter.learn(draft, output, Verdict((), 30, "correction"))
+    assert (5, 6) in drafter._pool.phrases(4)
+    assert not any(-1 in phrase for token in range(64) for phrase in drafter._pool.phrases(token))

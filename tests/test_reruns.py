@@ -8,10 +8,11 @@ import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from families import exit_of, make_model, save
+from head_layouts import write_head
 from tuning_helpers import COSTS, PROMPTS, PairOf, really
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ import specgen
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.cost_model.round_costs import RoundCosts
+from specgen.engine.heads.head_files import load_head
 from specgen.pair import Pair
 from specgen.traces.summary import Summary
 from specgen.tuning import profile as profiles
@@ -41,6 +43,16 @@ LOSSY = [
     ("mtad", {"beams": 2, "k": 5, "tau": 0.05}),
     ("bild", {"k": 4, "fallback": 0.1}),
 ]
+LEARNERS = [("lookahead", {"window": 4}), ("ouroboros", {"k": 3, "branches": 2})]
+HEADS = {"medusa": "medusa-v2", "eagle": "eagle1", "glide": "glide"}
+OF_HEADS: list[tuple[str, dict[str, object]]] = [
+    ("medusa", {}),
+    ("medusa", {"nodes": 0, "k": 3}),
+    ("eagle", {}),
+    ("eagle", {"width": 1, "k": 3, "cape": True}),
+    ("eagle", {"policy": "svip", "threshold": 0.9, "width": 2, "nodes": 4}),
+    ("glide", {"policy": "svip", "threshold": 0.9}),
+]
 TREES = [("sd", {"width": 2, "depth": 3}), ("sd", {"width": 4, "depth": 2, "k": 2}), ("sd", {"width": 3, "k": 4})]
 
 
@@ -55,6 +67,17 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path_factory.mktemp("early"))
     target = specgen.load(folder, device="cpu", dtype="float32").target
     return Pair(target, None, exit_layer=exit_of(target, 2))
+
+
+@pytest.fixture(scope="module")
+def headed(pair_of: PairOf, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target with a random head of each kind."""
+    target = pair_of("llama", "near").target
+    pair = Pair(target, None)
+    folder = tmp_path_factory.mktemp("heads")
+    for kind, layout in HEADS.items():
+        pair.heads._defaults[kind] = load_head(write_head(folder / kind, layout, target.folder), target)
+    return pair
 
 
 class Probe:
@@ -81,16 +104,32 @@ def same(found: Summary, run: Summary) -> bool:
     return figures[0] == figures[1]
 
 
-@pytest.mark.parametrize(("name", "given"), TREES + CHAINS + LOSSY)
+@pytest.mark.parametrize(("name", "given"), TREES + CHAINS + LOSSY + LEARNERS)
 def test_simulated_runs_count_what_real_runs_count(near: Pair, name: str, given: dict[str, object]) -> None:
     found = simulated(near, GREEDY).run(name, given)
-    assert same(found, really(near, name, given, GREEDY))
+    assert same(found, really(near, name, given, GREEDY, repeat=0))
     assert (found.perplexity is None) == ((name, given) not in LOSSY)
 
 
-@pytest.mark.parametrize(("name", "given"), CHAINS + LOSSY)
+@pytest.mark.parametrize(("name", "given"), CHAINS + LOSSY + LEARNERS)
 def test_in_sampling_a_seed_makes_the_same_run(near: Pair, name: str, given: dict[str, object]) -> None:
     assert same(simulated(near, SAMPLED).run(name, given), really(near, name, given, SAMPLED, repeat=0))
+
+
+def test_heads_read_the_targets_hidden_states_in_simulated_runs(headed: Pair) -> None:
+    """The real target is not run in greedy simulations, and its runner has run something else before."""
+    runs, drafted, accepted = simulated(headed, GREEDY), 0, 0
+    for name, given in OF_HEADS:
+        found = runs.run(name, given)
+        assert same(found, really(headed, name, given, GREEDY)), (name, given)
+        assert found.drafted > 0
+        drafted, accepted = drafted + found.drafted, accepted + found.accepted
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(("name", "given"), [("medusa", {}), ("eagle", {"width": 1}), ("glide", {"cape": True})])
+def test_heads_sample_in_simulated_runs_as_in_real_ones(headed: Pair, name: str, given: dict[str, object]) -> None:
+    assert same(simulated(headed, SAMPLED).run(name, given), really(headed, name, given, SAMPLED, repeat=0))
 
 
 @pytest.mark.parametrize("given", [{"width": 2, "depth": 3}, {"width": 3, "depth": 4, "max_draft": 3}])
@@ -102,6 +141,20 @@ def test_trees_of_an_early_exit_use_its_predictor(early: Pair, given: dict[str, 
     assert (found.rounds, found.drafted, found.accepted) == tuple(
         sum(getattr(run, figure) for run in runs) for figure in ("rounds", "drafted", "accepted")
     )
+
+
+def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(headed: Pair) -> None:
+    """A tree of at most two nodes, of four levels of four: the head runs four times, and the target verifies two nodes."""
+    shape = {"width": 4, "nodes": 2}
+    probe = RoundProbe(headed, "eagle", PROMPTS[:1], GREEDY, lengths=(4,), settings=shape)
+    probe.run(Deadline.after(0, count().__next__))
+    ((_, curve),) = probe.costs.draft_cost.curves.items()
+    assert set(curve.points) == {0, 4}
+    run = headed.plan(PROMPTS[0], "eagle", GREEDY, **shape).run
+    with patch.object(run.policy, "keep_drafting", wraps=run.policy.keep_drafting) as judged:
+        for round_ in run.rounds():
+            assert sum(call.args[0].nodes for call in judged.call_args_list) == len(round_.draft.tokens)
+            judged.reset_mock()
 
 
 def test_no_pass_is_computed_twice(near: Pair) -> None:

@@ -242,10 +242,11 @@ def test_generate_finds_the_profile_by_itself(
         (("fits", "draft", "fingerprint"), "0" * 16, "the draft's fingerprint was"),
         (("fits", "machine", "node"), "other", "the machine's node was other"),
         (("fits", "exit_layer"), "0" * 16, "the exit layer was"),
+        (("fits", "heads"), {"eagle": "0" * 16}, "the eagle head was 0000000000000000, and is none"),
     ],
 )
 def test_a_stale_profile_is_said_to_be(
-    pair: tuple[str, ...], folder: Path, position: tuple[str, ...], value: str, said: str
+    pair: tuple[str, ...], folder: Path, position: tuple[str, ...], value: Any, said: str
 ) -> None:
     path = folder / "profile.yaml"
     path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), position, value)))

@@ -87,9 +87,15 @@ def generate(
 def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> methods.Method:
     """Returns the requested method, or the default one if `name` is None. `given` are the user's settings.
 
-    Raises SpecgenError if the method needs a draft model, a trained exit layer or a trained head that is missing.
+    Raises SpecgenError if the name is followed by settings, and if the method needs a draft model, a trained exit layer or a
+    trained head that is missing.
     """
-    chosen = methods.find(methods.DEFAULT_METHOD if name is None else name)
+    name = methods.DEFAULT_METHOD if name is None else name
+    bare, *with_settings = name.split(":")
+    if bare in methods.METHODS and with_settings:
+        hint = " ".join(["-m", bare, *(f"--set {setting}" for setting in with_settings)])
+        raise SpecgenError(f"--method is {name!r}: a name with settings, as for compare --methods", f"Write {hint}")
+    chosen = methods.find(name)
     if chosen.needs_draft_model and not models.has_draft:
         raise no_draft_model(chosen)
     if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:

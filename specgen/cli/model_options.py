@@ -121,6 +121,8 @@ def open_pair(
     run the draft model too; if none does, the draft model's weights are not loaded in this process. `chat` says that the chat
     template will be used at once: its process, too, starts first.
     """
+    from rich.text import Text
+
     from specgen.engine.template_process import TemplateProcess
     from specgen.ui.terminal.loading_line import LoadingLine
     from specgen.workers.process import DraftProcess, is_possible
@@ -143,6 +145,8 @@ def open_pair(
         loading.still("warming up")
         pair.warm_up()
         interrupt_watch.check()
+    if pair.heads.warning is not None and not quiet:
+        err.print(Text(f"warning: {pair.heads.warning}"), soft_wrap=True)
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
         gc.freeze()
         gc.enable()

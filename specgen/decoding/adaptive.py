@@ -76,7 +76,7 @@ class Adaptive(LengthPolicy):
         self._before: float | None = None  # the following score of the drafted token before them, if there is one
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
-        self._level = 1  # tokens that one more step adds: more than one in a tree
+        self._level = self._first_level = 1  # tokens that one more step adds, and a draft's first one: several in a tree
         self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing or copied
         self._plan: LookupPlan | None = None  # of this round, if prompt lookup drafts
 
@@ -94,7 +94,7 @@ class Adaptive(LengthPolicy):
             return False
         if self._in_parallel:  # the first token costs nothing: the target's pass that runs now judges it
             return True
-        gain, cost = self.learned.start_gain, self._costs.next_cost(0, self._level)
+        gain, cost = self.learned.start_gain, self._costs.next_cost(0, self._first_level)
         if gain <= cost:
             self.reason = f"no draft: gain {comparison(gain, '< cost', cost)}"
         return gain > cost
@@ -115,7 +115,7 @@ class Adaptive(LengthPolicy):
     def _model_gain(self) -> float:
         """What a draft of the model is expected to gain in this round: nothing if it would draft nothing."""
         learned = self.learned
-        drafts = not learned.guard.left and learned.start_gain > self._costs.next_cost(0, self._level)
+        drafts = not learned.guard.left and learned.start_gain > self._costs.next_cost(0, self._first_level)
         return max(0.0, learned.mean_gain) if drafts else 0.0
 
     def keep_drafting(self, token: DraftedToken) -> bool:
@@ -133,6 +133,8 @@ class Adaptive(LengthPolicy):
         self.predictions.append(acceptance)
         self._survival *= acceptance
         self._level = token.nodes
+        if not self._tokens:
+            self._first_level = self._level
         self._tokens += self._level
         gain = self._survival * learned.following.predict(following_score) * learned.worth * OPTION
         cost = self._costs.next_cost(self._tokens - self._in_parallel, self._level)
@@ -158,11 +160,12 @@ class Adaptive(LengthPolicy):
         # In PEARL the target's last logits judge a new token, if there is one; otherwise they give a token of the target's own.
         judges_new = self._in_parallel and self._tokens > 0
         self._before = before if judges_new and not was_rejected else None
+        levels = drafted if self._in_parallel or not drafted else max(drafted, len(self._steps))  # a tree may leave levels out
         del self._steps[:drafted]  # what a rejection makes void is deleted when the next draft starts
         tokens = accepted + (was_rejected or not judges_new)
-        cost = self._costs.of_draft(drafted, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
+        cost = self._costs.of_draft(levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:
-            learned.add_draft(accepted, cost, self._costs.next_cost(0, self._level))
+            learned.add_draft(accepted, cost, self._costs.next_cost(0, self._first_level))
             missed = self._missed * self._costs.draft * self._costs.verification.at(1)  # per token as the target's, relatively
             cost += min(missed, self._exploration / 2)  # after a long pause it must not cause the next one by itself
             self._missed = 0

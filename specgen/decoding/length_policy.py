@@ -31,7 +31,7 @@ class DraftedToken:
     """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
 
     Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`. For a tree it is the
-    likeliest token of a level, and `nodes` is the number of tokens in that level.
+    likeliest token of a level, and `nodes` is the number of tokens that the level adds to the draft.
     """
 
     position: int

@@ -16,7 +16,8 @@ class LengthSweep(LengthPolicy):
 
     Each length is used once for each of `signals`: with the named signals (numbers about a drafted token, such as entropy)
     computed. The first `WARM_UP` rounds of a run, which are not timed, all use the same length, so that no length is lost in
-    them. The pass over the prompt counts as such a round.
+    them. The pass over the prompt counts as such a round. `levels` is how many levels (tokens, for a chain) the last draft
+    computed: a tree may have left the last ones out, and they took their time all the same.
     """
 
     reason = "sweep"
@@ -25,6 +26,7 @@ class LengthSweep(LengthPolicy):
         self.combinations = [(length, names) for length in lengths for names in signals]
         self._current = self._warm_up_left = 0
         self.longest = max(lengths)
+        self.levels = 0
 
     def start_run(self) -> None:
         self._warm_up_left = WARM_UP - 1  # without the pass over the prompt
@@ -38,9 +40,11 @@ class LengthSweep(LengthPolicy):
         return self.combinations[self._current][1]
 
     def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
+        self.levels = 0
         return self.length > 0
 
     def keep_drafting(self, token: DraftedToken) -> bool:
+        self.levels = token.position
         return token.position < self.length
 
     def observe(self, drafted: int, accepted: int) -> None:

@@ -23,8 +23,8 @@ class NgramPool:
         self._read = 0  # tokens of the context that `read` has seen
 
     def add(self, token: int, phrase: Sequence[int]) -> None:
-        """Adds the phrase that may follow the token. Phrases of another length are ignored."""
-        if len(phrase) != self.ngram - 1:
+        """Adds the phrase that may follow the token. Phrases of another length are ignored, and those with a -1 for no token."""
+        if len(phrase) != self.ngram - 1 or -1 in phrase:
             return
         phrases = self._phrases.setdefault(token, {})
         phrases.pop(tuple(phrase), None)

@@ -94,19 +94,26 @@ class TopKTreeDrafter(ModelDrafterBase):
         size = positions.shape[0]
         on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
         frontier.clear()
-        count = 0
+        before = len(candidates)
         for token, origin, value in zip(map(int, on_host[:size]), on_host[size:], on_host[2 * size :], strict=False):
             if value == -math.inf:
                 break
             parent, node = nodes[int(origin)], None
-            if count < self._width:
+            if len(candidates) < before + self._width:
                 node = tree.add(parent, token)
                 if token not in self._eos_ids:
                     frontier.append((node, value))
             candidates.append(_Candidate(parent, token, value, node))
-            count += 1
         found = dict(zip(computed, on_host[3 * size :], strict=True))
-        return DraftedToken(position, {name: found[name] for name in read if name in found}, min(count, self._width))
+        return DraftedToken(
+            position,
+            {name: found[name] for name in read if name in found},
+            self._in_draft(len(candidates)) - self._in_draft(before),
+        )
+
+    def _in_draft(self, candidates: int) -> int:
+        """Returns how many tokens the draft has if its levels have this number of candidates."""
+        return candidates if self._nodes is None else min(candidates, self._nodes)
 
     def _signals(
         self,

@@ -25,16 +25,22 @@ _GRIDS: Mapping[str, _Grid] = {
     "bild": {"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},
     "spectr": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
     "specinfer": {"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},
-    "medusa": {"nodes": (0, 4, 8, 12, 20), "k": (2, 3, 4)},
-    "eagle": {"width": (2, 3, 4), "nodes": (4, 6, 8, 12, 20), "k": (2, 3, 4, 5, 6)},
+    "medusa": {"nodes": (0, 5, 10, 20), "k": (2, 3, 4)},
+    "eagle": {"width": (2, 4), "nodes": (4, 6, 10, 16), "k": (2, 3, 5, 7)},
     "glide": {"k": (1, 2, 3, 4, 5, 6, 8)},
     "lookahead": {"window": (1, 2, 3, 5, 10, 15), "ngram": (2, 3, 4, 5), "guesses": (3, 7, 15)},
     "ouroboros": {"k": (3, 5, 8, 12), "ngram": (3, 4, 5, 7), "branches": (1, 3), "window": (2, 4, 8, 15)},
     "eesd-tree": {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},
 }
-_OTHERS: Mapping[str, _Grid] = {  # tried besides: drafts of fixed length (a `k` alone means `policy=fixed`), chains
-    "lookup": {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS},
-    "eagle": {"width": (1,), "k": (1, 2, 3, 4, 5, 6, 8)},
+_SVIP: _Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
+_ADAPTIVE: _Grid = {"policy": ("adaptive",)}
+_CAPE: _Grid = {"cape": (True,), "k": (2, 3, 5, 8)}
+# tried besides: chains, CaPE, and other length policies (a `k` alone means `policy=fixed`)
+_OTHERS: Mapping[str, Sequence[_Grid]] = {
+    "lookup": ({"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS},),
+    "medusa": (_ADAPTIVE,),
+    "eagle": ({"width": (1,), "k": (1, 2, 3, 5, 8)}, {"width": (1,), **_CAPE}, _SVIP, _ADAPTIVE, {"width": (1,), **_SVIP}),
+    "glide": (_CAPE, _SVIP, _ADAPTIVE),
 }
 SEARCHED = tuple(
     name for name, method in METHODS.items() if not (method.drafter.recorded or method.skips_layers or method.is_yardstick)
@@ -54,7 +60,7 @@ def grid(name: str) -> list[GivenSettings]:
         values = _GRIDS[name]
     else:
         values = {setting: known.tuned for setting, known in POLICIES[policy].settings.items() if known.tuned}
-    grids = [values, *([_OTHERS[name]] if name in _OTHERS else [])]
+    grids = [values, *_OTHERS.get(name, ())]
     found = [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
@@ -63,16 +69,19 @@ def grid(name: str) -> list[GivenSettings]:
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
     """Returns how many of the settings differ from the method's defaults, or are of another length policy."""
     method = METHODS[name]
-    known = known_settings(method, method.policy)
-    return sum(key not in known or known[key].default != value for key, value in settings.items())
+    policy = settings.get("policy", method.policy)
+    known = known_settings(method, None if policy is None else str(policy))
+    own = [key not in known or known[key].default != value for key, value in settings.items() if key != "policy"]
+    return (policy != method.policy) + sum(own)
 
 
 def trees() -> list[GivenSettings]:
-    """Returns the settings of the draft trees that are tried, the largest tree first.
+    """Returns the settings of `sd` that are searched: draft trees, the largest tree first, and chains with CaPE's candidates.
 
     The model outputs for a large tree are kept (`MemoisedRunner`) and used again for the smaller trees that it contains.
     """
-    return [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
+    widths = [{"width": width, "depth": depth, "k": depth} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
+    return [*widths, *(dict(zip(_CAPE, chosen, strict=True)) for chosen in product(*_CAPE.values()))]
 
 
 def round_robin(grids: Mapping[str, Sequence[GivenSettings]]) -> Iterator[tuple[str, GivenSettings]]:

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specgen import methods
 from specgen.decoding.adaptive import Adaptive
@@ -27,27 +27,40 @@ class Export:
     lost: tuple[str, ...] = ()
 
 
+class ExportedHead(NamedTuple):
+    """A trained head: its folder, and what engines call heads of its kind, such as `eagle3`."""
+
+    folder: str
+    kind: str
+
+
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
-    """The method to export, all its settings, and the models' names (`draft` is None without a draft model)."""
+    """The method to export, all its settings, and the models' names (`draft` is None without a draft model).
+
+    `head` is the trained head that it runs, None for methods without one.
+    """
 
     name: str
     policy: str | None
     settings: Mapping[str, Value]
     target: str
     draft: str | None
+    head: ExportedHead | None = None
 
     @property
     def length(self) -> int:
         """The number of drafted tokens per round; for the method `confidence`, its maximum."""
         if self.adapts_length:
             return LOOKUP_TOKENS
+        if "k" not in self.settings and self.head is not None:  # its length policy is no other engine's
+            return int(methods.known_settings(methods.find(self.name), "fixed")["k"].default)
         return int(self.settings["max_draft" if self.name == "confidence" else "k"])
 
     @property
     def adapts_length(self) -> bool:
         """Whether the tuned settings choose each draft's length by costs and acceptance, which no engine does."""
-        return self.policy == Adaptive.name
+        return self.policy == Adaptive.name and self.name == "lookup"
 
     @property
     def quoted(self) -> tuple[str, str]:
@@ -62,20 +75,30 @@ def check(engine: str) -> None:
         raise SpecgenError(f"there is no engine {engine!r} to export to{nearest(engine, ENGINES)}", f"There are {known}")
 
 
-def export(engine: str, tuned: Mapping[str, Tuned], chosen: str, target: str, draft: str | None) -> Export:
+def export(
+    engine: str,
+    tuned: Mapping[str, Tuned],
+    chosen: str,
+    target: str,
+    draft: str | None,
+    heads: Mapping[str, ExportedHead] | None = None,
+) -> Export:
     """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine supports.
 
     `chosen` is the fastest method of all; a note is added if the engine does not support it. `target` and `draft` are the models'
-    names (None: no draft model). Raises SpecgenError if the engine supports none of the methods.
+    names (None: no draft model), `heads` are the heads of methods that need one. Raises SpecgenError if the engine supports none
+    of the methods.
     """
     check(engine)
     write, known = ENGINES[engine]
-    speeds = {name: entry.measured or entry.predicted for name, entry in tuned.items() if name in known}
+    heads = {} if heads is None else heads
+    usable = [name for name in tuned if name in known and (name in heads or not methods.find(name).head)]
+    speeds = {name: tuned[name].measured or tuned[name].predicted for name in usable}
     if not speeds:
         raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
     best = max(speeds, key=lambda name: speeds[name])
     settings = methods.resolve(methods.find(best), tuned[best].settings)
-    method = ExportedMethod(best, settings.policy, settings.values, target, draft)
+    method = ExportedMethod(best, settings.policy, settings.values, target, draft, heads.get(best))
     made = write(method)
     notes = [*made.lost, "measured with specgen, one prompt at a time: a server that batches has other costs"]
     if method.adapts_length:
@@ -104,11 +127,46 @@ def _transformers(method: ExportedMethod) -> Export:
 
 
 def _vllm(method: ExportedMethod) -> Export:
-    config: dict[str, object] = {"method": "draft_model", "model": method.draft, "num_speculative_tokens": method.length}
+    config: dict[str, object]
     if method.name == "lookup":
         lookup = {"prompt_lookup_max": method.settings["ngram"], "prompt_lookup_min": 1}
         config = {"method": "ngram", "num_speculative_tokens": method.length, **lookup}
-    return Export(f"vllm serve {method.quoted[0]} --speculative-config {shlex.quote(json.dumps(config))}")
+    elif method.name == "suffix":
+        # no tree of earlier requests: tuning runs without `history`
+        limits = {f"suffix_decoding_{name}": value for name, value in _suffix_limits(method).items()}
+        config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0, **limits}
+    elif method.head is not None:
+        config = {"method": method.head.kind, "model": method.head.folder, "num_speculative_tokens": method.length}
+    else:
+        config = {"method": "draft_model", "model": method.draft, "num_speculative_tokens": method.length}
+    text = f"vllm serve {method.quoted[0]} --speculative-config {shlex.quote(json.dumps(config))}"
+    return Export(text, _lost_in_vllm(method))
+
+
+def _suffix_limits(method: ExportedMethod) -> Mapping[str, Value]:
+    return {"min_token_prob": method.settings["min_prob"], "max_spec_factor": method.settings["factor"]}
+
+
+def _lost_in_vllm(method: ExportedMethod) -> tuple[str, ...]:
+    lost = _lost_policy(method, "vLLM")
+    if method.name == "eagle" and method.settings["width"] != 1:
+        width, nodes = method.settings["width"], method.settings["nodes"]
+        lost.append(f"vLLM drafts chains: the tree (width {width}, nodes {nodes}) is left out")
+    if method.name == "medusa":
+        lost.append("vLLM reads Medusa heads in a layout of its own: convert the folder first")
+        if method.settings["nodes"]:
+            lost.append(f"vLLM takes each head's likeliest token: the tree of {method.settings['nodes']} nodes is left out")
+    return tuple(lost)
+
+
+def _lost_policy(method: ExportedMethod, engine: str) -> list[str]:
+    """Says that the engine lacks the tuned length policy, or CaPE, if there is one."""
+    lost = []
+    if method.head is not None and method.policy != "fixed":
+        lost.append(f"{engine} has no length policies: drafts have {method.length} tokens instead of {method.policy}")
+    if method.settings.get("cape"):
+        lost.append(f"{engine} has no CaPE: the added candidates are left out")
+    return lost
 
 
 def _sglang(method: ExportedMethod) -> Export:
@@ -117,6 +175,13 @@ def _sglang(method: ExportedMethod) -> Export:
     if method.name == "lookup":
         lost = f"SGLang's n-gram search has settings of its own: ngram {method.settings['ngram']} is left out"
         return Export(f"{command} NGRAM --speculative-num-draft-tokens {steps}", (lost,))
+    if method.head is not None:
+        width, nodes = method.settings["width"], method.settings["nodes"]
+        # SGLang counts the last verified token as one of the draft tokens
+        shape = f"--speculative-eagle-topk {width} --speculative-num-draft-tokens {(steps if width == 1 else int(nodes)) + 1}"
+        folder = shlex.quote(method.head.folder)
+        text = f"{command} {method.head.kind.upper()} --speculative-draft-model-path {folder} --speculative-num-steps {steps}"
+        return Export(f"{text} {shape}", tuple(_lost_policy(method, "SGLang")))
     return Export(
         f"{command} STANDALONE --speculative-draft-model-path {draft} "
         f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
@@ -143,8 +208,8 @@ def _mlx(method: ExportedMethod) -> Export:
 # for each engine: the function that writes its options, and the methods that it supports
 ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], Export], tuple[str, ...]]] = {
     "transformers": (_transformers, ("sd", "heuristic", "confidence", "lookup")),
-    "vllm": (_vllm, ("sd", "lookup")),
-    "sglang": (_sglang, ("sd", "lookup")),
+    "vllm": (_vllm, ("sd", "lookup", "suffix", "eagle", "medusa")),
+    "sglang": (_sglang, ("sd", "lookup", "eagle")),
     "llama.cpp": (_llama_cpp, ("sd", "confidence")),
     "mlx": (_mlx, ("sd",)),
 }

@@ -203,8 +203,8 @@ class Profile(_StrictModel):
         name, old, new = field.replace("_", " "), before[field], current[field]
         if isinstance(old, dict) and isinstance(new, dict):
             key = next(key for key in old | new if old.get(key) != new.get(key))
-            subject = key if field == "versions" else f"the {name}'s {key}"
-            return f"{subject} was {old.get(key)}, and is {new.get(key)}"
+            subject = {"versions": key, "heads": f"the {key} head"}.get(field, f"the {name}'s {key}")
+            return f"{subject} was {old.get(key) or 'none'}, and is {new.get(key) or 'none'}"
         shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (old, new)]
         return f"the {name} was {shown[0]}, and is {shown[1]}"
 

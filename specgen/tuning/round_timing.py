@@ -64,8 +64,8 @@ class _Timings:
     def context_length(self) -> int:
         return round(median(self.context_lengths))
 
-    def add(self, round_: Round, with_signals: bool, context_length: int) -> None:
-        self.drafting[round_.draft.levels, with_signals].append(round_.drafting_seconds)
+    def add(self, round_: Round, levels: int, with_signals: bool, context_length: int) -> None:
+        self.drafting[levels, with_signals].append(round_.drafting_seconds)
         self.verification[round_.pass_tokens].append(round_.verification_seconds)
         self.context_lengths.append(context_length)
 
@@ -129,7 +129,7 @@ class RoundProbe:
                 if round_ is None:
                     break
                 if position >= WARM_UP and (self._drafter is not None or round_.draft.tokens):
-                    timings.add(round_, with_signals, len(run.context))
+                    timings.add(round_, max(self._sweep.levels, round_.draft.levels), with_signals, len(run.context))
                     counted += 1
                 if counted >= combinations and (counted >= MOST_ROUNDS * combinations or deadline.left < 0):
                     return

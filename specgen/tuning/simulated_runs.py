@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specgen import factory, methods
+from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.decoding.adaptive import Adaptive, AdaptiveInputs
 from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.drafters import LearningDrafter
+from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.policies import is_random, signals_of
 from specgen.decoding.sequential import sequential
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.missing_parts import no_draft_model
+from specgen.plan import typical_length
 from specgen.traces.summary import Summary
 from specgen.tuning.outcome import PLAIN
 from specgen.tuning.recorded_drafts import draft_prefill_seconds
@@ -202,11 +206,11 @@ class SimulatedRuns:
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self._pair.has_predictor)
         costs = self._costs_of(method, settings)
-        summary = Summary(name)
+        summary, learned = Summary(name), self._prior(costs) if settings.policy == Adaptive.name else None
         for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
             for number, reference in enumerate(self._references):
                 ids: list[int] = []
-                for round_ in self._run(method, settings, costs, number, run_seed(number, repeat)).rounds():
+                for round_ in self._run(method, settings, costs, number, run_seed(number, repeat), learned).rounds():
                     summary.add(round_)
                     ids += round_.token_ids
                 if not method.lossless:
@@ -241,7 +245,14 @@ class SimulatedRuns:
             self._costs[key] = probe.costs.times(self._plain.verification_cost.at(1, length) / now.at(1))
         return self._costs[key]
 
-    def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, seed: int) -> Run:
+    def _prior(self, costs: RoundCosts) -> Learned:
+        """Returns what the length policy `adaptive` knows before the first prompt."""
+        return Learned.prior(
+            DraftingCosts.of_rounds(costs, _length(self._references[0])), self._sampling.temperature, has_model=True
+        )
+
+    def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, seed: int, learned: Learned | None) -> Run:
+        """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows; None for other policies."""
         reference, clock = self._references[number], SimulatedClock()
         components, prefill_seconds = self._components_of(method, number)
         components = replace(components, seed=seed)
@@ -257,7 +268,10 @@ class SimulatedRuns:
             verifier = factory.make_verifier(method, settings, components)
         runner = cast("MemoisedRunner", components.draft)
         priced = (PricedLearner if learns else PricedDrafter)(drafter, runner, costs, clock, prefill_seconds)
-        return make_run(reference, target, priced, factory.make_policy(settings, seed), verifier, clock, sequential)
+        adaptive = None
+        if learned is not None:
+            adaptive = AdaptiveInputs(DraftingCosts.of_rounds(costs, _length(reference)), learned)
+        return make_run(reference, target, priced, factory.make_policy(settings, seed, adaptive), verifier, clock, sequential)
 
     def _components_of(self, method: Method, number: int) -> tuple[Components, float]:
         """Returns the parts of a run on prompt number `number`, and the seconds of the draft model's pass over the prompt.
@@ -290,3 +304,8 @@ class SimulatedRuns:
             )
             self._components[key] = components, prefill_seconds
         return self._components[key]
+
+
+def _length(reference: ReferenceOutput) -> int:
+    """Returns the length of the context (tokens) at which the costs of rounds on a reference's prompt are read."""
+    return typical_length(len(reference.prompt_ids), reference.limit)

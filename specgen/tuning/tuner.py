@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
 
 # the share that each step takes of the time that is left when it begins
-RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.2, 0.6, 0.4
+RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.45, 0.6, 0.4
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
 _DRAFTER_LABELS = {kind.name: f"{kind.title}'s" for kind in (MODEL, EXIT)}
 
