@@ -168,7 +168,7 @@ REJECTION_SAMPLING = [
             "draw(logits_ops.warp(logits[row], sampling), generator.manual_seed(0))",
         ),
         (
-            "own draws: the rows of drawn tokens are used up too",
+            "own draws: tokens are drawn where none is needed",
             "if _draws_one_by_one(logits):",
             "if False:",
         ),
