@@ -27,7 +27,7 @@ from specgen.plan import prepared
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
-    from specgen.methods import Method
+    from specgen.method import Method
     from specgen.plan import Plan, RunRequest
 
 LENGTHS = (1, 4, 8, 0)  # tokens in the timed drafts; the first one is not 0, so that the draft model's prefill warms up

@@ -12,7 +12,7 @@ from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, Exit, F
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.errors import SpecgenError
-from specgen.methods import Method
+from specgen.method import Method
 from specgen.missing_parts import no_exit_layer
 
 

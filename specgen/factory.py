@@ -15,7 +15,8 @@ from specgen.decoding.components import Components
 from specgen.decoding.drafter_kinds import DraftSource
 from specgen.decoding.length_policy import Always, LengthPolicy
 from specgen.decoding.policies import POLICIES, signals_of
-from specgen.methods import METHODS, Method
+from specgen.method import Method
+from specgen.methods import METHODS
 from specgen.missing_parts import no_draft_model, no_exit_layer, no_predictor
 from specgen.setting_parsing import Settings
 

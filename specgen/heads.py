@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from specgen import methods
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.heads.head_files import FoundHead, Head, load_head
 from specgen.engine.heads.head_runners import HeadRunners
-from specgen.engine.heads.weights import KINDS, EagleWeights, HeadKind, HeadWeights
+from specgen.engine.heads.weights import KINDS, EagleWeights, HeadKind, HeadWeights, without_tensors
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.errors import SpecgenError
-from specgen.methods import Method
+from specgen.method import Method
 from specgen.missing_parts import no_head
 
 
@@ -106,11 +107,19 @@ class Heads:
             make = import_module(f"specgen.engine.heads.{head.weights.kind}_runner").make_runners
             made: HeadRunners = make(head.weights, self._target.model, self._runner, self._penalties)
             self._runners[head.path] = made
+            self._forget_weights(head)
         return self._runners[head.path]
 
     def clear_caches(self) -> None:
         for runners in self._runners.values():
             runners.clear_cache()
+
+    def _forget_weights(self, head: Head) -> None:
+        """Frees the memory of the weights as they were read: the runner has its own, fused or converted."""
+        light = replace(head, weights=without_tensors(head.weights))
+        self._loaded = {path: light if each is head else each for path, each in self._loaded.items()}
+        self._defaults = {kind: light if each is head else each for kind, each in self._defaults.items()}
+        self._named = light if self._named is head else self._named
 
     def _is_named(self, kind: str) -> bool:
         return self._named is not None and self._named.weights.kind == kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from specgen.errors import SpecgenError
-from specgen.methods import Method
+from specgen.method import Method
 
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 

@@ -29,7 +29,7 @@ from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.errors import SpecgenError
 from specgen.exits import Exits
 from specgen.heads import Heads
-from specgen.methods import Method
+from specgen.method import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
 from specgen.skip_search import NEW_TOKENS
 from specgen.traces.summary import Summary, speed_without_prefill
@@ -103,17 +103,13 @@ class Pair:
         """Whether there is an exit layer that was trained with a predictor of whether a drafted token is accepted."""
         return self.exits.has_predictor()
 
-    def devices(self, method: Method) -> list[torch.device]:
-        """The target's device and, if the method uses the draft model, the draft model's."""
+    def devices(self, method: Method | None = None) -> list[torch.device]:
+        """The target's device and the draft model's, if there is one and the method uses it (None: any)."""
         return [model.device for model in self._models(method)]
 
-    def _models(self, method: Method) -> list[DraftModel | LoadedModel]:
-        """The target and, if the method uses it, the draft model."""
-        return [self.target, *([self.draft] if self.draft is not None and method.uses_draft_model else [])]
-
-    @property
-    def all_devices(self) -> list[torch.device]:
-        return [model.device for model in (self.target, self.draft) if model is not None]
+    def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
+        uses_draft = self.draft is not None and (method is None or method.uses_draft_model)
+        return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
 
     # runs
 

@@ -11,7 +11,7 @@ from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
-    from specgen.methods import Method
+    from specgen.method import Method
     from specgen.setting_parsing import Settings
     from specgen.traces.trace_writer import RunInfo
     from specgen.types import Round, SamplingParams

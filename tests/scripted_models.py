@@ -15,7 +15,7 @@ from specgen.decoding.components import Components
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods import Method
+from specgen.method import Method
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers.thread_worker import ThreadWorker
 

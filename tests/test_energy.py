@@ -266,7 +266,7 @@ def test_a_rapl_counter_that_can_no_longer_be_read_costs_the_figure(tmp_path: Pa
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, None])
 def test_a_run_that_fails_leaves_no_thread_that_reads_counters(tmp_path: Path, error: type[BaseException] | None) -> None:
     config = BenchmarkConfig([parse_spec("ar")], [Prompt(0, "text")], 1, SamplingParams())
-    runner = Runner(SimpleNamespace(all_devices=[CPU]), config)  # type: ignore[arg-type]
+    runner = Runner(SimpleNamespace(devices=lambda: [CPU]), config)  # type: ignore[arg-type]
     runner._meter = EnergyMeter([RaplZone(zone(tmp_path, "0", "package-0", 5))], idle_seconds=0)
     summary = Summary("ar")
     with nullcontext() if error is None else pytest.raises(error), runner._metered(summary):

@@ -24,6 +24,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
 from specgen.engine.transformers_backend.reference import transformers_module
+from specgen.method import Method
 from specgen.setting_parsing import Setting
 from specgen.tuning import pair_inspection
 from specgen.types import Context
@@ -224,11 +225,11 @@ def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a method lacks is found by planning a run with it."""
-    picky = methods.Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
+    picky = Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
     planned = factory.make_run
 
-    def refusing(method: methods.Method, *rest: Any) -> Any:
+    def refusing(method: Method, *rest: Any) -> Any:
         if method.name == "picky":
             raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
         return planned(method, *rest)

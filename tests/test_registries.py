@@ -19,7 +19,7 @@ from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.errors import SpecgenError
-from specgen.methods import Method
+from specgen.method import Method
 from specgen.setting_parsing import Setting, Settings
 from specgen.tuning import candidates
 from specgen.types import Context, Draft, SamplingParams

@@ -14,6 +14,7 @@ from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.errors import SpecgenError
 from specgen.input_files import waiting_for
+from specgen.method import Method
 from specgen.missing_parts import no_draft_model, no_exit_layer, no_head
 from specgen.setting_parsing import parse_pairs
 
@@ -84,7 +85,7 @@ def generate(
             return _run(plan, writer)
 
 
-def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> methods.Method:
+def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> Method:
     """Returns the requested method, or the default one if `name` is None. `given` are the user's settings.
 
     Raises SpecgenError if the name is followed by settings, and if the method needs a draft model, a trained exit layer or a

@@ -84,7 +84,7 @@ class Runner:
         self.seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
         self._ids: dict[int, list[int]] = {}
-        self._meter = energy_meter_for(pair.all_devices) if config.energy else None
+        self._meter = energy_meter_for(pair.devices()) if config.energy else None
 
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit

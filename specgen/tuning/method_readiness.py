@@ -14,7 +14,7 @@ from specgen.engine.heads.head_files import find_head, named_kind
 from specgen.engine.heads.weights import KINDS
 from specgen.engine.model_loading import PreparedModel
 from specgen.errors import SpecgenError
-from specgen.methods import Method
+from specgen.method import Method
 from specgen.missing_parts import head_training_command, training_command
 from specgen.pair import Pair
 from specgen.types import SamplingParams

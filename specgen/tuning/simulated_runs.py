@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
-    from specgen.methods import Method
+    from specgen.method import Method
     from specgen.pair import Pair
     from specgen.setting_parsing import Settings
     from specgen.tuning.recorded_drafts import ReferenceOutput

@@ -37,7 +37,7 @@ from specgen.types import PHASES, Context, Draft, Verdict
 if TYPE_CHECKING:
     from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.run import Schedule
-    from specgen.methods import Method
+    from specgen.method import Method
     from specgen.setting_parsing import Settings
     from specgen.tuning.recorded_drafts import RecordedDrafts, ReferenceOutput
 

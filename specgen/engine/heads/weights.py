@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -71,6 +71,13 @@ class GlideWeights:
     config: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     block_size: int = 5
+
+
+def without_tensors(weights: HeadWeights) -> HeadWeights:
+    """Returns a head's weights without the tensors that its runner has copies of, to free their memory."""
+    if isinstance(weights, MedusaWeights):
+        return replace(weights, blocks=(), lm_heads=None)
+    return replace(weights, tensors={})
 
 
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights
