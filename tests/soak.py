@@ -111,10 +111,13 @@ def _in_destructor(frame: FrameType | None) -> bool:
     return False
 
 
-def schedule(count: int, prompts: int, tokens: int, seed: int = 0) -> list[Run]:
-    """The runs: every lossless method in turn, greedy and sampled, every tenth interrupted in one of three ways."""
+def schedule(count: int, prompts: int, tokens: int, seed: int = 0, *, heads: bool = True) -> list[Run]:
+    """The runs: every lossless method in turn, greedy and sampled, every tenth interrupted in one of three ways.
+
+    Without `heads`, methods that need a head are left out.
+    """
     rng = Random(seed)
-    methods = [name for name, method in METHODS.items() if method.lossless]
+    methods = [name for name, method in METHODS.items() if method.lossless and (heads or not method.head)]
     kinds = ("ctrl-c", "closed", "dropped")
     runs = []
     for index in range(count):

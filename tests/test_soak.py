@@ -34,10 +34,10 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Pair]:
 
 def test_nothing_is_left_by_many_runs_some_interrupted(make_pair: Callable[[], Pair], tmp_path: Path) -> None:
     with make_pair() as pair:  # loads what Python imports once
-        for name in METHODS:
+        for name in (name for name, method in METHODS.items() if not method.head):
             pair.generate("abc", name, specgen.SamplingParams(max_new_tokens=3), **soak.SETTINGS.get(name, {}))
-    runs = soak.schedule(60, len(PROMPTS), 8, seed=3)
-    lossless = {name for name, method in METHODS.items() if method.lossless}
+    runs = soak.schedule(60, len(PROMPTS), 8, seed=3, heads=False)
+    lossless = {name for name, method in METHODS.items() if method.lossless and not method.head}
     assert {run.method for run in runs} == lossless
     found = soak.soak(make_pair, PROMPTS, runs, warm=soak.WARM)
     assert found.wrong == []

@@ -29,7 +29,8 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
     file = writing.TraceWriter(path)
     expected = []
     for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
-        plan = demo_pair.plan("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
+        sampling, given = specgen.SamplingParams(max_new_tokens=30, ignore_eos=True), {"k": 5} if method == "lookup" else {}
+        plan = demo_pair.plan("def add(a, b):", method, sampling, **given)
         extra = {"prompt_index": 4, "category": "code", "repeat": repeat}
         start = writing.start_line(plan.info) | extra
         file.write(start)
