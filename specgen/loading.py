@@ -41,15 +41,13 @@ def load(
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
-    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's
-    device, or a second GPU if `device` is `auto` and there is one.
-    `announce` is called with a short description of each step. `process` is a process started earlier to run PEARL's draft model,
-    to save time; None starts one when PEARL first runs. `exit_layer` is the file or folder of EESD's trained exit layer; None
-    takes the one that was trained for this target on this machine, or the bundled target's. `head` is the folder of a trained
-    head (Medusa, EAGLE or GliDe); heads of the other kinds are found as exit layers are. `backend` says whose forward pass runs:
-    `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a
-    token's logits alike, so that plain and speculative decoding see equal bits: on a CPU, and not in drafts that are trees. The
-    draft model's weights are loaded when they are first needed in this process. Raises SpecgenError.
+    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's device, or a
+    second GPU if `device` is `auto` and there is one. `announce` is called with a short description of each step. `process` is a
+    process started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder
+    of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the
+    folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
+    `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
+    alike: on a CPU, and not in draft trees. The draft model is loaded when it is first needed. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")

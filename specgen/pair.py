@@ -31,6 +31,7 @@ from specgen.exits import Exits
 from specgen.heads import Heads
 from specgen.method import Method
 from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
+from specgen.setting_parsing import Settings
 from specgen.skip_search import NEW_TOKENS
 from specgen.traces.summary import Summary, speed_without_prefill
 from specgen.traces.trace_writer import RunInfo
@@ -98,17 +99,12 @@ class Pair:
     def exit_layer(self, exit_layer: Exit) -> None:
         self.exits.default = exit_layer
 
-    @property
-    def has_predictor(self) -> bool:
-        """Whether there is an exit layer that was trained with a predictor of whether a drafted token is accepted."""
-        return self.exits.has_predictor()
-
     def devices(self, method: Method | None = None) -> list[torch.device]:
         """The target's device and the draft model's, if there is one and the method uses it (None: any)."""
         return [model.device for model in self._models(method)]
 
     def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
-        uses_draft = self.draft is not None and (method is None or method.uses_draft_model)
+        uses_draft = method is None or method.uses_draft_model
         return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
 
     # runs
@@ -166,9 +162,9 @@ class Pair:
     ) -> None:
         """Does the slow work that `plan` with the same arguments needs, if any.
 
-        Loads the draft model, if the method uses it. For PEARL starts its process or thread, and measures the window if the
-        setting is `auto`. For layer skipping with `skip=auto` searches the layers. Results of earlier calls, also of other
-        processes on this machine, are reused. Raises SpecgenError as `plan` does.
+        Loads the draft model, if the method uses it, starts PEARL's process or thread, and measures or searches for settings that
+        are `auto`. Results of earlier calls, also of other processes on this machine, are reused. Raises SpecgenError as `plan`
+        does.
         """
         request = self._request(prompt, method, sampling, parameters)
         if self.drafts_here(request.method):
@@ -205,15 +201,8 @@ class Pair:
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
         worker = measured = passes = None
-        if chosen.needs_exit_layer:
-            both = self.exits.runners(chosen, str(settings.values["exit"]))
-            both.reserve(components.capacity)
-            predictor = both.acceptance_predictor
-            components = replace(components, target=both.target, draft=both.draft, acceptance_predictor=predictor)
-        elif chosen.head:
-            runners = self.heads.runners(chosen, str(settings.values["head"]))
-            runners.reserve(components.capacity)
-            components = replace(components, target=runners.target, draft=runners.draft)
+        if chosen.needs_exit_layer or chosen.head:
+            components = self._with_trained_part(components, chosen, settings)
         elif chosen.skips_layers:
             if settings.values["skip"] == "auto":
                 settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
@@ -252,6 +241,16 @@ class Pair:
             None if measured is None else measured.costs,
         )
         return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
+
+    def _with_trained_part(self, components: Components, method: Method, settings: Settings) -> Components:
+        """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
+        if method.head:
+            runners = self.heads.runners(method, str(settings.values["head"]))
+            runners.reserve(components.capacity)
+            return replace(components, target=runners.target, draft=runners.draft)
+        early = self.exits.runners(method, str(settings.values["exit"]))
+        early.reserve(components.capacity)
+        return replace(components, target=early.target, draft=early.draft, acceptance_predictor=early.acceptance_predictor)
 
     def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
         """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
@@ -334,8 +333,7 @@ class Pair:
     ) -> ParallelCosts:
         """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
-        `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `rounds`. Measured once for all runs
-        that share them. Starts the process or thread of the draft model. Needs a draft model.
+        `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `rounds`. Measured once.
         """
         worker, sampling = self._worker, SamplingParams() if sampling is None else sampling
         assert worker is not None
@@ -355,8 +353,8 @@ class Pair:
     def warm_up(self) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others. Does not load the draft model.
 
-        If the target is on the CPU, also sets torch's number of threads (`torch.set_num_threads`) to what suits this pair. This
-        changes the whole process, so a library that uses specgen should not call it; specgen's command line does.
+        If the target is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
+        library that uses specgen should not call it.
         """
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
         if self.target.device.type == "cpu":
@@ -379,8 +377,7 @@ class Pair:
     def close(self) -> None:
         """Ends the process or thread that runs the draft model, and the process that renders the chat template.
 
-        The pair cannot begin a run after that: SpecgenError is raised. Runs that have begun can be finished, except PEARL's,
-        which raise RunError. Closing a closed pair does nothing.
+        The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
         """
         self._is_closed = True
         for worker in (self._process_worker, self._thread_worker):

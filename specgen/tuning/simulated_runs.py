@@ -204,7 +204,7 @@ class SimulatedRuns:
         run with this pair.
         """
         method = methods.find(name)
-        settings = methods.resolve(method, given, has_predictor=self._pair.has_predictor)
+        settings = methods.resolve(method, given, has_predictor=self._pair.exits.has_predictor())
         costs = self._costs_of(method, settings)
         summary, learned = Summary(name), self._prior(costs) if settings.policy == Adaptive.name else None
         for repeat in range(RANDOM_RUNS if is_random(settings) else 1):

@@ -109,7 +109,7 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
     if method.head and not pair.heads.has(method.head):
         return str(pair.heads.found(method.head).refusal or f"there is no head ({head_training_command(method.head, None)})")
-    if name == "eesd-cali" and not pair.has_predictor:
+    if name == "eesd-cali" and not pair.exits.has_predictor():
         return "the exit layer has no predictor"
     if name == "selfsd" and not named:
         return "its layers are searched for only with --methods selfsd"
@@ -140,7 +140,7 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
     kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
-    flags = pair.has_predictor, pair.has_flexible_window(sampling)
+    flags = pair.exits.has_predictor(), pair.has_flexible_window(sampling)
     measurements = PairMeasurements(
         references, drafts, measured.costs, measured.slowdown, *flags, temperature=sampling.temperature
     )
