@@ -53,6 +53,7 @@ PATHS: dict[str, dict[str, object]] = {
     "eesd-cali": {"sigma_model": 0.5, "theta0": 0.9},
     "selfsd": {"skip": "1", "k": 4},
     "lookup": {"ngram": 2, "k": 3},
+    "lookup:adaptive": {"ngram": 2, "draft_cost": 0, "verify_cost": 0.01},
     "suffix": {"draft_cost": 0, "verify_cost": 0.01},
     "lookahead": {"window": 3, "ngram": 3, "guesses": 2},
     "ouroboros": {"k": 3, "ngram": 3, "branches": 2, "window": 2},

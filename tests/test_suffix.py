@@ -203,14 +203,14 @@ def test_only_with_history_a_run_copies_earlier_outputs(pair_of: Callable[..., P
     pair.forget()
 
 
-def test_no_measurement_has_a_history(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither `compare`, `tune`, nor the timing of rounds before a run; and a seed decides all tokens of a sampled run."""
     with pytest.raises(SpecgenError, match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out"):
         parse_spec("suffix:history=true")
     assert parse_spec("suffix:history=false").name == "suffix"
     assert "suffix" in SIMULATED
     assert not any("history" in given for given in grid("suffix"))
-    pair = pair_of("llama", "near")
+    pair = near
     sampled = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1)
     with pytest.raises(SpecgenError, match=r"same seed.*Leave the seed or history out"):
         pair.plan([3, 5], "suffix", sampled, history=True, policy="fixed")
@@ -222,7 +222,6 @@ def test_no_measurement_has_a_history(pair_of: Callable[..., Pair], monkeypatch:
 
     monkeypatch.setattr(measurement_cache, "find", lambda *_: None)
     monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
-    monkeypatch.setattr(pair.knowledge, "_costs", {})
     pair.prepare([3, 5], "suffix", replace(sampled, seed=None), history=True)
     assert len(timed) == 1
     assert isinstance(timed[0].drafter, RepeatDrafter)

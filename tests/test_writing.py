@@ -20,7 +20,7 @@ from specgen.training.batched_generation import continuations
 from specgen.training.corpus import CYCLE, Corpus, Part
 from specgen.training.exit_training import train_exit
 from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, save_batch
-from specgen.training.text_generation import TextGeneration, largest_batch
+from specgen.training.text_generation import Purpose, TextGeneration, largest_batch
 from specgen.training.training_task import TrainingStopped, TrainingTask
 
 
@@ -74,7 +74,7 @@ def test_stored_texts_are_read_back(folder: Path, tmp_path: Path) -> None:
 def test_half_of_the_texts_are_greedy_and_half_sampled(folder: Path, corpus: Path, tmp_path: Path) -> None:
     target = opened(folder)
     task = TrainingTask(tmp_path, replace(TINY, steps=1000), corpus=corpus_of(corpus, target))
-    texts = TextGeneration(target, task, {}, Recorder()).run()
+    texts = TextGeneration(target, task, {}, Recorder(), Purpose.EXIT).run()
     assert len(texts) == 4 * 64
     greedy, sampled = [t for t in texts if t.greedy], [t for t in texts if not t.greedy]
     assert len(greedy) == len(sampled)
@@ -95,7 +95,7 @@ def test_every_text_continues_a_document_of_its_part(folder: Path, tmp_path: Pat
     monkeypatch.setattr("specgen.training.text_generation._HIDDEN_STATE_TOKENS", 600)
     for keep_top_k in (False, True):
         task = TrainingTask(tmp_path / str(keep_top_k), replace(TINY, steps=2000, training_length=24), corpus=corpus)
-        texts = TextGeneration(target, task, {}, Recorder(), keep_top_k).run()
+        texts = TextGeneration(target, task, {}, Recorder(), Purpose.DRAFT if keep_top_k else Purpose.EXIT).run()
         for text in texts:
             part = CYCLE[(int(text.ids[0]) - 5) % len(CYCLE)]
             assert text.part == (Part.TRAIN if keep_top_k and part == Part.PREDICTOR else part)
@@ -116,7 +116,7 @@ def test_a_prompt_has_one_part_however_often_it_is_used(folder: Path, tmp_path: 
     target = opened(folder)
     prompts = [[1, 5 + number, 9] for number in range(count)]
     task = TrainingTask(tmp_path, replace(TINY, steps=1000), prompts=[*prompts, *prompts[::2]])
-    texts = TextGeneration(target, task, {}, Recorder()).run()
+    texts = TextGeneration(target, task, {}, Recorder(), Purpose.EXIT).run()
     parts: dict[int, set[Part]] = {}
     for text in texts:
         parts.setdefault(int(text.ids[1]) - 5, set()).add(text.part)
@@ -141,7 +141,7 @@ def test_progress_is_reported_within_a_batch(folder: Path, corpus: Path, tmp_pat
     """By a simulated clock on which a second passes between two readings."""
     target, observer = opened(folder), Recorder()
     task = TrainingTask(tmp_path, TINY, corpus=corpus_of(corpus, target), clock=map(float, count()).__next__)
-    TextGeneration(target, task, {}, observer).run()
+    TextGeneration(target, task, {}, observer, Purpose.EXIT).run()
     first = [entry for entry in observer.generated if entry[0] == 0]
     assert len(first) >= 10
     for column in zip(*observer.generated, strict=True):
@@ -188,7 +188,7 @@ def test_generation_keeps_to_its_share_of_the_time_budget(
     monkeypatch.setattr(model, "batch_layers", taking(1.0, model.batch_layers))
     recipe = replace(TINY, steps=None, seconds=200.0, training_length=64)
     task = TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target), clock=lambda: now)
-    generation = TextGeneration(target, task, {}, Recorder())
+    generation = TextGeneration(target, task, {}, Recorder(), Purpose.EXIT)
     texts = generation.run()
     assert {text.greedy for text in texts} == {True, False}
     assert any(text.part == Part.TRAIN for text in texts)

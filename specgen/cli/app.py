@@ -21,7 +21,7 @@ from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
 from specgen.environment import WAIT_PASSIVELY, __version__
 
-_NAMES = ("FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
+_NAMES = ("FOLDER", "FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
 
 
 _REFUSED = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
