@@ -8,10 +8,7 @@ the exit layer: the target's continuations of fresh prompts (only the questions 
 
 Each head was trained with the command that its `head.yaml` names:
 
-    specgen tune --train --methods medusa --corpus demo --steps 600 --learning-rate 0.02 --device cpu --dtype float32 \
-        --out specgen/demo/heads/medusa
-    specgen tune --train --methods eagle --corpus demo --steps 600 --learning-rate 0.01 --device cpu --dtype float32 \
-        --out specgen/demo/heads/eagle
-    specgen tune --train --methods glide --corpus demo --steps 1500 --learning-rate 0.005 --device cpu --dtype float32 \
-        --out specgen/demo/heads/glide
+    specgen tune --train --methods medusa --corpus demo --steps 2500 --batch-size 4 --window 128 --learning-rate 0.015
+    specgen tune --train --methods eagle --corpus demo --steps 4500 --batch-size 4 --window 128 --learning-rate 0.008
+    specgen tune --train --methods glide --corpus demo --steps 2500 --batch-size 4 --window 128 --learning-rate 0.005
 """
