@@ -100,8 +100,9 @@ class Heads:
             bundled = self._target.name.startswith("demo/")
             error = self.found(method.head).refusal or no_head(method, None if bundled else self._target.name)
             if self._named is not None:
-                given = f"the head {self._named.path} is for {self._named.weights.kind}, not for {method.name}"
-                raise SpecgenError(f"{given}: {error.message}", error.hint)
+                kind = self._named.weights.kind
+                given = f"the head {self._named.path} is for {kind}, not for {method.name}"
+                raise SpecgenError(f"{given}: {error.message}", f"Use -m {kind}. Or: {error.hint[0].lower()}{error.hint[1:]}")
             raise error
         if head.path not in self._runners:
             make = import_module(f"specgen.engine.heads.{head.weights.kind}_runner").make_runners

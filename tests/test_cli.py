@@ -318,6 +318,8 @@ def test_inspect_lists_every_method_and_only_the_policies_that_it_can_take(
     heads = [line for line in out.splitlines() if not line.startswith(" ")]
     assert [line.split()[0] for line in heads] == list(METHODS)
     assert all(method.paper in line for method, line in zip(METHODS.values(), heads, strict=True))
+    needs = {line.split()[0]: line.partition("  needs ")[2] for line in heads}
+    assert [needs[name] for name in ("sd", "eesd", "eagle", "lookup")] == ["a draft model", "an exit layer", "a trained head", ""]
     lookup = out[out.index("\nlookup") : out.index("\npearl")]
     assert "beta-ts" in lookup
     assert "svip" not in lookup

@@ -91,6 +91,7 @@ def test_what_is_missing_or_does_not_fit_is_one_line(pair: tuple[str, ...], head
     for more, said in (
         (["-m", "eagle"], "eagle needs a head trained for the target, and there is none. Train one with specgen tune --train"),
         (["-m", "medusa", "--head", eagle], f"the head {eagle} is for eagle, not for medusa"),
+        (["-m", "medusa", "--head", eagle], "Use -m eagle. Or: train one with specgen tune --train --methods medusa"),
         (["-m", "glide", "--set", f"head={eagle}"], f"the head {eagle} is for eagle, not for glide"),
         (["-m", "eagle", "--head", str(tmp_path)], "only pytorch_model.bin"),
         (["-m", "eagle", "--head", str(tmp_path / "none")], "there is no folder"),

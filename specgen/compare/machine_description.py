@@ -20,7 +20,8 @@ def describe(pair: Pair) -> list[tuple[str, str]]:
     device = pair.target.device
     if device.type == "cuda":
         described.append(("GPU", torch.cuda.get_device_name(device)))
-    described.append(("Device", f"{device}, {pair.target.dtype_name}, {torch.get_num_threads()} CPU threads"))
+    threads = torch.get_num_threads()
+    described.append(("Device", f"{device}, {pair.target.dtype_name}, {threads} CPU thread{'' if threads == 1 else 's'}"))
     described.append(("Target", _model(pair.target)))
     if pair.draft is not None:
         described.append(("Draft", _model(pair.draft)))

@@ -32,7 +32,7 @@ class Fixed(LengthPolicy):
 
     name = "fixed"
     source = "Leviathan et al. 2023"
-    settings: ClassVar = {"k": Setting(5, "tokens in a draft", 1, 1000, tuned=range(1, 17))}
+    settings: ClassVar = {"k": Setting(5, "tokens in a draft; in a tree: levels", 1, 1000, tuned=range(1, 17))}
 
     def __init__(self, k: int) -> None:
         self.k = k

@@ -43,6 +43,10 @@ def method_card(console: Console, method: Method) -> None:
     head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
     if method.needs_draft_model:
         head.append("  needs a draft model", "quiet")
+    if method.needs_exit_layer:
+        head.append("  needs an exit layer", "quiet")
+    if method.head:
+        head.append("  needs a trained head", "quiet")
     console.print(head)
     if method.any_policy:
         policies = ", ".join(available_policies(method))
