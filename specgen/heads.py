@@ -111,6 +111,12 @@ class Heads:
             self._forget_weights(head)
         return self._runners[head.path]
 
+    def unused(self, method: Method) -> str | None:
+        """Says in a line that the method does not use the head that the user named with --head; None if it does, or none was."""
+        if self._named is None or method.head == self._named.weights.kind:
+            return None
+        return f"--head is not used by {method.name}: for {self._named.path} take -m {self._named.weights.kind}"
+
     def clear_caches(self) -> None:
         for runners in self._runners.values():
             runners.clear_cache()

@@ -144,3 +144,21 @@ def test_adaptive_measures_each_head(headed: Pair, heads: Path, tmp_path: Path, 
         headed.generate(PROMPT, "eagle", sampling, policy="adaptive", head=folder)
     assert len(headed.knowledge._costs) == 2
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
+
+
+def test_a_head_that_the_method_does_not_use_is_named(pair: tuple[str, ...], heads: Path) -> None:
+    command = "generate", "abc", *pair, "-n", "4"
+    for method, note in (("sd", f"--head is not used by sd: for {heads}/eagle take -m eagle\n"), ("eagle", "")):
+        code, _, err = called(*command, "-m", method, "--head", str(heads / "eagle"))
+        assert code == 0, err
+        assert err.startswith(note) if note else "--head" not in err
+
+
+def test_inspect_checks_a_head_as_loading_does(pair: tuple[str, ...], heads: Path) -> None:
+    """Published heads have no description: their tensors must fit the target."""
+    code, out, err = called("inspect", *pair, "--head", str(heads / "glide"))
+    assert code == 0, err
+    assert f"--head {heads}/glide --dtype" in " ".join(out.split())
+    code, _, err = called("inspect", "--pair", "--head", str(heads / "other"))
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "other was made for another target" in err

@@ -42,7 +42,9 @@ def generate(
     output: options.GenerateOutput,
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
-    from specgen.cli import profile_lookup  # imported here, as --help needs none of these
+    from rich.text import Text
+
+    from specgen.cli import profile_lookup
     from specgen.cli.output_checks import check_outputs
     from specgen.cli.output_writers import OutputWriter
     from specgen.traces.trace_writer import TraceWriter
@@ -81,6 +83,8 @@ def generate(
             loading.still("preparing")
             pair.prepare(formatted, choice.method, params, record=record, **choice.settings)
             plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)
+        if (unused := pair.heads.unused(decided)) is not None and not quiet:
+            err.print(Text(unused), soft_wrap=True)
         with closing(OutputWriter(pair, plan, output, choice.tuned, trace)) as writer:
             return _run(plan, writer)
 

@@ -85,6 +85,7 @@ def _next_command(models: ModelOptions, report: PairReport) -> str | None:
     if _is_refused(report):
         return None
     dtype = models.dtype if models.dtype != "auto" else None
-    named = {"--target": models.target, "--draft": models.draft, "--dtype": dtype}
+    head = None if models.head is None else str(models.head)
+    named = {"--target": models.target, "--draft": models.draft, "--head": head, "--dtype": dtype}
     arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
     return f"specgen inspect{arguments} --measure" if report.speedup_model is None else f"specgen compare{arguments}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from specgen import methods
 from specgen.decoding.adaptive import Adaptive
 from specgen.engine.exit_files import find_exit, read_named_description
-from specgen.engine.heads.head_files import find_head, named_kind
+from specgen.engine.heads.head_files import find_head, load_head
 from specgen.engine.heads.weights import KINDS
 from specgen.engine.model_loading import PreparedModel
 from specgen.errors import SpecgenError
@@ -18,6 +21,9 @@ from specgen.method import Method
 from specgen.missing_parts import head_training_command, training_command
 from specgen.pair import Pair
 from specgen.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ NO_PARTS = TrainedParts()
 
 
 def readiness(target: PreparedModel, parts: TrainedParts, *, has_draft: bool, differs: bool) -> dict[str, Readiness]:
-    """Returns for each method whether it can run, as far as the models' files show. Reads no weights.
+    """Returns for each method whether it can run, as far as the models' files show. Reads no weights of models.
 
     `differs`: the draft model's tokenizer differs from the target's. Raises SpecgenError if a part that is named does not exist,
     is damaged or belongs to another target.
@@ -66,11 +72,19 @@ def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, R
                 missing["exit"] = Readiness(False, "no exit layer", f"train one with {training_command(location)}")
         except SpecgenError as error:
             missing["exit"] = Readiness(False, error.message, error.hint)
-    named = None if parts.head is None else named_kind(parts.head, target.name, target.folder)
+    named = None if parts.head is None else _checked_kind(parts.head, target)
     for kind in KINDS:
         if kind != named and find_head(kind, target.name, target.folder, is_bundled=is_bundled) is None:
             missing[kind] = Readiness(False, "no head", f"train one with {head_training_command(kind, location)}")
     return missing
+
+
+def _checked_kind(head: Path, target: PreparedModel) -> str:
+    """Returns the kind of the head in the folder `head`, after the checks that loading it for this target makes."""
+    shape, cpu = target.shape, torch.device("cpu")
+    sizes = SimpleNamespace(shape=shape, vocab_size=shape.vocab_size, num_embeddings=shape.vocab_size, device=cpu)
+    unloaded = SimpleNamespace(name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes)
+    return load_head(head, cast("LoadedModel", unloaded)).weights.kind
 
 
 def _readiness(

@@ -98,15 +98,6 @@ def _recognise(files: HeadTensors) -> tuple[HeadKind, _Reader]:
     raise files.refuse(f"it is of no kind that specgen knows (its first tensor: {files.stored_name(min(names))})", _KINDS_HINT)
 
 
-def named_kind(folder: Path, target_name: str, target_folder: Path) -> HeadKind:
-    """Returns the kind of the head in `folder`, for a target with the files in `target_folder`. Reads no weights.
-
-    Raises SpecgenError if there is no head, or if it was trained for another target.
-    """
-    description = description_for(_existing(folder), target_name, target_folder)
-    return _recognise(HeadTensors(folder, torch.device("cpu")))[0] if description is None else description.kind
-
-
 def _read_config(files: HeadTensors) -> dict[str, Any]:
     if not (files.folder / "config.json").is_file():
         raise files.refuse("it has no config.json")
