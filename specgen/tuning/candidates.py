@@ -49,11 +49,11 @@ SIMULATED = tuple(name for name, method in METHODS.items() if method.drafter.rec
 
 
 def grid(name: str) -> list[GivenSettings]:
-    """Returns all combinations of settings that are tried for the method `name`, the defaults first.
+    """Returns all combinations of settings that are tried for the method `name`: the defaults, then those near them.
 
-    The other combinations are shuffled: a search that runs out of time has then tried some from the whole range. The values are
-    those in `_GRIDS` and `_OTHERS`; for a method that is not in `_GRIDS`, those that its length policy's settings list
-    (`Setting.tuned`).
+    These differ in one setting. The others are shuffled: a search that runs out of time has then tried some from the whole
+    range. The values are those in `_GRIDS` and `_OTHERS`; for a method that is not in `_GRIDS`, those that its length policy's
+    settings list (`Setting.tuned`).
     """
     policy = METHODS[name].policy
     if name in _GRIDS or policy is None:
@@ -63,7 +63,7 @@ def grid(name: str) -> list[GivenSettings]:
     grids = [values, *_OTHERS.get(name, ())]
     found = [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
     Random(0).shuffle(found)
-    return sorted(found, key=lambda settings: distance_from_defaults(name, settings) > 0)
+    return sorted(found, key=lambda settings: min(2, distance_from_defaults(name, settings)))
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
