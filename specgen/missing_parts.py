@@ -20,7 +20,7 @@ def no_draft_model(method: Method) -> SpecgenError:
 def training_command(target: str | None) -> str:
     """Returns the command that trains an exit layer for the model `target`.
 
-    None stands for the bundled target, whose training text is included.
+    None is the bundled target, whose training text is included.
     """
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods eesd{of}"
@@ -34,7 +34,7 @@ def no_exit_layer(method: Method, target: str | None) -> SpecgenError:
 
 
 def head_training_command(head: str, target: str | None) -> str:
-    """Returns the command that trains a head of this kind for the model `target`; None stands for the bundled target."""
+    """Returns the command that trains a head of this kind for the model `target`; None is the bundled target."""
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods {head}{of}"
 

@@ -90,7 +90,7 @@ class ModelOutput(NamedTuple):
     does not return them.
     Tokens are chosen from `logits`. If these have penalties applied (`PenaltyProcessor`), `unpenalised` [n, the model's
     vocabulary] are the logits before them; otherwise it is None.
-    `features` [m, ...] are the hidden states that `engine.model.Model.feature_forward` was asked for, of all m tokens of the
+    `features` [m, ...] are the hidden states that `engine.model.Model.feature_forward` names, of all m tokens of the
     pass; None from other forward functions.
     """
 
