@@ -25,7 +25,7 @@ from specgen.errors import RunError
 from specgen.types import Draft, Verdict
 from specgen.ui.recorded_methods import LOSSY
 
-METHODS = "svip,sd:k=3,lookup,transformers,transformers-assisted"
+METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"
 FIGURES = set(SUMMARY.split()) - {"method", "text", "token_ids", "finish_reason"}
 
 
