@@ -23,7 +23,7 @@ from specgen.methods import METHODS, resolve
 from specgen.pair import Pair
 from specgen.setting_parsing import Settings, written
 from specgen.tuning import tuner
-from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
+from specgen.tuning.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, trees
 from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
 from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tuning.request import Deadline, TuningRequest
@@ -151,6 +151,15 @@ def test_a_random_policy_draws_other_numbers_in_each_simulated_run(
     assert found[0].drafted == found[1].drafted
     assert found[0].new_tokens == 3 * sum(len(reference.token_ids) for reference in measurements.references)
     assert len(set(seeds)) == len(seeds) / 2 == 3 * len(measurements.references)
+
+
+@pytest.mark.parametrize("name", ["eagle", "glide", "medusa", "ouroboros", "mtad"])
+def test_settings_near_the_defaults_are_tried_first(name: str) -> None:
+    """A search that is short of time has then tried a chain and other length policies of a method with trees."""
+    distances = [distance_from_defaults(name, given) for given in grid(name)]
+    assert distances[0] == 0
+    assert [min(2, distance) for distance in distances] == sorted(min(2, distance) for distance in distances)
+    assert 1 in distances
 
 
 def test_adaptive_learns_from_prompt_to_prompt_of_one_simulation(
