@@ -71,17 +71,22 @@ def load(
             process.close()
         raise
     try:
-        if exit_layer is not None:
-            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
-        else:
-            pair.exits.found = FoundExit(pair.target, is_bundled=target is None)
-        pair.heads.is_bundled = target is None
-        if head is not None:
-            pair.heads.name(Path(head))
+        _add_trained_parts(pair, exit_layer, head, is_bundled=target is None)
     except BaseException:
         pair.close()
         raise
     return pair
+
+
+def _add_trained_parts(pair: Pair, exit_layer: str | Path | None, head: str | Path | None, *, is_bundled: bool) -> None:
+    """Loads the exit layer and the head that the user named, and lets the pair find the others when they are needed."""
+    if exit_layer is not None:
+        pair.exit_layer = load_exit(Path(exit_layer), pair.target)
+    else:
+        pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
+    pair.heads.is_bundled = is_bundled
+    if head is not None:
+        pair.heads.name(Path(head))
 
 
 def model_sources(

@@ -25,6 +25,13 @@ def chain_parents(length: int) -> range:
     return range(-1, length - 1)
 
 
+def draft_nodes(tokens: list[int], parents: Sequence[int] | None) -> TreeNodes:
+    """Returns the nodes of a draft; `parents` None means a chain. Of a chain they are a range, whatever is given."""
+    chain = chain_parents(len(tokens))
+    is_tree = not (parents is None or isinstance(parents, range)) and list(parents) != list(chain)
+    return TreeNodes(tokens, list(parents or ()) if is_tree else chain)
+
+
 NO_NODES = TreeNodes([], chain_parents(0))
 
 

@@ -21,7 +21,7 @@ from specgen.engine.forward_pass import (
     SelfFeeding,
     TokenChooser,
     TreeNodes,
-    chain_parents,
+    draft_nodes,
 )
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -129,9 +129,7 @@ class ModelRunner:
         part of `context` now (they were accepted) need not be run again.
         """
         tokens = list(draft)
-        nodes = TreeNodes(tokens, chain_parents(len(tokens)))
-        if not (parents is None or isinstance(parents, range)) and list(parents) != list(nodes.parents):
-            nodes = TreeNodes(tokens, list(parents))
+        nodes = draft_nodes(tokens, parents)
         end = len(context) + len(tokens)
         self._keep_hidden_states(context)
         self._cached.truncate_for(context, nodes, start)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, chain_parents
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
 from specgen.engine.heads.eagle_decoder import EagleDecoder
 from specgen.engine.heads.feature_runner import FeatureRunner
 from specgen.engine.heads.head_runners import HeadRunners
@@ -77,9 +77,7 @@ class EagleRunner:
         The output's `hidden_states` are the predicted features. Logits of tokens outside the head's vocabulary are -inf.
         """
         tokens = list(draft)
-        nodes = TreeNodes(tokens, chain_parents(len(tokens)))
-        if not (parents is None or isinstance(parents, range)) and list(parents) != list(nodes.parents):
-            nodes = TreeNodes(tokens, list(parents))
+        nodes = draft_nodes(tokens, parents)
         pairs, cached = self._follow(context), self._cached
         if cached.committed != len(pairs):
             cached.truncate(cached.committed)  # drops the draft, also the part that was accepted
