@@ -20,6 +20,7 @@ from specgen.engine.native.architecture import Architecture, UnsupportedConfig, 
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
+from specgen.engine.translation import same_tokens
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
 
@@ -249,17 +250,10 @@ def check_weight_files(folder: Path, name: str) -> None:
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
-    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids.
-
-    One of them may have more tokens, at most 1 %. The sizes of the models' embeddings are not compared, because models of one
-    family pad them differently.
-    """
-    if target.tokenizer.digest is not None and target.tokenizer.digest == draft.tokenizer.digest:
-        return  # building two large vocabularies takes longer than all the rest
-    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
-    smaller, larger = sorted((of_target, of_draft), key=len)
-    if len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items():
+    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids; see `same_tokens`."""
+    if same_tokens(target.tokenizer, draft.tokenizer):
         return
+    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
     raise SpecgenError(
         f"the tokenizers differ: {target.name} has {len(of_target):,} tokens, {draft.name} has {len(of_draft):,}"
         + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),
