@@ -82,6 +82,13 @@ def _exit(path: Path, description: Description, what: str) -> Trained:
     return Trained(path, fields, f"Trained {what} of {description.target}.{agreement}{predictor}")
 
 
+def _check_draft(loaded: LoadedModels, _: TrainRequest) -> None:
+    from specgen.training.translated_text import translation_for
+
+    assert loaded.draft is not None
+    translation_for(loaded.target, loaded.draft)
+
+
 def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:
     """Distils the draft. It is recommended only if it predicts more of the target's greedy tokens than before."""
     from specgen.training.distillation import distill
@@ -91,6 +98,9 @@ def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, obse
     before, after = figures["agreement_before"], figures["agreement"]
     shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
     agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT
+    if figures.get("acceptance") is not None:
+        acceptance = f"{figures['acceptance']:.1%} (before: {figures['acceptance_before']:.1%})"
+        agreement += f" Expected acceptance at temperature 1: {acceptance}; the vocabularies allow {figures['common']:.1%}."
     advice = f"Use it: --draft {task.out}"
     if shares and (after["greedy"] or 0) <= (before["greedy"] or 0):
         advice = f"Agreement on greedy tokens did not rise: keep the draft you have. The new one is in {task.out}"
@@ -128,6 +138,6 @@ def _train_head(loaded: LoadedModels, request: TrainRequest, task: TrainingTask,
 TRAINERS: Mapping[TrainedPart, Trainer] = {
     EXIT: Trainer(_check_exit, _train_exit),
     PREDICTOR: Trainer(_check_predictor, _train_predictor),
-    DRAFT: Trainer(lambda *_: None, _train_draft),
+    DRAFT: Trainer(_check_draft, _train_draft),
     **{part: Trainer(_check_head, _train_head) for part in PARTS.values() if part.is_head},
 }

@@ -45,7 +45,7 @@ def overlap_divergence(
 
     `logits` [n, vocabulary] are the draft's; `off_overlap` [vocabulary] is True for its tokens that the target does not have.
     `top_k_ids` [n, k] are the draft's ids of the target's k most probable tokens, -1 where the draft lacks one; in each row it
-    has at least one. `top_k_log_probs` [n, k] are their log-probabilities. More than k tokens are on the overlap.
+    has at least one. `top_k_log_probs` [n, k] are their log-probabilities.
 
     The result is KL(target || draft) over these outcomes: each of the k tokens that the draft has, all other tokens on the
     overlap, and all tokens off it. The target's probability outside the k is divided between the last two like that of the k.
@@ -54,22 +54,21 @@ def overlap_divergence(
     the second part is left out.
     """
     is_common = top_k_ids >= 0
-    ids = torch.where(is_common, top_k_ids, top_k_ids.amax(dim=-1, keepdim=True))  # scatter needs ids on the overlap
     restricted = logits.masked_fill(off_overlap, -torch.inf)
-    common_logits = logits.gather(-1, ids)
-    rest_total = restricted.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
-    overlap_total = torch.logaddexp(common_logits.masked_fill(~is_common, -torch.inf).logsumexp(dim=-1), rest_total)
+    overlap_total = restricted.logsumexp(dim=-1)
+    ids = torch.where(is_common, top_k_ids, top_k_ids.amax(dim=-1, keepdim=True))  # gather and scatter need ids
     target_probs = top_k_log_probs.exp()
-    common_probs = torch.where(is_common, target_probs, 0)
-    total, common = target_probs.sum(dim=-1), common_probs.sum(dim=-1)
+    common_probs, total = torch.where(is_common, target_probs, 0), target_probs.sum(dim=-1)
+    on_overlap = common_probs.sum(dim=-1) / total  # m
+    log_q = logits.gather(-1, ids) - overlap_total[:, None]
+    inside = (common_probs * (top_k_log_probs - on_overlap.log()[:, None] - log_q)).sum(dim=-1)
     tiny = torch.finfo(torch.float32).eps
-    on_overlap = common / total  # m
-    rest = ((1 - total) * on_overlap).clamp_min(tiny)
-    of_common = (common_probs * (top_k_log_probs - on_overlap.log()[:, None] - common_logits + overlap_total[:, None])).sum(
-        dim=-1
-    )
-    inside = of_common + rest * (rest.log() - on_overlap.log() - rest_total + overlap_total)
-    if not off_overlap.any():
+    overlap, vocabulary = int((~off_overlap).sum()), len(off_overlap)
+    if overlap > top_k_ids.shape[-1]:  # there are other tokens on the overlap
+        rest = ((1 - total) * on_overlap).clamp_min(tiny)
+        rest_total = restricted.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
+        inside = inside + rest * (rest.log() - on_overlap.log() - rest_total + overlap_total)
+    if overlap == vocabulary:
         return inside
     outside_total = logits.masked_fill(~off_overlap, -torch.inf).logsumexp(dim=-1)
     all_total = torch.logaddexp(overlap_total, outside_total)

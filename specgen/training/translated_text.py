@@ -32,7 +32,7 @@ from specgen.engine.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.translation import Translation, same_tokens
 from specgen.errors import SpecgenError
 from specgen.training.corpus import Corpus, Part
-from specgen.training.divergence import TOP_K, overlap_divergence
+from specgen.training.divergence import overlap_divergence
 from specgen.training.generated_text import GeneratedText
 from specgen.training.packing import IGNORED
 from specgen.training.text_generation import NOT_HELD_OUT
@@ -62,8 +62,8 @@ def translation_for(target: LoadedModel, draft: LoadedModel) -> Translation | No
         try:
             token_bytes(model.tokenizer)
         except NoTokenBytes as error:
-            message = f"a draft with another tokenizer cannot be distilled here: {model.name}: {error.message}"
-            raise SpecgenError(message, _HINT) from error
+            reason = f"training a draft across them needs the bytes of each token: {model.name}: {error.message}"
+            raise SpecgenError(f"the tokenizers differ, and {reason}", _HINT) from error
     return Translation.between(target.tokenizer, draft.tokenizer, set(target.eos_ids), set(draft.eos_ids))
 
 
@@ -75,10 +75,16 @@ def check_overlap(translation: Translation, task: TrainingTask) -> None:
         share = 1 - written / len(ids)
         message = f"the draft's tokenizer cannot write {share:.0%} of the training text's tokens, so it would learn another text"
         raise SpecgenError(message, _HINT)
-    common = sum(translation.target_to_draft[id_] >= 0 for id_ in ids if id_ < len(translation.target_to_draft)) / len(ids)
-    if common < MIN_OVERLAP or translation.common <= TOP_K:
+    common = _common(translation, ids) / len(ids)
+    if common < MIN_OVERLAP:
         message = f"the draft's vocabulary has only {common:.0%} of the training text's tokens: more could never be accepted"
         raise SpecgenError(message, _HINT)
+
+
+def _common(translation: Translation, ids: Sequence[int]) -> int:
+    """Returns how many of some target tokens the draft has too. A model can have more ids than its tokenizer has tokens."""
+    to_draft = translation.target_to_draft
+    return sum(id_ < len(to_draft) and to_draft[id_] >= 0 for id_ in ids)
 
 
 def _is_written(translation: Translation, id_: int) -> bool:
@@ -119,7 +125,7 @@ class TranslatedText:
 
 
 def translate(translation: Translation, ids: Sequence[int], prompt_length: int) -> TranslatedText:
-    """Returns a text of the target in the draft's tokens, as drafting reads it. Its first `prompt_length` tokens are the prompt."""
+    """Returns a text of the target in the draft's tokens, as drafting reads it: the first `prompt_length` tokens are a prompt."""
     prompt, rest = ids[:prompt_length], ids[prompt_length:]
     of_draft = translation.prompt(prompt)
     positions = _prompt_positions(translation, prompt, of_draft)
@@ -149,7 +155,7 @@ def _without_start(pieces: list[bytes]) -> list[bytes]:
 
 
 def _bytes_of(translation: Translation, id_: int) -> bytes:
-    """Returns a target token's bytes; for a special token _SPECIAL if the draft has it too, else those of the draft's spelling."""
+    """Returns a target token's bytes; for a special token _SPECIAL if the draft has it too, otherwise its name's bytes."""
     pieces = translation.target.pieces
     piece = pieces[id_] if id_ < len(pieces) else None
     if piece is not None:
@@ -266,7 +272,7 @@ def _comparisons(translation: Translation, text: GeneratedText, min_mass: float,
     after, before = torch.tensor(chosen, dtype=torch.long).reshape(-1, 2).T
     of_target, log_probs = text.top_k_ids[before].long(), text.top_k_log_probs[before]
     to_draft = torch.tensor(translation.target_to_draft)
-    is_known = of_target < len(to_draft)  # a model can have more logits than its tokenizer has tokens
+    is_known = of_target < len(to_draft)
     top_k_ids = torch.where(is_known, to_draft[of_target.clamp_max(len(to_draft) - 1)], -1)
     probs = log_probs.exp()
     kept = torch.where(top_k_ids >= 0, probs, 0).sum(dim=-1) >= min_mass * probs.sum(dim=-1)
@@ -284,7 +290,7 @@ def overlap_shares(translation: Translation, texts: Sequence[GeneratedText]) -> 
         if text.prompt_length < len(text.ids):
             ids = text.ids.tolist()
             generated += len(ids) - text.prompt_length
-            common += sum(translation.target_to_draft[id_] >= 0 for id_ in ids[text.prompt_length :])
+            common += _common(translation, ids[text.prompt_length :])
             ends = translate(translation, ids, len(ids)).positions
             after = dict(zip(ends, [*ends[1:], IGNORED], strict=True))
             same += sum(after.get(index - 1) == index for index in range(text.prompt_length, len(ids)))
