@@ -136,7 +136,7 @@ def test_the_divergence_on_the_overlap_is_the_formula() -> None:
     inside = m * F.kl_div(restricted[1].log(), restricted[0], reduction="none").sum(dim=-1)
     outside = (1 - m) * ((1 - m) / (1 - drafted.sum(dim=-1))).log() + m * (m / drafted.sum(dim=-1)).log()
     top = target.topk(10)
-    found = overlap_divergence(logits, off_overlap, to_draft[top.indices], top.values)
+    found = overlap_divergence(logits, off_overlap.nonzero()[:, 0], to_draft[top.indices], top.values)
     torch.testing.assert_close(found, inside + outside, rtol=1e-4, atol=1e-5)
     top = target.topk(5)  # the others on the overlap are one outcome
     ids, known = to_draft[top.indices], top.values.exp()
@@ -147,7 +147,7 @@ def test_the_divergence_on_the_overlap_is_the_formula() -> None:
     others = q[:, ~off_overlap].sum(dim=-1) - drafted.sum(dim=-1), m * (1 - known.sum(dim=-1)), q[:, off_overlap].sum(dim=-1)
     expected = torch.where(is_common, known * (known / drafted).log(), 0).sum(dim=-1)
     expected = expected + others[1] * (others[1] / others[0]).log() + torch.xlogy(1 - m, (1 - m) / others[2])
-    found = overlap_divergence(logits, off_overlap, ids, top.values)
+    found = overlap_divergence(logits, off_overlap.nonzero()[:, 0], ids, top.values)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -155,7 +155,7 @@ def test_without_other_tokens_it_is_the_divergence_of_the_same_vocabulary() -> N
     torch.manual_seed(0)
     logits, order = 2 * torch.randn(5, 20), torch.randperm(20)
     top = (2 * torch.randn(5, 20)).log_softmax(dim=-1).topk(4)
-    none = torch.zeros(20, dtype=torch.bool)
+    none = torch.empty(0, dtype=torch.long)
     permuted = torch.empty_like(logits).scatter(-1, order.expand(5, -1), logits)
     expected = divergence(logits, top.indices, top.values)
     torch.testing.assert_close(overlap_divergence(permuted, none, order[top.indices], top.values), expected, rtol=1e-4, atol=1e-5)
@@ -211,7 +211,7 @@ def test_the_gradient_is_that_of_both_losses(
     of_taught = outputs.grad[taught & (labels != IGNORED)]
     assert of_taught.isfinite().all()
     assert (of_taught[:, batches.off_overlap].sum(dim=-1).abs() > 0).any()  # the draft's probability of the overlap
-    assert (of_taught[:, ~batches.off_overlap].abs().amax(dim=-1) > 0).all()
+    assert (of_taught.index_fill(-1, batches.off_overlap, 0).abs().amax(dim=-1) > 0).all()
     training.backward(batch, int((labels != IGNORED).sum()))
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in training.trained.values())
 
@@ -226,7 +226,7 @@ def test_agreement_and_acceptance_are_those_of_the_restricted_draft(translation:
     to_draft, accepted, matches, tokens = translation.target_to_draft, 0.0, 0, 0
     for after, before in enumerate(compared.positions):
         if text.prompt_length - 1 <= before < len(text.ids) - 1:
-            q = logits[after].masked_fill(batches.off_overlap, -torch.inf).softmax(dim=-1)
+            q = logits[after].index_fill(-1, batches.off_overlap, -torch.inf).softmax(dim=-1)
             top = zip(text.top_k_ids[before].tolist(), text.top_k_log_probs[before].exp().tolist(), strict=True)
             pairs = [(p, q[to_draft[id_]].item()) for id_, p in top if id_ < len(to_draft) and to_draft[id_] >= 0]
             accepted += sum(min(pair) for pair in pairs)

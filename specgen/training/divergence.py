@@ -43,7 +43,7 @@ def overlap_divergence(
 ) -> torch.Tensor:
     """Computes the divergence [n] in nats of a draft with another vocabulary from the target, at n positions.
 
-    `logits` [n, vocabulary] are the draft's; `off_overlap` [vocabulary] is True for its tokens that the target does not have.
+    `logits` [n, vocabulary] are the draft's; `off_overlap` [m] are the ids of its tokens that the target does not have.
     `top_k_ids` [n, k] are the draft's ids of the target's k most probable tokens, -1 where the draft lacks one; in each row it
     has at least one. `top_k_log_probs` [n, k] are their log-probabilities.
 
@@ -54,24 +54,28 @@ def overlap_divergence(
     the second part is left out.
     """
     is_common = top_k_ids >= 0
-    restricted = logits.masked_fill(off_overlap, -torch.inf)
-    overlap_total = restricted.logsumexp(dim=-1)
     ids = torch.where(is_common, top_k_ids, top_k_ids.amax(dim=-1, keepdim=True))  # gather and scatter need ids
+    common_logits = logits.gather(-1, ids)
+    overlap_total = common_logits.masked_fill(~is_common, -torch.inf).logsumexp(dim=-1)
     target_probs = top_k_log_probs.exp()
     common_probs, total = torch.where(is_common, target_probs, 0), target_probs.sum(dim=-1)
     on_overlap = common_probs.sum(dim=-1) / total  # m
-    log_q = logits.gather(-1, ids) - overlap_total[:, None]
-    inside = (common_probs * (top_k_log_probs - on_overlap.log()[:, None] - log_q)).sum(dim=-1)
-    tiny = torch.finfo(torch.float32).eps
-    overlap, vocabulary = int((~off_overlap).sum()), len(off_overlap)
+    rest_total, tiny = None, torch.finfo(torch.float32).eps
+    overlap = logits.shape[-1] - len(off_overlap)
     if overlap > top_k_ids.shape[-1]:  # there are other tokens on the overlap
+        others = torch.cat((ids, off_overlap.expand(len(ids), -1)), dim=-1)
+        rest_total = logits.scatter(-1, others, -torch.inf).logsumexp(dim=-1)
+        overlap_total = torch.logaddexp(overlap_total, rest_total)
+    else:
+        overlap_total = logits.index_fill(-1, off_overlap, -torch.inf).logsumexp(dim=-1)
+    log_q = common_logits - overlap_total[:, None]
+    result = (common_probs * (top_k_log_probs - on_overlap.log()[:, None] - log_q)).sum(dim=-1)
+    if rest_total is not None:
         rest = ((1 - total) * on_overlap).clamp_min(tiny)
-        rest_total = restricted.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
-        inside = inside + rest * (rest.log() - on_overlap.log() - rest_total + overlap_total)
-    if overlap == vocabulary:
-        return inside
-    outside_total = logits.masked_fill(~off_overlap, -torch.inf).logsumexp(dim=-1)
-    all_total = torch.logaddexp(overlap_total, outside_total)
-    outside = (1 - on_overlap).clamp_min(tiny)
-    inside = inside + on_overlap * (on_overlap.log() - overlap_total + all_total)
-    return inside + outside * (outside.log() - outside_total + all_total)
+        result = result + rest * (rest.log() - on_overlap.log() - rest_total + overlap_total)
+    if len(off_overlap):
+        outside_total = logits.index_select(-1, off_overlap).logsumexp(dim=-1)
+        all_total, outside = torch.logaddexp(overlap_total, outside_total), (1 - on_overlap).clamp_min(tiny)
+        result = result + on_overlap * (on_overlap.log() - overlap_total + all_total)
+        result = result + outside * (outside.log() - outside_total + all_total)
+    return result

@@ -167,7 +167,7 @@ def _bytes_of(translation: Translation, id_: int) -> bytes:
 class TranslatedBatches(TrainingBatches):
     """Batches in the draft's tokens of corpus text and of texts for which the target's predictions are stored.
 
-    `off_overlap` [the draft's vocabulary] is True for tokens that the target lacks. The field `teacher` of a batch has, for each
+    `off_overlap` [m] are the draft's ids of tokens that the target lacks. The field `teacher` of a batch has, for each
     token after which the models are compared, its row in `top_k_ids` and `top_k_log_probs`, each [tokens, k]: the draft's ids of
     the target's k most probable next tokens, -1 where the draft lacks one, and their log-probabilities.
     """
@@ -182,8 +182,7 @@ class TranslatedBatches(TrainingBatches):
         context_limit: int,
     ) -> None:
         self._translation, self._context_limit = translation, context_limit
-        self.off_overlap = torch.ones(vocabulary, dtype=torch.bool)
-        self.off_overlap[[id_ for id_ in translation.target_to_draft if id_ >= 0]] = False
+        self.off_overlap = torch.tensor(sorted(set(range(vocabulary)) - set(translation.target_to_draft)), dtype=torch.long)
         used = [text for text in texts if text.part == Part.TRAIN]
         compared = [_comparisons(translation, text, _MIN_MASS) for text in used]
         starts = accumulate((len(one.after) for one in compared), initial=0)
@@ -212,7 +211,7 @@ class TranslatedBatches(TrainingBatches):
         rows = rows.to(self.top_k_ids.device)
         top_k_ids = self.top_k_ids[rows].long().to(logits.device)
         loss = overlap_divergence(logits, off_overlap, top_k_ids, self.top_k_log_probs[rows].to(logits.device)).sum()
-        return loss, greedy_matches(logits.detach().masked_fill(off_overlap, -torch.inf), top_k_ids[:, 0])
+        return loss, greedy_matches(logits.detach().index_fill(-1, off_overlap, -torch.inf), top_k_ids[:, 0])
 
     def measure(self, logits_of: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[GeneratedText]) -> dict[str, Any]:
         """Returns the draft's figures on the generated tokens of held-out texts. Its context is what drafting makes it.
@@ -228,7 +227,7 @@ class TranslatedBatches(TrainingBatches):
             inside = compared.after < self._context_limit
             logits = logits_of(compared.ids[: self._context_limit])[compared.after[inside]].cpu()
             logits, top_k_ids, log_probs = (
-                logits.masked_fill(self.off_overlap, -torch.inf),
+                logits.index_fill(-1, self.off_overlap, -torch.inf),
                 compared.top_k_ids[inside],
                 compared.log_probs[inside],
             )
