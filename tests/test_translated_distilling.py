@@ -32,7 +32,6 @@ from specgen.training.translated_text import (
     overlap_shares,
     shared_ends,
     translate,
-    translation_for,
 )
 
 WORDS = ["the", "quick", "brown", "lazy", "dog", "and", "is", "not", "amused", "12345", "times", "fibonacci", "été", "Größe"]
@@ -45,6 +44,10 @@ def saved(folder: Path, pipeline: str | Pipeline, seed: int) -> Path:
     pipeline = Pipeline.from_str(pipeline) if isinstance(pipeline, str) else pipeline
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pipeline, **named)
     return Path(save(make_model("llama", seed=seed, vocab_size=VOCABULARY), folder, tokenizer))
+
+
+def between(target: LoadedModel, draft: LoadedModel) -> Translation:
+    return Translation.between(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +73,7 @@ def target(folders: tuple[Path, Path]) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def translation(folders: tuple[Path, Path], target: LoadedModel) -> Translation:
-    found = translation_for(target, opened(folders[1]))
-    assert found is not None
-    return found
+    return between(target, opened(folders[1]))
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +258,10 @@ def test_the_shares_of_the_overlap(target: LoadedModel, translation: Translation
 
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], texts_file: Path, tmp_path: Path) -> None:
     def run(name: str, observer: Recorder) -> tuple[Path, dict[str, object]]:
-        models = opened(folders[0]), opened(folders[1], "transformers")
-        task = TrainingTask(tmp_path / name, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(texts_file, models[0]))
-        return task.out, distill(*models, task, observer)
+        target, draft = opened(folders[0]), opened(folders[1], "transformers")
+        draft = replace(draft, translation=between(target, draft))
+        task = TrainingTask(tmp_path / name, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(texts_file, target))
+        return task.out, distill(target, draft, task, observer)
 
     straight, figures = run("straight", Recorder())
     with pytest.raises(TrainingStopped):
@@ -288,8 +290,8 @@ def test_tokenizers_without_bytes_are_refused(folders: tuple[Path, Path], texts_
     other = save(make_model("llama"), tmp_path / "other", make_tokenizer(LETTERS))
     models = ["-t", str(folders[0]), "-d", other]
     message = refused(train_command("sd", texts_file, tmp_path / "out", *models))
-    assert "the tokenizers differ, and training a draft across them needs the bytes of each token" in message
-    assert f"{other}: its tokens are those of a WordLevel model" in message
+    assert f"their tokens cannot be translated: {other}: its tokens are those of a WordLevel model" in message
+    assert not any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -307,8 +309,7 @@ def test_a_draft_that_shares_too_little_is_refused(
     pipeline = Pipeline.from_str(metaspace())
     pipeline.model = models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
     pipeline.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    other = translation_for(target, opened(saved(tmp_path / "other", pipeline, 3)))
-    assert other is not None
+    other = between(target, opened(saved(tmp_path / "other", pipeline, 3)))
     words = [target.tokenizer.encode(word)[1:] for word in text.split()]  # the spaces between them are common tokens
     task = TrainingTask(tmp_path, TINY, prompts=words)
     with pytest.raises(SpecgenError, match=message):

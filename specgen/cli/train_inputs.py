@@ -39,8 +39,8 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
 
     from specgen.engine.devices import DTYPES, pick_device
     from specgen.engine.dtype_choice import choose_dtype
-    from specgen.engine.model_loading import load_model, prepare
-    from specgen.loading import model_sources
+    from specgen.engine.model_loading import load_model, translation_between
+    from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
     if needs_draft and not models.has_draft:
@@ -49,13 +49,15 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     target_source, *draft_sources = model_sources(*named, models.backend)
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if needs_draft)]
     device = pick_device(models.device)
-    prepared, *drafts = (prepare(source, announce) for source in sources)  # their tokenizers may differ
+    prepared, *drafts = prepare_models(sources, announce)
+    translations = [translation_between(prepared, draft) for draft in drafts]
     dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
     target = load_model(prepared, device, dtype, announce)
     if not drafts:
         return LoadedModels(target, None, torch.float32)
     draft = load_model(drafts[0], pick_device(models.draft_device or models.device), torch.float32, announce)
     stored = drafts[0].shape.dtype
+    draft = replace(draft, translation=translations[0])
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))
 
 

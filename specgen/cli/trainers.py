@@ -82,13 +82,6 @@ def _exit(path: Path, description: Description, what: str) -> Trained:
     return Trained(path, fields, f"Trained {what} of {description.target}.{agreement}{predictor}")
 
 
-def _check_draft(loaded: LoadedModels, _: TrainRequest) -> None:
-    from specgen.training.translated_text import translation_for
-
-    assert loaded.draft is not None
-    translation_for(loaded.target, loaded.draft)
-
-
 def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:
     """Distils the draft. It is recommended only if it predicts more of the target's greedy tokens than before."""
     from specgen.training.distillation import distill
@@ -138,6 +131,6 @@ def _train_head(loaded: LoadedModels, request: TrainRequest, task: TrainingTask,
 TRAINERS: Mapping[TrainedPart, Trainer] = {
     EXIT: Trainer(_check_exit, _train_exit),
     PREDICTOR: Trainer(_check_predictor, _train_predictor),
-    DRAFT: Trainer(_check_draft, _train_draft),
+    DRAFT: Trainer(lambda *_: None, _train_draft),
     **{part: Trainer(_check_head, _train_head) for part in PARTS.values() if part.is_head},
 }

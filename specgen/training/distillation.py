@@ -39,7 +39,7 @@ from specgen.training.training_loop import (
     next_tokens,
 )
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
-from specgen.training.translated_text import TranslatedBatches, check_overlap, overlap_shares, translation_for
+from specgen.training.translated_text import TranslatedBatches, check_overlap, overlap_shares
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -148,7 +148,7 @@ def distill(
     also those of `overlap_shares`. Raises TrainingStopped if `observer` requests a stop (the same call resumes the training), and
     SpecgenError for an unsuitable model.
     """
-    translation = translation_for(target, draft)
+    translation = draft.translation
     if translation is not None:
         check_overlap(translation, task)
     settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}

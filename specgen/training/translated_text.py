@@ -24,12 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from specgen.engine.token_bytes import NoTokenBytes, token_bytes
-from specgen.engine.translation import Translation, same_tokens
+from specgen.engine.translation import Translation
 from specgen.errors import SpecgenError
 from specgen.training.corpus import Corpus, Part
 from specgen.training.divergence import overlap_divergence
@@ -39,9 +38,6 @@ from specgen.training.text_generation import NOT_HELD_OUT
 from specgen.training.training_loop import TrainingBatches, greedy_matches
 from specgen.training.training_task import Recipe, TrainingTask
 
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
-
 MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
 _MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
 _MAX_UNWRITABLE = 0.01  # of the training text's tokens
@@ -49,22 +45,6 @@ _CHECKED_TOKENS = 20_000
 _READ_CONTEXT = 0.25  # of a text that the target only read: the share that stands for a prompt
 _SPECIAL = b"\xff"  # stands for a special token; no text in UTF-8 has this byte
 _HINT = "Take a draft with the target's tokenizer, or a method without a draft model: -m lookup"
-
-
-def translation_for(target: LoadedModel, draft: LoadedModel) -> Translation | None:
-    """Returns the translation between the models' vocabularies; None if they have the same tokens.
-
-    Raises SpecgenError if there is none, because the tokens of one of them do not stand for bytes of the text.
-    """
-    if same_tokens(target.tokenizer, draft.tokenizer):
-        return None
-    for model in (target, draft):
-        try:
-            token_bytes(model.tokenizer)
-        except NoTokenBytes as error:
-            reason = f"training a draft across them needs the bytes of each token: {model.name}: {error.message}"
-            raise SpecgenError(f"the tokenizers differ, and {reason}", _HINT) from error
-    return Translation.between(target.tokenizer, draft.tokenizer, set(target.eos_ids), set(draft.eos_ids))
 
 
 def check_overlap(translation: Translation, task: TrainingTask) -> None:
