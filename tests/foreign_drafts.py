@@ -10,18 +10,25 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Pipeline
+from training_helpers import opened
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specgen import demo
 from specgen.demo.corpus.documents import sample
+from specgen.engine.translation import Translation
+from specgen.training.corpus import demo_corpus
+from specgen.training.distillation import distill
+from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
 
 NAMES = ("permuted", "merges", "sentencepiece")
 SEED = 7_000_000  # outside the range of the seeds that the demo models and their tokenizer were trained with
@@ -153,3 +160,13 @@ def _pieces(bundled: Pipeline, by_bytes: dict[bytes, int], piece: bytes) -> list
         return ids
     except UnicodeDecodeError:
         return [by_bytes[bytes([byte])] for byte in piece]
+
+
+def distil_draft(source: Path, out: Path, steps: int, observer: TrainingObserver) -> dict[str, Any]:
+    """Distils the draft in `source` from the bundled target to the folder `out`, and returns the figures."""
+    target, draft = opened(demo.folder("target")), opened(source, "transformers")
+    ends = target.eos_ids, draft.eos_ids
+    draft = replace(draft, translation=Translation.between(target.tokenizer, draft.tokenizer, *ends))
+    recipe = Recipe(steps=steps, learning_rate=1e-3, batch_size=16, training_length=256, generated_share=1.0)
+    task = TrainingTask(out, recipe, corpus=demo_corpus(target.tokenizer.encode, 0, 600_000))
+    return distill(target, draft, task, observer, torch.bfloat16)
