@@ -88,9 +88,10 @@ def read_quantisation(config: Mapping[str, Any], name: str) -> Quantisation | No
     settings = _settings(config)
     if settings is None:
         return None
-    # bitsandbytes' older files do not name their format
-    is_bitsandbytes = settings.get("load_in_8bit") or settings.get("load_in_4bit")
-    method = str("bitsandbytes" if is_bitsandbytes else settings.get("quant_method", "a nameless format"))[:40]
+    method = settings.get("quant_method")
+    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        method = "bitsandbytes"  # older files do not name it
+    method = method[:40] if isinstance(method, str) else "a nameless format"
     if method == "gguf":
         raise SpecgenError(f"{name} is a GGUF model, which specgen does not run", GGUF_HINT)
     return Quantisation(FORMATS.get(method, Format(method)), settings)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers.utils import is_accelerate_available
 
 from specgen.engine.quantisation import Format, Quantisation, is_installed
 from specgen.engine.transformers_backend.quiet import quiet_transformers
@@ -68,7 +69,7 @@ def _check(settings: Mapping[str, Any], device: torch.device, message: Callable[
             quantiser = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
             quantiser.validate_environment(device_map={"": str(device)}, weights_only=True)
     except Exception as error:
-        if "Unknown quantization type" in str(error) or "quant_method" not in settings:
+        if "Unknown quantization type" in str(error) or not isinstance(settings.get("quant_method"), str):
             raise SpecgenError(
                 message("transformers does not know"), "Install a newer transformers, or take another checkpoint of the model"
             ) from error
@@ -80,7 +81,7 @@ def _check(settings: Mapping[str, Any], device: torch.device, message: Callable[
 
 def device_map(device: torch.device) -> dict[str, str] | None:
     """Returns the device map that loads a whole quantised model onto a device; None without accelerate, which applies it."""
-    return {"": str(device)} if is_installed("accelerate") else None
+    return {"": str(device)} if is_accelerate_available() else None
 
 
 @contextmanager
