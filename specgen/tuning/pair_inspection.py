@@ -261,7 +261,7 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         str(device),
         weight_bytes,
         shape.kv_bytes_per_token(size),
-        None if shape.context_limit >= NO_LIMIT else shape.context_limit,
+        None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,
         prepared.config.backend,
         prepared.config.fallback,

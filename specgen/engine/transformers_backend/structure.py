@@ -64,14 +64,14 @@ def dequantised_layer(layer: nn.Module, index: int, config: Any, dtype: torch.dt
 
 
 @torch.no_grad()
-def dequantised_linear(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
+def dequantised_linear(module: Any, dtype: torch.dtype) -> nn.Linear:
     """Returns a linear module with the weights of `module`, which are quantised, as ordinary numbers.
 
     They are computed by running the module on the identity matrix, so this works for each format.
     """
-    size, bias = int(module.in_features), getattr(module, "bias", None)
+    size, bias = module.in_features, getattr(module, "bias", None)
     device = next(iter((*module.parameters(), *module.buffers()))).device
-    plain = nn.Linear(size, int(module.out_features), bias is not None, device=device, dtype=dtype)
+    plain = nn.Linear(size, module.out_features, bias is not None, device=device, dtype=dtype)
     offset = 0 if bias is None else module(torch.zeros(1, size, device=device, dtype=dtype))
     for rows in torch.split(
         torch.eye(size, device=device, dtype=dtype), 512
