@@ -191,7 +191,7 @@ def both_ways() -> Iterator[Any]:
         yield pytest.param(*case, with_end, marks=pytest.mark.slow if number % 4 in (1, 2) else ())
 
 
-@pytest.mark.parametrize(("method", "settings", "limit", "warp", "with_end"), both_ways())
+@pytest.mark.parametrize(("method", "settings", "limit", "warp", "with_end"), list(both_ways()))
 def test_sampling_is_exactly_the_targets(
     small: Translation,
     ending: Translation,
