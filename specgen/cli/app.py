@@ -19,7 +19,7 @@ from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
-from specgen.environment import WAIT_PASSIVELY, __version__
+from specgen.environment import WAIT_PASSIVELY, __version__, launch
 
 _NAMES = ("FOLDER", "FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
 
@@ -77,10 +77,19 @@ def program() -> None:
     """Runs `main` as a program of its own: sets what suits this process, and may not be called in another program's."""
     for name, value in WAIT_PASSIVELY.items():
         os.environ.setdefault(name, value)
+    launched = launch()
+    if launched is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
+        from specgen.engine.tensor_parallel import processes
+
+        if launched.rank:
+            processes.follow()
     gc.disable()  # until the models are loaded: it would take a tenth of the time of the imports, and free nothing
     try:
         main()
     finally:
+        if launched is not None:
+            processes.end()
         gc.freeze()  # else Python searches torch's objects for garbage as it ends, which takes 0.4 seconds
 
 
