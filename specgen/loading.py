@@ -59,8 +59,7 @@ def load(
     if launched is not None:
         from specgen.engine.tensor_parallel import processes
 
-        if launched.rank:
-            processes.follow()
+        processes.follow_unless_first()
         device = processes.device_of_rank(launched, device)
     target_device = pick_device(device)
     other_device = pick_draft_device(draft_device, device, target_device)

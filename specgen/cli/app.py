@@ -77,24 +77,36 @@ def program() -> None:
     """Runs `main` as a program of its own: sets what suits this process, and may not be called in another program's."""
     for name, value in WAIT_PASSIVELY.items():
         os.environ.setdefault(name, value)
-    launched = launch()
-    if launched is not None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
-        from specgen.engine.tensor_parallel import processes
-
-        if launched.rank:
-            processes.follow()
     gc.disable()  # until the models are loaded: it would take a tenth of the time of the imports, and free nothing
     try:
         main()
     finally:
-        if launched is not None:
-            processes.end()
         gc.freeze()  # else Python searches torch's objects for garbage as it ends, which takes 0.4 seconds
 
 
 def main() -> None:
-    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands."""
+    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands.
+
+    Of the processes that torchrun starts, the first one runs it, and the others do what it tells them.
+    """
+    if launch() is not None:
+        sys.exit(_main_of_ranks())
+    sys.exit(_main())
+
+
+def _main_of_ranks() -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
+    from specgen.engine.tensor_parallel import processes
+
+    processes.follow_unless_first()
+    try:
+        return _main()
+    finally:
+        processes.end()
+
+
+def _main() -> int:
+    """Runs the `specgen` command and returns its exit code."""
     _prepare_streams()
     _remove_impossible_sizes()
     try:
@@ -107,7 +119,7 @@ def main() -> None:
         if not hasattr(error, "format_message"):
             raise
         code = usage_error(error)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 def _remove_impossible_sizes() -> None:

@@ -14,7 +14,7 @@ from specgen.engine.tensor_parallel.messages import Operation, send
 from specgen.engine.tensor_parallel.ranks import LostRankError, Ranks
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 
-_HINT = "Run the command again; torchrun says above or below which process ended, and how"
+_HINT = "torchrun's own report says which process ended, and how"
 
 
 class Leader:

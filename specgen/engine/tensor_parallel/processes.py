@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,7 @@ class _Connection:
         """Torchrun ends all processes as soon as it notices that one was killed."""
         leader = self.leader
         if leader is not None and leader.failure is None:
-            leader.fail()
+            leader.fail("torchrun has ended it, as it does when one of its processes was killed")
             raise leader.error()
 
 
@@ -217,13 +217,14 @@ def _beats(store: Any, rank: int) -> int:
 # the other ranks
 
 
-def follow() -> NoReturn:
-    """Does on another rank what rank 0 announces, then ends this process with exit code 0. It writes nothing.
+def follow_unless_first() -> None:
+    """Returns on rank 0. Does on another rank what rank 0 announces, then ends this process with exit code 0; it writes nothing.
 
     The exit code says nothing about failures, since torchrun would end rank 0 before it has reported the failure.
     """
     launched = launch()
-    assert launched is not None
+    if launched is None or launched.rank == 0:
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends, and this rank with it
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
