@@ -56,6 +56,8 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
     torch.set_num_threads(1)
     pairs: dict[Any, specgen.Pair] = {}
     if requests is None:
+        if "TEST_PASSES" in environment:
+            _run_out_of_memory(int(environment["TEST_PASSES"]))
         specgen.load()
         raise AssertionError("process 1 has returned from load")
     while (request := requests.recv()) is not None:
@@ -68,6 +70,20 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
             requests.send(error)
     for pair in pairs.values():
         pair.close()
+
+
+def _run_out_of_memory(passes: int) -> None:
+    """Lets this process fail at a forward pass after some of them, as torch does where memory is short."""
+    from specgen.engine.tensor_parallel.sharded_model import ShardedLayer
+
+    left, run = iter(range(passes)), ShardedLayer.__call__
+
+    def run_or_fail(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+        run(*arguments, **options)
+
+    ShardedLayer.__call__ = run_or_fail  # type: ignore[method-assign]
 
 
 class _Answers:
@@ -93,11 +109,15 @@ class _Answers:
 
 
 class RankPair:
-    """Two processes that hold targets together. Each request names the models as (target, draft)."""
+    """Two processes that hold targets together. Each request names the models as (target, draft).
 
-    def __init__(self) -> None:
+    `of_second` are further environment variables of the second process.
+    """
+
+    def __init__(self, **of_second: str) -> None:
         self._requests, theirs = _FORKSERVER.Pipe()
         first, second = environments()
+        second |= of_second
         self.processes = [
             _FORKSERVER.Process(target=_serve, args=(environment, requests))
             for environment, requests in ((first, theirs), (second, None))

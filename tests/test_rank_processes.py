@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,12 +143,10 @@ def test_bad_input_is_one_line() -> None:
     assert wait_until(lambda: not is_running(started[1].pid)) or started[1].send_signal(signal.SIGKILL)
 
 
-def test_a_process_that_runs_out_of_memory_is_one_line(tmp_path: Path) -> None:
-    pair = RankPair()
-    try:
-        pair.ask((None, None), "generate", "def f():", "ar", GREEDY, {})
-        with pytest.raises(specgen.SpecgenError, match=r"process 1: out of memory"):
-            pair.ask((None, None), "fail", 1)
-    finally:
-        for process in pair.processes:
-            process.kill()
+def test_a_process_that_runs_out_of_memory_is_one_line(pair_of: Callable[..., Pair]) -> None:
+    models = folders(pair_of("llama", "near"))
+    pair = RankPair(TEST_PASSES="40")
+    for _ in range(2):
+        with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: process 1: out of memory"):
+            pair.ask(models, "generate", PROMPT, "ar", GREEDY, {})
+    assert pair.close() == [0, 0]
