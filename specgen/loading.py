@@ -13,7 +13,7 @@ from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, check_tokenizers_match, load_model, prepare
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.types import check_backend
@@ -145,10 +145,12 @@ def _load(
         worker = ProcessWorker(process, *placed[1])
     elif process is not None:
         process.close()
-    load = None
+    load_target: WeightLoader | None = None
     if environment.launch() is not None:
-        from specgen.engine.tensor_parallel.processes import load_distributed as load
-    loaded = load_model(*placed[0], announce, load)
+        from specgen.engine.tensor_parallel.processes import load_distributed
+
+        load_target = load_distributed
+    loaded = load_model(*placed[0], announce, load_target)
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, DeferredModel(*placed[1]) if len(placed) == 2 else None, worker)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import Forked, is_running, wait_until
 from rank_processes import RankPair, commands
 
@@ -52,7 +56,14 @@ def test_two_processes_give_one_process_output(ranks: RankPair, pair_of: Callabl
         assert ranks.ask(folders(pair), "generate", PROMPT, method, sampling, settings) == expected
 
 
-@pytest.mark.parametrize(("method", "settings"), METHODS, ids=[name for name, _ in METHODS])
+_SLOW = ("pearl", "selfsd", "mtad", "lookahead", "medusa", "eesd")
+
+
+def marked(name: str, *values: object) -> Any:
+    return pytest.param(name, *values, id=name, marks=[pytest.mark.slow] if name in _SLOW else [])
+
+
+@pytest.mark.parametrize(("method", "settings"), [marked(*each) for each in METHODS])
 def test_every_kind_of_drafting_works_on_two_processes(
     ranks: RankPair, pair_of: Callable[..., Pair], method: str, settings: dict[str, object]
 ) -> None:
@@ -61,7 +72,7 @@ def test_every_kind_of_drafting_works_on_two_processes(
     assert ranks.ask(folders(pair), "generate", PROMPT, method, GREEDY, settings) == expected
 
 
-@pytest.mark.parametrize("method", ["eesd", "eesd-tree", "medusa", "eagle"])
+@pytest.mark.parametrize("method", [marked(name) for name in ("eesd", "eesd-tree", "medusa", "eagle")])
 def test_trained_parts_work_on_two_processes(ranks: RankPair, demo_pair: Pair, method: str) -> None:
     """Those of the bundled target: on rank 0 alone, from hidden states, embeddings and an LM head that are shared."""
     text = "def fibonacci(n):\n"
@@ -69,7 +80,7 @@ def test_trained_parts_work_on_two_processes(ranks: RankPair, demo_pair: Pair, m
     assert ranks.ask((None, None), "generate", text, method, GREEDY, {}) == expected
 
 
-def test_glide_and_training_are_refused(ranks: RankPair) -> None:
+def test_glide_is_refused(ranks: RankPair) -> None:
     with pytest.raises(specgen.SpecgenError, match="glide reads the target's keys"):
         ranks.ask((None, None), "generate", "def f():", "glide", GREEDY, {})
     assert ranks.ask((None, None), "generate", "def f():", "ar", GREEDY, {}), "the processes are still in step"
@@ -112,7 +123,7 @@ def ended(started: list[Forked]) -> tuple[int, bytes, bytes]:
     return code, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_death_of_another_process_is_one_line(number: signal.Signals) -> None:
     started, _ = running()
     started[1].send_signal(number)
@@ -130,6 +141,7 @@ def test_ctrl_c_ends_both_processes() -> None:
     assert (first + out).endswith(b"\n")
 
 
+@pytest.mark.slow
 def test_the_first_process_killed_leaves_none() -> None:
     started, _ = running()
     started[0].send_signal(signal.SIGKILL)
@@ -150,3 +162,49 @@ def test_a_process_that_runs_out_of_memory_is_one_line(pair_of: Callable[..., Pa
         with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: process 1: out of memory"):
             pair.ask(models, "generate", PROMPT, "ar", GREEDY, {})
     assert pair.close() == [0, 0]
+
+
+# ------------------------------------------------------------------ torchrun itself
+
+
+def torchrun(*arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specgen", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def own_lines(err: bytes) -> list[bytes]:
+    return [line for line in err.splitlines() if line.startswith(b"error: ")]
+
+
+@pytest.mark.slow
+def test_torchrun_runs_a_command_once() -> None:
+    out, err = torchrun("--help").communicate(timeout=60)
+    assert (out.count(b"Usage:"), own_lines(err)) == (1, [])
+    run = torchrun("generate", "-q", "-n", "8", "def f(x):")
+    assert run.communicate(timeout=60)[0].count(b"\n") >= 1
+    assert run.returncode == 0
+    run = torchrun("generate", "-m", "nope", "hello")
+    assert len(own_lines(run.communicate(timeout=60)[1])) == 1
+    assert run.returncode == 1, "torchrun's own exit code"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_torchrun_leaves_no_process(number: signal.Signals) -> None:
+    run = torchrun(*LONG)
+    assert run.stdout is not None
+    run.stdout.read(1)
+    children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    assert len(children) == 2
+    run.send_signal(number)
+    _, err = run.communicate(timeout=60)
+    assert wait_until(lambda: not any(map(is_running, children)))
+    assert len(own_lines(err)) == (number != signal.SIGINT)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_one_gpus_output() -> None:
+    command = ["generate", "-q", "--dtype", "float32", "--device", "cuda", "-n", "24", "def fibonacci(n):"]
+    alone = subprocess.run([sys.executable, "-m", "specgen", *command], stdout=subprocess.PIPE, timeout=120, check=True)
+    assert torchrun(*command).communicate(timeout=120)[0] == alone.stdout

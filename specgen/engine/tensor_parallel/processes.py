@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from specgen.engine.model_loading import ModelConfig, ModelSource, check_weight_files
 from specgen.engine.tensor_parallel.distributed_model import DistributedModel
@@ -65,7 +66,7 @@ def _checked(operation: Callable[..., object], *arguments: object, **options: ob
 
 def _store() -> Any:
     """Returns a connection to the store that torchrun serves; each thread has to have its own."""
-    found, _, _ = next(iter(dist.rendezvous("env://")))
+    found, _, _ = next(iter(rendezvous("env://")))
     return found
 
 
