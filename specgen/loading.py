@@ -11,9 +11,9 @@ import torch
 from specgen import demo, environment
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, check_tokenizers_match, load_model, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
+from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.types import check_backend
@@ -34,6 +34,7 @@ def load(
     offline: bool = False,
     backend: str = "auto",
     exact: bool = False,
+    context: int | None = None,
     announce: Callable[[str], None] = lambda _: None,
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
@@ -47,8 +48,9 @@ def load(
     of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
     `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
-    alike: on a CPU, and not in draft trees. The draft model is loaded when it is first needed. Under torchrun, the target is
-    split over its processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
+    alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
+    limit; None: that limit. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
+    processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -68,7 +70,7 @@ def load(
             f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
         )
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
-    sources[0] = replace(sources[0], exact=exact)
+    sources[0] = replace(sources[0], exact=exact, context=context)
     devices = target_device, other_device
     sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
     try:
@@ -120,12 +122,9 @@ def model_sources(
 def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
     """Reads the config and the tokenizer of each model, without its weights.
 
-    `sources` holds a target, or a target and a draft model. Raises SpecgenError if the two tokenizers differ.
+    `sources` holds a target, or a target and a draft model. Raises SpecgenError as `prepare` does.
     """
-    prepared = [prepare(source, announce) for source in sources]
-    if len(prepared) == 2:
-        check_tokenizers_match(*prepared)
-    return prepared
+    return [prepare(source, announce) for source in sources]
 
 
 def _load(
@@ -136,13 +135,15 @@ def _load(
     process: DraftProcess | None,
 ) -> Pair:
     prepared = prepare_models(sources, announce)
-    placed = [
-        (model, device, choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype)
-        for model, device in zip(prepared, devices, strict=False)
-    ]
-    worker = None
-    if len(placed) == 2 and _needs_process(*devices):
-        worker = ProcessWorker(process, *placed[1])
+    placed = [(model, device, model.choose_dtype(dtype, device).dtype) for model, device in zip(prepared, devices, strict=False)]
+    translation = refusal = worker = None
+    if len(placed) == 2:
+        try:
+            translation = translation_between(*prepared)
+        except NoTokenBytes as error:
+            refusal = error
+    if len(placed) == 2 and refusal is None and _needs_process(*devices):
+        worker = ProcessWorker(process, *placed[1], translation)
     elif process is not None:
         process.close()
     load_target: WeightLoader | None = None
@@ -153,7 +154,7 @@ def _load(
     loaded = load_model(*placed[0], announce, load_target)
     if worker is not None:
         worker.follow(loaded)
-    return Pair(loaded, DeferredModel(*placed[1]) if len(placed) == 2 else None, worker)
+    return Pair(loaded, DeferredModel(*placed[1], translation, refusal) if len(placed) == 2 else None, worker)
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:

@@ -22,7 +22,7 @@ _PROMPTS = (
     "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: those "
     "that the target continues."
 )
-_EXPORT = "Print the tuned settings for transformers, vllm, sglang, llama.cpp or mlx; an existing profile is used as it is."
+_EXPORT = "Print the tuned settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx; uses an existing profile."
 _OBJECTIVE = "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity."
 _MAX_PERPLEXITY = "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%)."
 _OUT = "The profile's folder; by default one for this pair in your data folder."
@@ -78,7 +78,7 @@ class TrainingOptions:
 @reported
 @options.grouped
 def tune(
-    context: typer.Context,
+    called: typer.Context,
     train: Annotated[
         bool,
         _training(
@@ -100,7 +100,7 @@ def tune(
     from specgen.ui import theme
 
     err = theme.console(stderr=True, no_color=display.no_color)
-    _check_given(context, train=train)
+    _check_given(called, train=train)
     if train:
         if launch() is not None:
             raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
@@ -122,15 +122,15 @@ def tune(
     return None
 
 
-def _check_given(context: typer.Context, *, train: bool) -> None:
+def _check_given(called: typer.Context, *, train: bool) -> None:
     """Raises SpecgenError for the options on the command line that belong to training but `train` is False, or the reverse."""
     of_training = {field.name for field in fields(TrainingOptions)}
     of_tuning = {field.name for group in (TuneOptions, TuneSampling) for field in fields(group)} - _ALSO_FOR_TRAINING
     wrong = [
         max(option.opts, key=len)
-        for option in context.command.params
+        for option in called.command.params
         if option.name in (of_tuning if train else of_training)
-        and getattr(context.get_parameter_source(option.name), "name", "") == "COMMANDLINE"
+        and getattr(called.get_parameter_source(option.name), "name", "") == "COMMANDLINE"
     ]
     if wrong:
         named = ", ".join(wrong)

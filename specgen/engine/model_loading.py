@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from specgen.engine.devices import DTYPES
+from specgen.engine.dtype_choice import DtypeChoice, choose_dtype
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
@@ -19,7 +21,11 @@ from specgen.engine.model_shape import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
+from specgen.engine.quantisation import GGUF_HINT, Quantisation, read_quantisation
+from specgen.engine.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
+from specgen.engine.translated_runner import TranslatedRunner
+from specgen.engine.translation import Translation, same_tokens
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
 
@@ -32,6 +38,7 @@ class ModelSource:
     whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. `exact`: a token's logits are
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
+    `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
     """
 
     location: str
@@ -42,6 +49,7 @@ class ModelSource:
     backend: str = "auto"
     exact: bool = False
     on_mps: bool = False
+    context: int | None = None
 
     @property
     def name(self) -> str:
@@ -53,7 +61,8 @@ class ModelConfig:
     """What a model's config.json says. `raw` is its content, `shape` the model's sizes.
 
     The native decoder runs the model if there is an `architecture`. If it is None, transformers does, with `transformers_config`,
-    and `fallback` says why: the field that the native decoder does not know, or the user's choice.
+    and `fallback` says why: the field that the native decoder does not know, or the user's choice. `quantisation` says how the
+    checkpoint's weights are quantised, None if they are not.
     """
 
     raw: Mapping[str, Any]
@@ -61,6 +70,7 @@ class ModelConfig:
     architecture: Architecture | None = None
     transformers_config: Any = None
     fallback: str | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def backend(self) -> str:
@@ -94,18 +104,49 @@ class PreparedModel:
         return self.config.shape
 
     @property
+    def context_limit(self) -> int:
+        """The longest context in tokens: the user's limit, or the model's own."""
+        return self.source.context or self.shape.context_limit
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
         return eos_ids(self.config.raw, self.generation, self.config.default_eos, self.tokenizer.eos_id)
+
+    def quantisation_on(self, device: torch.device) -> Quantisation | None:
+        """Returns how the weights are kept on a device; see `quantisers.quantisation_on`. None: as ordinary numbers."""
+        return _quantisation_on(device, self.config, self.source)
+
+    def choose_dtype(self, name: str, device: torch.device) -> DtypeChoice:
+        """Returns the dtype named `name` to run the model in; see `dtype_choice.choose_dtype`.
+
+        Quantised weights stay as they are stored: the dtype is that of the other weights and of the computation. Raises
+        SpecgenError for an unknown name, and if the weights are quantised in a format that cannot be run on the device.
+        """
+        config, quantisation = self.config, self.quantisation_on(device)
+        if quantisation is None:
+            return choose_dtype(name, self.shape, self.folder, device, config.architecture)
+        if quantisation.dequantises:
+            from specgen.engine.transformers_backend.structure import count_parameters
+
+            parameters = count_parameters(config.transformers_config, self.source.trust_remote_code)
+            return choose_dtype(name, self.shape, self.folder, device, narrow_bytes=parameters and 2 * parameters)
+        if name == "auto":
+            return DtypeChoice(
+                DTYPES.get(str(self.shape.dtype), torch.float32), "the dtype of its weights that are not quantised"
+            )
+        return choose_dtype(name, self.shape, self.folder, device)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with its weights, ready to decode with.
 
-    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
-    generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
-    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`.
+    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
+    model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
+    suppressed tokens). `folder` has its files.
+    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is between the tokens
+    of the target and of this draft model; None if they are the same.
     """
 
     name: str
@@ -118,9 +159,18 @@ class LoadedModel:
     folder: Path
     exact: bool = False
     backend: str = "native"
+    translation: Translation | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
-        return ModelRunner(self.model, penalties)
+        runner = ModelRunner(self.model, penalties)
+        runner.context_limit = self.context_limit
+        return runner
+
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
+        """Returns a runner that answers in the target's token ids. `penalties` are the target's."""
+        if self.translation is None:
+            return self.runner(penalties)
+        return TranslatedRunner(self.runner(), self.translation, penalties)
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
@@ -155,7 +205,7 @@ class LoadedModel:
         would give wrong logits. So a prompt within the boundary gets output only up to the boundary, plus one token: the last
         token of an output is never run through the model.
         """
-        limit, rope_boundary = self.model.shape.context_limit, self.model.shape.rope_boundary
+        limit, rope_boundary = self.context_limit, self.model.shape.rope_boundary
         return min(rope_boundary + 1, limit) if rope_boundary is not None and prompt_length <= rope_boundary else limit
 
 
@@ -168,18 +218,39 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
     config = describe(folder, source)
+    _check_context(source, config.shape.context_limit)
     generation = read_generation_config(folder, config.raw)
     tokenizer = load_tokenizer(folder, config.raw, source.trust_remote_code, source.name)
     return PreparedModel(source, folder, config, generation, tokenizer)
 
 
+def _check_context(source: ModelSource, own_limit: int) -> None:
+    """Raises SpecgenError if the user's context limit leaves no room for a prompt and a new token, or exceeds the model's own."""
+    if source.context is None:
+        return
+    if source.context < 2:
+        raise SpecgenError(f"--context is {source.context}", "It has to be at least 2: a token of prompt, and a new one")
+    if source.context > own_limit:
+        raise SpecgenError(
+            f"--context is {source.context:,}, and {source.name} was made for {own_limit:,} tokens",
+            f"Take at most {own_limit}, or leave it out",
+        )
+
+
 def describe(folder: Path, source: ModelSource) -> ModelConfig:
     """Reads the config of the model in `folder` and chooses the backend. Raises SpecgenError as `prepare` does."""
     raw = read_config(folder, source.name)
+    quantisation = read_quantisation(raw, source.name)
     fallback = "chosen by --backend transformers"
     if source.backend != "transformers":
         try:
-            if source.backend == "auto" and (source.trust_remote_code or source.on_mps):
+            if quantisation is not None:
+                fallback = f"its weights are quantised with {quantisation.format.title}"
+                if source.backend == "native":
+                    raise SpecgenError(
+                        f"the native backend does not run {source.name}: {fallback}", "Take --backend auto or transformers"
+                    )
+            elif source.backend == "auto" and (source.trust_remote_code or source.on_mps):
                 fallback = "on Apple GPUs" if source.on_mps else "--trust-remote-code allows code of the model itself"
             else:
                 architecture = read_architecture(raw)
@@ -195,7 +266,15 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
     from specgen.engine.transformers_backend.loading import read_transformers_config
 
     config = read_transformers_config(folder, source.name, source.trust_remote_code)
-    return ModelConfig(raw, of_transformers(config), None, config, fallback)
+    return ModelConfig(raw, of_transformers(config), None, config, fallback, quantisation)
+
+
+def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSource) -> Quantisation | None:
+    if config.quantisation is None:
+        return None
+    from specgen.engine.transformers_backend.quantisers import quantisation_on
+
+    return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
 
 WeightLoader = Callable[[Path, ModelSource, ModelConfig, torch.dtype, torch.device], Model]
@@ -219,7 +298,7 @@ def load_model(
     model = (load or load_weights)(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
-    limit, exact, backend = prepared.shape.context_limit, prepared.source.exact, prepared.config.backend
+    limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
     return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend)
 
 
@@ -234,7 +313,8 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
             return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
 
-        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device)
+        kept = _quantisation_on(device, config, source)
+        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -255,21 +335,39 @@ def check_weight_files(folder: Path, name: str) -> None:
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
     hint = "Other formats can run code when read: convert it to safetensors first" if others else "Download or save it again"
+    if others and others[0].endswith(".gguf"):
+        hint = GGUF_HINT
     raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {others[0]})" if others else ""), hint)
 
 
-def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
-    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids.
+def translation_between(target: PreparedModel, draft: PreparedModel) -> Translation | None:
+    """Returns the translation between the two models' tokens; None if they have the same tokenizer.
 
-    One of them may have more tokens, at most 1 %. The sizes of the models' embeddings are not compared, because models of one
-    family pad them differently.
+    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes, or if the two have no token in common.
     """
-    if target.tokenizer.digest is not None and target.tokenizer.digest == draft.tokenizer.digest:
-        return  # building two large vocabularies takes longer than all the rest
-    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
-    smaller, larger = sorted((of_target, of_draft), key=len)
-    if len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items():
+    if same_tokens(target.tokenizer, draft.tokenizer):
+        return None
+    for model in (target, draft):
+        try:
+            token_bytes(model.tokenizer)
+        except NoTokenBytes as error:
+            raise _untranslatable(f"{model.name}: {error.message}") from error
+    found = Translation.between(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids, target.shape.vocab_size)
+    if not any(piece in found.draft.ids for piece in found.target.ids):
+        raise _untranslatable(f"{target.name} and {draft.name} have none in common")
+    return found
+
+
+def _untranslatable(reason: str) -> NoTokenBytes:
+    message = f"the tokenizers differ, and their tokens cannot be translated: {reason}"
+    return NoTokenBytes(message, "Take -m sd --set translation=text, or a method without a draft model: -m lookup")
+
+
+def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
+    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids; see `same_tokens`."""
+    if same_tokens(target.tokenizer, draft.tokenizer):
         return
+    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
     raise SpecgenError(
         f"the tokenizers differ: {target.name} has {len(of_target):,} tokens, {draft.name} has {len(of_draft):,}"
         + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),

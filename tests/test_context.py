@@ -1,0 +1,129 @@
+"""`--context N`: at most N tokens of prompt and output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import parsed, run_main
+from families import CONTEXT, VOCAB, make_model, save
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import specgen
+from specgen.engine import cached_prefix
+from specgen.pair import Pair
+from specgen.types import SamplingParams
+
+LIMIT = 24
+SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def limited(pair_of: Callable[..., Pair]) -> Iterator[Pair]:
+    folders = [str(model.folder) for model in (pair_of("llama", "near").target, pair_of("llama", "near").draft) if model]
+    with specgen.load(*folders, device="cpu", dtype="float32", context=LIMIT) as pair:
+        pair._process_worker = None
+        yield pair
+
+
+@pytest.mark.parametrize("method", ["ar", "sd", "pearl", "lookahead", "lookup", "specinfer"])
+def test_output_ends_at_the_context_limit(limited: Pair, pair_of: Callable[..., Pair], method: str) -> None:
+    sampling = SamplingParams(max_new_tokens=LIMIT - 9, ignore_eos=True)
+    expected = pair_of("llama", "near").generate([1, 5, 6, 7, 8, 9, 5, 6, 7], "ar", sampling).token_ids
+    result = limited.generate([1, 5, 6, 7, 8, 9, 5, 6, 7], method, SAMPLING)
+    assert result.token_ids == expected
+    assert result.summary["finish_reason"] == "length"
+
+
+def test_caches_are_reserved_for_the_limit_alone(limited: Pair) -> None:
+    target, draft = limited.runners
+    assert draft is not None
+    target.cache.capacity = draft.cache.capacity = 0
+    assert limited.plan([1, 5, 6], "sd", SAMPLING).context_ends
+    assert target.cache.capacity == draft.cache.capacity == LIMIT
+    assert (limited.target.context_limit, target.context_limit, draft.context_limit) == (LIMIT, LIMIT, CONTEXT)
+
+
+def test_a_prompt_beyond_the_limit_is_refused(limited: Pair) -> None:
+    with pytest.raises(specgen.SpecgenError, match=r"24 tokens and 100 new ones are 100 over --context 24"):
+        limited.plan([5] * LIMIT, "ar", SAMPLING)
+
+
+@pytest.mark.parametrize(("limit", "message"), [(1, "--context is 1"), (CONTEXT + 1, "--context is 129, and .* for 128 tokens")])
+def test_impossible_limits_are_refused(pair_of: Callable[..., Pair], limit: int, message: str) -> None:
+    with pytest.raises(specgen.SpecgenError, match=message):
+        specgen.load(str(pair_of("llama", "near").target.folder), device="cpu", context=limit)
+
+
+def test_the_limit_and_the_long_rope_boundary_both_hold(tmp_path: Path) -> None:
+    boundary = 32
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    rope = factors | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": boundary}
+    changes = {"original_max_position_embeddings": boundary, "rope_parameters": rope}
+    folder = save(make_model("phi3", sliding_window=None, **changes), tmp_path / "phi3")
+    for limit, expected in ((boundary - 4, boundary - 4), (boundary + 9, boundary + 1)):
+        with specgen.load(folder, device="cpu", dtype="float32", context=limit) as pair:
+            assert pair.target.max_tokens(5) == expected
+            assert pair.target.max_tokens(boundary + 2) == limit
+
+
+def test_commands_take_the_limit(
+    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc", *pair, "--context", "20", "-m", "sd", "--ignore-eos")
+    assert code == 0
+    assert "(the context of 20 tokens is full)  11 tokens" in err
+    code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc", *pair, "--context", "9")
+    assert (code, out) == (2, "")
+    assert "over --context 9." in err
+    code, out, err = run_main(monkeypatch, capfd, "inspect", *pair, "--context", "20", "--json")
+    report = parsed(out)[0]
+    assert report["target"]["context_limit"] == 20
+    assert report["cache_bytes"] == 20 * sum(report[role]["cache_bytes"] for role in ("target", "draft"))
+
+
+class Allocations(TorchDispatchMode):
+    """Records the bytes of each tensor that an operation makes, views left out, and the most rows of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.logits = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_of(part) for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)}
+        made = function(*args, **(kwargs or {}))
+        new = [part for part in tree_leaves(made) if isinstance(part, torch.Tensor) and storage_of(part) not in given]
+        self.sizes += [part.untyped_storage().nbytes() for part in new]
+        self.logits = max([self.logits, *(part.numel() // VOCAB for part in new if part.shape[-1:] == (VOCAB,))])
+        return made
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("backend", "capacity", "buffers"), [("native", 448, 1), ("transformers", 425, 6)])
+def test_a_prompt_takes_its_cache_and_one_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, capacity: int, buffers: int
+) -> None:
+    """Both caches are allocated once, and nothing else grows with the prompt but the masks of one chunk."""
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 70)
+    folder = save(make_model("llama", max_position_embeddings=512, intermediate_size=40), tmp_path / "long")
+    length, allocations = 421, Allocations()
+    with specgen.load(folder, folder, device="cpu", dtype="float32", backend=backend) as pair:
+        pair.load_draft()
+        cache = pair.target.model.shape.kv_bytes_per_token(4) * capacity // buffers
+        sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        plan = pair.plan([5 + number % 7 for number in range(length)], "sd", sampling, k=3)
+        with allocations:
+            assert len([*plan.run.rounds()]) > 1
+    others = [size for size in allocations.sizes if size != cache]
+    assert len(allocations.sizes) - len(others) == 2 * buffers
+    assert allocations.logits == 3, "of a prompt only the last token's"
+    rows = 64 * 2  # of the buffer that holds the masks of short passes, made for twice the length; a chunk's mask has fewer
+    assert max(others) <= rows * 4 * 512
