@@ -11,12 +11,12 @@ import torch
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import choose_dtype
+from specgen.engine.dtype_choice import choose_draft_dtype, choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.types import check_backend
+from specgen.types import check_backend, check_draft_dtype
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.process_worker import ProcessWorker
 
@@ -28,6 +28,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     draft_device: str | None = None,
+    draft_dtype: str | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
     trust_remote_code: bool = False,
@@ -49,13 +50,16 @@ def load(
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
     `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
     alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. The draft model is loaded when it is first needed. Raises SpecgenError.
+    limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and `int4` round its
+    weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it is first needed.
+    Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
     if (target is None and revision is not None) or (draft is None and draft_revision is not None):
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
+    check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
     target_device = pick_device(device)
     other_device = pick_draft_device(draft_device, device, target_device)
     if exact and target_device.type != "cpu":
@@ -67,7 +71,7 @@ def load(
     devices = target_device, other_device
     sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
     try:
-        pair = _load(sources, devices, dtype, announce, process)
+        pair = _load(sources, devices, (dtype, draft_dtype), announce, process)
     except BaseException:
         if process is not None:
             process.close()
@@ -126,24 +130,46 @@ def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], Non
 def _load(
     sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
-    dtype: str,
+    dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     process: DraftProcess | None,
 ) -> Pair:
-    prepared = prepare_models(sources, announce)
-    placed = [
-        (model, device, choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype)
-        for model, device in zip(prepared, devices, strict=False)
-    ]
-    worker = None
-    if len(placed) == 2 and _needs_process(*devices):
-        worker = ProcessWorker(process, *placed[1])
+    """Loads the models. `dtypes` are that of both models and that of the draft model, if it has one of its own."""
+    target, *drafts = prepare_models(sources, announce)
+    target_device, draft_device = devices
+    dtype = choose_dtype(dtypes[0], target.shape, target.folder, target_device, target.config.architecture).dtype
+    draft = worker = None
+    if drafts:
+        chosen = choose_draft_dtype(dtypes[1], dtypes[0], drafts[0], draft_device)
+        draft = DeferredModel(chosen.of(drafts[0]), draft_device, chosen.dtype, chosen.warning)
+    if draft is not None and _needs_process(*devices):
+        worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype)
     elif process is not None:
         process.close()
-    loaded = load_model(*placed[0], announce)
+    loaded = load_model(target, target_device, dtype, announce)
     if worker is not None:
         worker.follow(loaded)
-    return Pair(loaded, DeferredModel(*placed[1]) if len(placed) == 2 else None, worker)
+    return Pair(loaded, draft, worker)
+
+
+def with_draft_dtype(pair: Pair, name: str) -> Pair:
+    """Returns another pair of the same target, trained parts and draft model, whose weights are rounded to `int8` or `int4`.
+
+    Both can be used in turn; it has a process of its own for PEARL. Raises SpecgenError if the draft model cannot be quantised.
+    """
+    assert isinstance(pair.draft, DeferredModel)
+    device = pair.draft.device
+    chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
+    if chosen.warning is not None:
+        raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
+    draft = DeferredModel(chosen.of(pair.draft.prepared), device, chosen.dtype)
+    worker = None
+    if _needs_process(pair.target.device, device):
+        worker = ProcessWorker(None, draft.prepared, device, draft.dtype)
+        worker.follow(pair.target)
+    other = Pair(pair.target, draft, worker)
+    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    return other
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:

@@ -14,7 +14,7 @@ from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
 from specgen.paths import kept_exit, kept_head
-from specgen.types import check_backend
+from specgen.types import check_backend, check_draft_dtype
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ class ModelOptions:
     """Which models to load, and onto which devices.
 
     If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if --draft or --revision is given
-    without --target, or --draft-revision without --draft, and for an unknown --backend.
+    without --target, or --draft-revision or --draft-dtype without a draft model, and for an unknown --backend or --draft-dtype.
     """
 
     target: options.Target = None
@@ -35,6 +35,7 @@ class ModelOptions:
     device: options.Device = "auto"
     draft_device: options.DraftDevice = None
     dtype: options.Dtype = "auto"
+    draft_dtype: options.DraftDtype = None
     revision: options.Revision = None
     draft_revision: options.DraftRevision = None
     trust_remote_code: options.TrustRemoteCode = False
@@ -52,6 +53,7 @@ class ModelOptions:
             raise SpecgenError("--draft-revision is given without --draft", "Name the draft model too")
         if self.revision is not None and self.target is None:
             raise SpecgenError("--revision is given without --target", "Name the target too: --target MODEL")
+        check_draft_dtype(self.draft_dtype, has_draft=self.has_draft)
 
     @property
     def has_draft(self) -> bool:
@@ -146,8 +148,9 @@ def open_pair(
         loading.still("warming up")
         pair.warm_up()
         interrupt_watch.check()
-    if pair.heads.warning is not None and not quiet:
-        err.print(Text(f"warning: {pair.heads.warning}"), soft_wrap=True)
+    for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):
+        if warning is not None and not quiet:
+            err.print(Text(f"warning: {warning}"), soft_wrap=True)
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
         gc.freeze()
         gc.enable()

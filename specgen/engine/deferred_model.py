@@ -17,14 +17,15 @@ class DeferredModel:
 
     A pair may never need the draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
     of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`,
-    `backend`, and `context_limit`, the longest context in tokens.
+    `backend`, and `context_limit`, the longest context in tokens. `dtype` is that of its computations; `dtype_name` is `int8` or
+    `int4` if the weights are quantised. `warning` is for the user, None if there is nothing to say.
     """
 
-    def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype, warning: str | None = None) -> None:
         self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
-        self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
+        self.device, self.dtype_name = device, prepared.source.quantise or str(dtype).removeprefix("torch.")
         self.context_limit, self.backend = prepared.context_limit, prepared.config.backend
-        self._prepared, self._dtype = prepared, dtype
+        self.prepared, self.dtype, self.warning = prepared, dtype, warning
         self._loaded: LoadedModel | None = None
         self._lock = Lock()
 
@@ -33,7 +34,7 @@ class DeferredModel:
         """The model with its weights. Raises SpecgenError or RunError, as `load_model` does, if it cannot be loaded."""
         with self._lock:
             if self._loaded is None:
-                self._loaded = load_model(self._prepared, self.device, self._dtype, lambda _: None)
+                self._loaded = load_model(self.prepared, self.device, self.dtype, lambda _: None)
             return self._loaded
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_loading import PreparedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.model_shape import ModelShape
 from specgen.engine.native.description import Architecture
@@ -21,6 +22,7 @@ from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory, last_level_cache
+from specgen.engine.native.quantised_products import KINDS, refusal
 from specgen.engine.native.tensor_names import layer_tensors
 from specgen.errors import SpecgenError
 from specgen.types import Context
@@ -38,14 +40,24 @@ _CONTEXT = 32  # cached tokens of its passes
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The dtype of a model's weights and computations, and why it was chosen."""
+    """The dtype of a model's weights and computations, and why it was chosen.
+
+    `quantise` (`int8`, `int4`) is what the weights are rounded to, None if they are not. `warning` says why they are not although
+    the user wanted it.
+    """
 
     dtype: torch.dtype
     reason: str
+    quantise: str | None = None
+    warning: str | None = None
 
     @property
     def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return self.quantise or str(self.dtype).removeprefix("torch.")
+
+    def of(self, model: PreparedModel) -> PreparedModel:
+        """Returns `model`, to be loaded as chosen."""
+        return replace(model, source=replace(model.source, quantise=self.quantise))
 
 
 def pass_seconds(run: Callable[[], object]) -> float:
@@ -87,6 +99,29 @@ def choose_dtype(
     make = _products if architecture is None else partial(_shortened, architecture)
     with one_thread():
         return _faster(own, make, timer, shape)
+
+
+def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, device: torch.device) -> DtypeChoice:
+    """Returns the dtype of a draft model: what --draft-dtype names, or if that is None what --dtype names.
+
+    A draft that is quantised computes in float32 on a CPU, where its products take the same time in all dtypes, and elsewhere in
+    the dtype of its weights. If this machine has no products that work for it, the choice is not quantised and says why. Raises
+    SpecgenError for an unknown name, and to quantise a model that transformers runs.
+    """
+    chosen = name or dtype
+    architecture = draft.config.architecture
+    if name is None or name not in KINDS:
+        return choose_dtype(chosen, draft.shape, draft.folder, device, architecture)
+    if architecture is None:
+        raise SpecgenError(
+            f"--draft-dtype {name} needs the native backend, and {draft.name} runs on transformers: {draft.config.fallback}",
+            "Leave it out, or take auto, float32, bfloat16 or float16",
+        )
+    if (problem := refusal(name, device)) is not None:
+        plain = choose_dtype(dtype, draft.shape, draft.folder, device, architecture)
+        return replace(plain, warning=f"{draft.name} is not quantised: {problem}")
+    own = torch.float32 if device.type == "cpu" else DTYPES.get(str(draft.shape.dtype), torch.float32)
+    return DtypeChoice(own, "chosen by --draft-dtype", name)
 
 
 @inference

@@ -23,7 +23,7 @@ class LoadModel:
     """Asks the worker to load a model. `name` appears in error messages, `folder` holds the weights.
 
     `device` and `dtype` are written as text, such as `cuda:0` and `bfloat16`; `threads` is the number of CPU threads to use.
-    `backend` says whose forward pass to run (see `ModelSource`).
+    `backend` says whose forward pass to run, `quantise` what to round the weights to (see `ModelSource`).
     """
 
     name: str
@@ -33,6 +33,7 @@ class LoadModel:
     dtype: str
     threads: int
     backend: str = "auto"
+    quantise: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

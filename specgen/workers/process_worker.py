@@ -40,9 +40,9 @@ class ProcessWorker:
         own, worker_threads = split_threads()
         # a worker on an accelerator uses the CPU only to launch kernels
         self.threads: int | None = own if device.type == "cpu" else None
-        names = str(device), str(dtype).removeprefix("torch.")
-        source = draft.source
-        self._load = LoadModel(draft.name, str(draft.folder), source.trust_remote_code, *names, worker_threads, source.backend)
+        source, dtype_name = draft.source, str(dtype).removeprefix("torch.")
+        placed = source.trust_remote_code, str(device), dtype_name, worker_threads
+        self._load = LoadModel(draft.name, str(draft.folder), *placed, source.backend, source.quantise)
         self._process = process
         self._loading = process.send(self._load) if process is not None else 0
         self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None

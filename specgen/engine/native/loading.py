@@ -20,9 +20,16 @@ from specgen.engine.native.weight_files import WeightFiles
 
 
 def load_native(
-    folder: Path, name: str, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    folder: Path,
+    name: str,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    quantise: str | None = None,
 ) -> NativeModel:
-    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`.
+    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`.
 
     Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
@@ -39,7 +46,7 @@ def load_native(
         ]
         known = [*required, *norms, EMBEDDING, HEAD]
         files.check_no_others([*known, *map(bias_of, known)], len(names))
-        factory = ProductFactory(device, dtype)
+        factory = ProductFactory(device, dtype, quantise=quantise)
         gain = norm_gain(architecture, dtype, device)
         parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
         files.close()
