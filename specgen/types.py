@@ -16,7 +16,8 @@ Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
 LARGEST = 1 << 40  # tokens that `SamplingParams` may name
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
-DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")  # of --draft-dtype
+QUANTISED = ("int8", "int4")  # what a draft model's weights can be rounded to
+DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --draft-dtype
 # The phases of a round, by which its seconds are reported.
 # - prefill: the target's pass over the prompt.
 # - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for drafts.

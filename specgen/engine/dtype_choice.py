@@ -22,10 +22,10 @@ from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory, last_level_cache
-from specgen.engine.native.quantised_products import KINDS, refusal
+from specgen.engine.native.quantised_products import refusal
 from specgen.engine.native.tensor_names import layer_tensors
 from specgen.errors import SpecgenError
-from specgen.types import Context
+from specgen.types import QUANTISED, Context
 
 Passes = Mapping[int, Callable[[], object]]
 """For each number of tokens, a function that runs a forward pass over so many."""
@@ -110,7 +110,7 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
     """
     chosen = name or dtype
     architecture = draft.config.architecture
-    if name is None or name not in KINDS:
+    if name is None or name not in QUANTISED:
         return choose_dtype(chosen, draft.shape, draft.folder, device, architecture)
     if architecture is None:
         raise SpecgenError(

@@ -14,11 +14,13 @@ from safetensors import safe_open
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
-from specgen.engine.dtype_choice import choose_dtype
+from specgen.engine.dtype_choice import DtypeChoice, choose_draft_dtype, choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
+from specgen.engine.native.quantised_products import quantised_bytes
+from specgen.engine.native.tensor_names import EMBEDDING, HEAD
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
@@ -198,18 +200,21 @@ def inspect_files(
     dtype: str,
     announce: Callable[[str], None],
     parts: TrainedParts = NO_PARTS,
+    draft_dtype: str | None = None,
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's. `parts` are the trained parts that the user named. A draft model with another
-    tokenizer is reported, not refused. Raises SpecgenError if a model cannot be used at all.
+    `devices` are the target's and the draft's; `draft_dtype` is the draft's, None for that of both. `parts` are the trained parts
+    that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be
+    used at all.
     """
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
+    of_target = choose_dtype(dtype, ours.shape, ours.folder, devices[0], ours.config.architecture)
     return PairReport(
-        _facts(ours, devices[0], dtype),
-        None if theirs is None else _facts(theirs, devices[1], dtype),
+        _facts(ours, devices[0], of_target),
+        None if theirs is None else _facts(theirs, devices[1], choose_draft_dtype(draft_dtype, dtype, theirs, devices[1])),
         tokenizers,
         free_memory(devices[0]),
         readiness(
@@ -246,12 +251,10 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
 
 
-def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFacts:
-    shape = prepared.shape
-    weights = choose_dtype(dtype, shape, prepared.folder, device, prepared.config.architecture)
-    size = weights.dtype.itemsize
+def _facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
+    shape, size = prepared.shape, weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
-    parameters = _parameters(prepared.folder)
+    parameters, in_memory = _sizes(prepared.folder, weights)
     return ModelFacts(
         prepared.name,
         shape.model_type,
@@ -260,27 +263,37 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         shape.hidden_size,
         weights.name,
         str(device),
-        parameters * size,
+        in_memory,
         shape.kv_bytes_per_token(size),
         None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,
         prepared.config.backend,
         prepared.config.fallback,
-        weights.reason,
+        weights.warning or weights.reason,
         prepared.tokenizer.fallback,
     )
 
 
-def _parameters(folder: Path) -> int:
-    """Returns the number of parameters, from the headers of the weight files. Tied weights are stored and counted once."""
-    total = 0
+def _sizes(folder: Path, weights: DtypeChoice) -> tuple[int, int]:
+    """Returns the number of parameters, from the headers of the weight files, and their bytes in memory.
+
+    Tied weights are stored and counted once. If they are quantised, the LM head is a table apart from the embedding.
+    """
+    shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  no mapping
         except Exception as error:  # safetensors' own exceptions share no base that it exports
             raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
-    return total
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    parameters, size, kind = sum(numbers.values()), weights.dtype.itemsize, weights.quantise
+    if kind is None:
+        return parameters, parameters * size
+    rounded = [name for name, shape in shapes.items() if len(shape) == 2 and not name.endswith(EMBEDDING)]
+    kept = parameters - sum(numbers[name] for name in rounded)
+    rounded += [name for name in shapes if name.endswith(EMBEDDING) and HEAD not in shapes]
+    return parameters, kept * size + sum(quantised_bytes(kind, numbers[name], shapes[name][0]) for name in rounded)
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:

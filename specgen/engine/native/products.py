@@ -120,8 +120,8 @@ class ProductChoice:
     """What was chosen for the weights of one shape, and why.
 
     `dense_seconds` and `packed_seconds` are the seconds of one call by number of rows, with the whole weight or the first rows of
-    a large one; empty if it was not timed. `reason` says why weights are not packed, or not quantised where that was asked for; None
-    if they are. `quantised` is `int8` or `int4` if weights are stored so. `count` is the number of weights.
+    a large one; empty if it was not timed. `reason` says why weights are not packed, or not quantised as was asked for; None if
+    they are. `quantised` is `int8` or `int4` if weights are stored so. `count` is the number of weights.
     """
 
     out_features: int
@@ -204,9 +204,7 @@ class ProductFactory:
             return 1
         return PADDED_ROWS if total > (self._cache_bytes or last_level_cache()) else 1
 
-    def _quantised(
-        self, weight: Tensor, bias: Tensor | None, scale: float
-    ) -> tuple[QuantisedProduct | None, str | None]:
+    def _quantised(self, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[QuantisedProduct | None, str | None]:
         """Returns the product with the quantised weight, or None; and why there is none where one was asked for."""
         return (None, None) if self._quantise is None else quantised_product(self._quantise, weight, bias, scale)
 

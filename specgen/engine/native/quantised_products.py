@@ -20,21 +20,28 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-KINDS = ("int8", "int4")
+from specgen.types import QUANTISED
+
 GROUP = 32  # numbers that share a scale in int4
 OPERATOR_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
 Multiply = Callable[[Tensor], Tensor]
 Prepare = Callable[[Tensor], Multiply]
 _TRIAL_ROWS = (1, 5)
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
+_AT_ONCE = 1 << 18  # numbers that are rounded at once, in the processor's cache
 _ACTIVATION_BITS = 6  # at least, that a product keeps of each activation, its sign not counted
 
 
 def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight [out, in] as int8 [out, in] and float32 scales [out]: weight = int8 * scale, off by half a scale at most."""
-    weight = weight.detach().float()
-    scales = (weight.abs().amax(1) / 127).clamp_min_(_TINY)
-    return (weight / scales[:, None]).round_().to(torch.int8), scales
+    """Returns a weight [out, in] as int8 [out, in] and float32 scales [out]. int8 * scale is off by half a scale at most."""
+    rounded = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
+    at_once = max(1, _AT_ONCE // weight.shape[1])
+    for rows, numbers, scale in zip(weight.split(at_once), rounded.split(at_once), scales.split(at_once), strict=True):
+        rows = rows.float()
+        torch.div(rows.abs().amax(1), 127, out=scale).clamp_min_(_TINY)
+        numbers.copy_(rows.div(scale[:, None]).round_())
+    return rounded, scales
 
 
 def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +60,8 @@ def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 class QuantisedProduct:
     """A product with a rounded weight; it keeps no reference to `weight`. Not differentiable.
 
-    `kind` is `int8` or `int4`. `prepare` rounds the weight [out, in], and returns a function that multiplies: [n, in] -> [n, out],
-    in any dtype. Raises one of `OPERATOR_ERRORS` if this torch lacks an operator or cannot run it.
+    `kind` is `int8` or `int4`. `prepare` rounds the weight [out, in] and returns a function that multiplies: [n, in] -> [n, out].
+    Raises one of `OPERATOR_ERRORS` if this torch lacks an operator or cannot run it.
     """
 
     def __init__(self, kind: str, prepare: Prepare, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
@@ -77,8 +84,8 @@ class QuantisedProduct:
 def with_rounded_activations(weight: Tensor, *, bits: int = 8) -> Multiply:
     """Prepares products on a CPU with int8 weights and activations that are rounded to 8 bits too, each row by its own range.
 
-    Integer instructions multiply both. `bits` 7 leaves a bit unused, for processors whose instructions add pairs of products in 16
-    bits. The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
+    Integer instructions multiply both. `bits` 7 leaves a bit unused, for processors whose instructions add pairs of products in
+    16 bits. The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
     """
     rounded, scales = rounded_rows(weight)
     zeros = torch.zeros(len(scales), dtype=torch.int64)
@@ -87,15 +94,18 @@ def with_rounded_activations(weight: Tensor, *, bits: int = 8) -> Multiply:
         quantised = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros, 0)
         packed = torch.ops.quantized.linear_prepack(quantised, None)
     operator, reduce_range = torch.ops.quantized.linear_dynamic, bits < 8
+    ends = torch.zeros(1, weight.shape[1])
+    ends[0, :2] = torch.tensor([-1.0, 1.0])[: weight.shape[1]]
 
     def multiply(x: Tensor) -> Tensor:
+        """Scales rows to numbers from -1 to 1, and adds a row that has both: the operator's range is that of all rows together.
+
+        So a row's product does not depend on the other rows.
+        """
         x = x.float()
-        if x.shape[0] == 1:  # the operator has one range for all rows
-            product: Tensor = operator(x, packed, reduce_range)
-            return product
         largest = x.abs().amax(1, keepdim=True).clamp_min_(_TINY)
-        product = operator(x / largest, packed, reduce_range)
-        return product.mul_(largest)
+        product: Tensor = operator(torch.cat((x / largest, ends)), packed, reduce_range)
+        return product[:-1].mul_(largest)
 
     return multiply
 
@@ -121,6 +131,11 @@ def with_int4_weights(weight: Tensor) -> Multiply:
     return lambda x: operator(x.to(torch.bfloat16), packed, GROUP, pairs)
 
 
+def quantised_bytes(kind: str, numbers: int, rows: int) -> int:
+    """Returns the bytes of a weight with so many numbers and output rows, its scales included."""
+    return numbers + 4 * rows if kind == "int8" else numbers // 2 + 4 * numbers // GROUP
+
+
 def _preparations(kind: str, device: str) -> Sequence[Prepare]:
     """Returns what prepares products with `int8` or `int4` weights on a device (`cpu`, `cuda`), the fastest first."""
     if kind == "int4":
@@ -138,13 +153,14 @@ def quantised_product(
     timings: the draft's probabilities are alike in all processes.
     """
     reason = None
-    for tried in KINDS[KINDS.index(kind) :: -1]:
-        prepare, reason = _working(tried, weight.device.type)
+    for tried in QUANTISED[QUANTISED.index(kind) :: -1]:
+        prepare, problem = _working(tried, weight.device.type)
         if prepare is not None:
             try:
                 return QuantisedProduct(tried, prepare, weight, bias, scale), reason
             except OPERATOR_ERRORS as error:  # a shape that the operator does not take
-                reason = f"{tried} products failed: {_first_line(error)}"
+                problem = f"{tried} products failed: {_first_line(error)}"
+        reason = reason or problem
     return None, reason
 
 
