@@ -152,10 +152,11 @@ def _load(
     return Pair(loaded, draft, worker)
 
 
-def with_draft_dtype(pair: Pair, name: str) -> Pair:
+def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None) -> Pair:
     """Returns another pair of the same target, trained parts and draft model, whose weights are rounded to `int8` or `int4`.
 
-    Both can be used in turn; it has a process of its own for PEARL. Raises SpecgenError if the draft model cannot be quantised.
+    `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
+    SpecgenError if the draft model cannot be quantised.
     """
     assert isinstance(pair.draft, DeferredModel)
     device = pair.draft.device
@@ -165,7 +166,7 @@ def with_draft_dtype(pair: Pair, name: str) -> Pair:
     draft = DeferredModel(chosen.of(pair.draft.prepared), device, chosen.dtype)
     worker = None
     if _needs_process(pair.target.device, device):
-        worker = ProcessWorker(None, draft.prepared, device, draft.dtype)
+        worker = ProcessWorker(process, draft.prepared, device, draft.dtype)
         worker.follow(pair.target)
     other = Pair(pair.target, draft, worker)
     other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice

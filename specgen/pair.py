@@ -234,13 +234,13 @@ class Pair:
             settings.as_dict(with_policy=chosen.any_policy),
             chosen.lossless,
             self.target.name,
-            draft and draft.name,
+            None if draft is None else draft.name,
             str(self.target.device),
             self.target.dtype_name,
             prompt_ids,
             replace(sampling, seed=seed),
             None if measured is None else measured.costs,
-            draft and draft.dtype_name,
+            None if draft is None else draft.dtype_name,
         )
         return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
 

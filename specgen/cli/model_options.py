@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.pair import Pair
+    from specgen.workers.process import DraftProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,22 @@ class DecodingOptions(ModelOptions):
 
 
 def open_pair(
-    models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False, sequential: bool = True, chat: bool = False
+    models: ModelOptions,
+    err: Console,
+    *,
+    quiet: bool,
+    parallel: bool = False,
+    sequential: bool = True,
+    chat: bool = False,
+    tuned_draft: Callable[[Pair, DraftProcess | None], Pair] | None = None,
 ) -> Pair:
     """Loads the models and runs them once to warm them up, with a spinner on the console `err`.
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
     That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
     run the draft model too; if none does, the draft model's weights are not loaded in this process. `chat` says that the chat
-    template will be used at once: its process, too, starts first.
+    template will be used at once: its process, too, starts first. `tuned_draft` returns the pair with the draft's dtype
+    that a profile says, if --draft-dtype is not given; its other argument is the process for the draft.
     """
     from rich.text import Text
 
@@ -140,6 +150,8 @@ def open_pair(
 
         interrupt_watch.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
+        if tuned_draft is not None and models.draft_dtype is None and models.has_draft:
+            pair = tuned_draft(pair, process)
         if templates is not None:
             pair.tokenizer.templates = templates
         if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):

@@ -37,10 +37,10 @@ def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     rounded = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
     at_once = max(1, _AT_ONCE // weight.shape[1])
-    for rows, numbers, scale in zip(weight.split(at_once), rounded.split(at_once), scales.split(at_once), strict=True):
-        rows = rows.float()
+    for first in range(0, weight.shape[0], at_once):
+        rows, scale = weight[first : first + at_once].float(), scales[first : first + at_once]
         torch.div(rows.abs().amax(1), 127, out=scale).clamp_min_(_TINY)
-        numbers.copy_(rows.div(scale[:, None]).round_())
+        rounded[first : first + at_once] = rows.div(scale[:, None]).round_()
     return rounded, scales
 
 
@@ -140,8 +140,9 @@ def _preparations(kind: str, device: str) -> Sequence[Prepare]:
     """Returns what prepares products with `int8` or `int4` weights on a device (`cpu`, `cuda`), the fastest first."""
     if kind == "int4":
         return [with_int4_weights]
-    rounded = [with_rounded_activations, partial(with_rounded_activations, bits=7)] if device == "cpu" else []
-    return [*rounded, with_int8_weights]
+    if device == "cpu":
+        return [with_rounded_activations, partial(with_rounded_activations, bits=7), with_int8_weights]
+    return [with_int8_weights]
 
 
 def quantised_product(
