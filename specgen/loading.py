@@ -11,9 +11,10 @@ import torch
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import choose_draft_dtype, choose_dtype
+from specgen.engine.dtype_choice import choose_draft_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.types import check_backend, check_draft_dtype
@@ -119,12 +120,9 @@ def model_sources(
 def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
     """Reads the config and the tokenizer of each model, without its weights.
 
-    `sources` holds a target, or a target and a draft model. Raises SpecgenError if the two tokenizers differ.
+    `sources` holds a target, or a target and a draft model. Raises SpecgenError as `prepare` does.
     """
-    prepared = [prepare(source, announce) for source in sources]
-    if len(prepared) == 2:
-        check_tokenizers_match(*prepared)
-    return prepared
+    return [prepare(source, announce) for source in sources]
 
 
 def _load(
@@ -136,17 +134,20 @@ def _load(
 ) -> Pair:
     """Loads the models. `dtypes` are that of both models and that of the draft model, if it has one of its own."""
     target, *drafts = prepare_models(sources, announce)
-    target_device, draft_device = devices
-    dtype = choose_dtype(dtypes[0], target.shape, target.folder, target_device, target.config.architecture).dtype
     draft = worker = None
-    if drafts:
-        chosen = choose_draft_dtype(dtypes[1], dtypes[0], drafts[0], draft_device)
-        draft = DeferredModel(chosen.of(drafts[0]), draft_device, chosen.dtype, chosen.warning)
-    if draft is not None and _needs_process(*devices):
-        worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype)
+    for prepared in drafts:
+        chosen, translation, refusal = choose_draft_dtype(dtypes[1], dtypes[0], prepared, devices[1]), None, None
+        try:
+            translation = translation_between(target, prepared)
+        except NoTokenBytes as error:
+            refusal = error
+        draft = DeferredModel(chosen.of(prepared), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+    if draft is not None and draft.refusal is None and _needs_process(*devices):
+        worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
         process.close()
-    loaded = load_model(target, target_device, dtype, announce)
+    dtype = target.choose_dtype(dtypes[0], devices[0]).dtype
+    loaded = load_model(target, devices[0], dtype, announce)
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, draft, worker)
@@ -163,10 +164,11 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
-    draft = DeferredModel(chosen.of(pair.draft.prepared), device, chosen.dtype)
+    translation = pair.draft.translation
+    draft = DeferredModel(chosen.of(pair.draft.prepared), device, chosen.dtype, translation, pair.draft.refusal)
     worker = None
-    if _needs_process(pair.target.device, device):
-        worker = ProcessWorker(process, draft.prepared, device, draft.dtype)
+    if draft.refusal is None and _needs_process(pair.target.device, device):
+        worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(pair.target)
     other = Pair(pair.target, draft, worker)
     other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice

@@ -48,7 +48,7 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads, k={options.k}, {len(prompts)} prompts, {options.tokens} tokens, medians of turns")
     passes: dict[str, list[float]] = {dtype: [] for dtype in pairs}
     speeds: dict[str, list[float]] = {dtype: [] for dtype in pairs}
-    counts = {dtype: (0, 0) for dtype in pairs}
+    counts = dict.fromkeys(pairs, (0, 0))
     for _ in range(options.turns):
         for dtype, pair in pairs.items():
             assert pair.draft is not None

@@ -38,8 +38,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     import torch
 
     from specgen.engine.devices import DTYPES, pick_device
-    from specgen.engine.dtype_choice import choose_dtype
-    from specgen.engine.model_loading import load_model
+    from specgen.engine.model_loading import check_tokenizers_match, load_model
     from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
@@ -50,7 +49,14 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if needs_draft)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
-    dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
+    if drafts and (quantised := drafts[0].config.quantisation) is not None:
+        raise SpecgenError(
+            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
+            "Train the checkpoint that it was made from; drafts are quantised after training",
+        )
+    for draft_model in drafts:
+        check_tokenizers_match(prepared, draft_model)
+    dtype = prepared.choose_dtype(models.dtype, device).dtype
     target = load_model(prepared, device, dtype, announce)
     if not drafts:
         return LoadedModels(target, None, torch.float32)

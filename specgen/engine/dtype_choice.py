@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_loading import PreparedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.model_shape import ModelShape
 from specgen.engine.native.description import Architecture
@@ -26,6 +26,9 @@ from specgen.engine.native.quantised_products import refusal
 from specgen.engine.native.tensor_names import layer_tensors
 from specgen.errors import SpecgenError
 from specgen.types import QUANTISED, Context
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import PreparedModel
 
 Passes = Mapping[int, Callable[[], object]]
 """For each number of tokens, a function that runs a forward pass over so many."""
@@ -75,8 +78,11 @@ def choose_dtype(
     architecture: Architecture | None = None,
     *,
     timer: Callable[[Callable[[], object]], float] = pass_seconds,
+    narrow_bytes: int | None = None,
 ) -> DtypeChoice:
     """Returns the dtype named `name` for the model in `folder`. `architecture` is None if transformers runs it.
+
+    `narrow_bytes` is the size of all weights in a 16-bit dtype; None: that of the files.
 
     `auto` takes the dtype that the model's config names. On a CPU it takes float32 instead of a 16-bit dtype if the model fits
     into the processor's cache, where operations count and not bytes; a larger model is run in the 16-bit dtype if that is
@@ -90,7 +96,7 @@ def choose_dtype(
     own = DTYPES.get(str(shape.dtype), torch.float32)
     if device.type != "cpu" or own not in (torch.bfloat16, torch.float16):
         return DtypeChoice(own, "the dtype of its weights")
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = narrow_bytes or sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if 2 * stored <= last_level_cache():
         return DtypeChoice(torch.float32, "the model fits into the processor's cache")
     free = free_memory(device)
@@ -111,15 +117,14 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
     chosen = name or dtype
     architecture = draft.config.architecture
     if name is None or name not in QUANTISED:
-        return choose_dtype(chosen, draft.shape, draft.folder, device, architecture)
+        return draft.choose_dtype(chosen, device)
     if architecture is None:
         raise SpecgenError(
             f"--draft-dtype {name} needs the native backend, and {draft.name} runs on transformers: {draft.config.fallback}",
             "Leave it out, or take auto, float32, bfloat16 or float16",
         )
     if (problem := refusal(name, device)) is not None:
-        plain = choose_dtype(dtype, draft.shape, draft.folder, device, architecture)
-        return replace(plain, warning=f"{draft.name} is not quantised: {problem}")
+        return replace(draft.choose_dtype(dtype, device), warning=f"{draft.name} is not quantised: {problem}")
     own = torch.float32 if device.type == "cpu" else DTYPES.get(str(draft.shape.dtype), torch.float32)
     return DtypeChoice(own, "chosen by --draft-dtype", name)
 

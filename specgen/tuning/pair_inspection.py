@@ -14,7 +14,7 @@ from safetensors import safe_open
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
-from specgen.engine.dtype_choice import DtypeChoice, choose_draft_dtype, choose_dtype
+from specgen.engine.dtype_choice import DtypeChoice, choose_draft_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
@@ -42,10 +42,10 @@ class ModelFacts:
     """Facts about a model, read from its files.
 
     `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
-    with which the model would run. `context_limit` is the largest number of tokens in a context, None if the config names no
-    limit. `table_rows` is the number of rows of the embedding table. `backend` runs the forward pass; `fallback` says why it is
-    transformers, `tokenizer_fallback` why transformers reads the tokenizer, both None otherwise. `dtype_reason` says why `dtype`
-    was chosen.
+    with which the model would run, but for quantised weights, which take as many bytes as their files. `context_limit` is the
+    largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the embedding
+    table. `backend` runs the forward pass; `fallback` says why it is transformers, `tokenizer_fallback` why transformers reads
+    the tokenizer, both None otherwise. `dtype_reason` says why `dtype` was chosen.
     """
 
     name: str
@@ -211,7 +211,7 @@ def inspect_files(
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
-    of_target = choose_dtype(dtype, ours.shape, ours.folder, devices[0], ours.config.architecture)
+    of_target = ours.choose_dtype(dtype, devices[0])
     return PairReport(
         _facts(ours, devices[0], of_target),
         None if theirs is None else _facts(theirs, devices[1], choose_draft_dtype(draft_dtype, dtype, theirs, devices[1])),
@@ -254,7 +254,7 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
 def _facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
     shape, size = prepared.shape, weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
-    parameters, in_memory = _sizes(prepared.folder, weights)
+    parameters, weight_bytes = _weights(prepared, device, weights)
     return ModelFacts(
         prepared.name,
         shape.model_type,
@@ -263,7 +263,7 @@ def _facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) 
         shape.hidden_size,
         weights.name,
         str(device),
-        in_memory,
+        weight_bytes,
         shape.kv_bytes_per_token(size),
         None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,
@@ -274,26 +274,41 @@ def _facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) 
     )
 
 
-def _sizes(folder: Path, weights: DtypeChoice) -> tuple[int, int]:
-    """Returns the number of parameters, from the headers of the weight files, and their bytes in memory.
+def _weights(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> tuple[int, int]:
+    """Returns the number of a model's parameters, and the bytes of its weights in memory.
 
-    Tied weights are stored and counted once. If they are quantised, the LM head is a table apart from the embedding.
+    Quantised weights stay as they are in their files, packed, whose shapes say nothing of the number of parameters. If a draft's
+    weights are rounded when they are loaded, its LM head is a table apart from the embedding.
     """
+    shapes, in_file = _stored(prepared.folder)
+    numbers, size, kind = {name: math.prod(shape) for name, shape in shapes.items()}, weights.dtype.itemsize, weights.quantise
+    stored = sum(numbers.values())
+    if kind is not None:
+        rounded = [name for name, shape in shapes.items() if len(shape) == 2 and not name.endswith(EMBEDDING)]
+        kept = stored - sum(numbers[name] for name in rounded)
+        rounded += [name for name in shapes if name.endswith(EMBEDDING) and HEAD not in shapes]
+        return stored, kept * size + sum(quantised_bytes(kind, numbers[name], shapes[name][0]) for name in rounded)
+    quantisation = prepared.quantisation_on(device)
+    if quantisation is None:
+        return stored, stored * size
+    from specgen.engine.transformers_backend.structure import count_parameters
+
+    parameters = count_parameters(prepared.config.transformers_config, prepared.source.trust_remote_code) or stored
+    return parameters, parameters * size if quantisation.dequantises else in_file
+
+
+def _stored(folder: Path) -> tuple[dict[str, list[int]], int]:
+    """Returns the shapes of the tensors in the weight files, from their headers, and the bytes of the files."""
     shapes: dict[str, list[int]] = {}
+    size = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  no mapping
+            size += path.stat().st_size
         except Exception as error:  # safetensors' own exceptions share no base that it exports
             raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
-    parameters, size, kind = sum(numbers.values()), weights.dtype.itemsize, weights.quantise
-    if kind is None:
-        return parameters, parameters * size
-    rounded = [name for name, shape in shapes.items() if len(shape) == 2 and not name.endswith(EMBEDDING)]
-    kept = parameters - sum(numbers[name] for name in rounded)
-    rounded += [name for name in shapes if name.endswith(EMBEDDING) and HEAD not in shapes]
-    return parameters, kept * size + sum(quantised_bytes(kind, numbers[name], shapes[name][0]) for name in rounded)
+    return shapes, size
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
