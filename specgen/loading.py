@@ -11,7 +11,7 @@ import torch
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import choose_draft_dtype
+from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
@@ -141,7 +141,7 @@ def _load(
             translation = translation_between(target, prepared)
         except NoTokenBytes as error:
             refusal = error
-        draft = DeferredModel(chosen.of(prepared), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+        draft = DeferredModel(as_chosen(prepared, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
     if draft is not None and draft.refusal is None and _needs_process(*devices):
         worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
@@ -165,7 +165,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     translation = pair.draft.translation
-    draft = DeferredModel(chosen.of(pair.draft.prepared), device, chosen.dtype, translation, pair.draft.refusal)
+    draft = DeferredModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
     worker = None
     if draft.refusal is None and _needs_process(pair.target.device, device):
         worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)

@@ -20,7 +20,7 @@ from worker_helpers import posix
 import specgen
 from specgen.decoding import logits_ops
 from specgen.engine.deferred_model import DeferredModel
-from specgen.engine.dtype_choice import choose_draft_dtype
+from specgen.engine.draft_dtype import choose_draft_dtype
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import quantised_products
 from specgen.engine.native.loading import _return_free_memory

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +21,9 @@ from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory, last_level_cache
-from specgen.engine.native.quantised_products import refusal
 from specgen.engine.native.tensor_names import layer_tensors
 from specgen.errors import SpecgenError
-from specgen.types import QUANTISED, Context
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import PreparedModel
+from specgen.types import Context
 
 Passes = Mapping[int, Callable[[], object]]
 """For each number of tokens, a function that runs a forward pass over so many."""
@@ -57,10 +52,6 @@ class DtypeChoice:
     @property
     def name(self) -> str:
         return self.quantise or str(self.dtype).removeprefix("torch.")
-
-    def of(self, model: PreparedModel) -> PreparedModel:
-        """Returns `model`, to be loaded as chosen."""
-        return replace(model, source=replace(model.source, quantise=self.quantise))
 
 
 def pass_seconds(run: Callable[[], object]) -> float:
@@ -105,28 +96,6 @@ def choose_dtype(
     make = _products if architecture is None else partial(_shortened, architecture)
     with one_thread():
         return _faster(own, make, timer, shape)
-
-
-def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the dtype of a draft model: what --draft-dtype names, or if that is None what --dtype names.
-
-    A draft that is quantised computes in float32 on a CPU, where its products take the same time in all dtypes, and elsewhere in
-    the dtype of its weights. If this machine has no products that work for it, the choice is not quantised and says why. Raises
-    SpecgenError for an unknown name, and to quantise a model that transformers runs.
-    """
-    chosen = name or dtype
-    architecture = draft.config.architecture
-    if name is None or name not in QUANTISED:
-        return draft.choose_dtype(chosen, device)
-    if architecture is None:
-        raise SpecgenError(
-            f"--draft-dtype {name} needs the native backend, and {draft.name} runs on transformers: {draft.config.fallback}",
-            "Leave it out, or take auto, float32, bfloat16 or float16",
-        )
-    if (problem := refusal(name, device)) is not None:
-        return replace(draft.choose_dtype(dtype, device), warning=f"{draft.name} is not quantised: {problem}")
-    own = torch.float32 if device.type == "cpu" else DTYPES.get(str(draft.shape.dtype), torch.float32)
-    return DtypeChoice(own, "chosen by --draft-dtype", name)
 
 
 @inference

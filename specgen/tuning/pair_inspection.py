@@ -14,7 +14,8 @@ from safetensors import safe_open
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
-from specgen.engine.dtype_choice import DtypeChoice, choose_draft_dtype
+from specgen.engine.draft_dtype import choose_draft_dtype
+from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
