@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.decoding.drafter_kinds import MODEL
-from specgen.tuning.outcome import AS_FAST, PLAIN, plain_of
+from specgen.tuning.candidates import grid
+from specgen.tuning.outcome import AS_FAST, PLAIN
 from specgen.tuning.recorded_drafts import mean_acceptance
-from specgen.tuning.settings_search import simulate_grids
+from specgen.tuning.settings_search import expected
 
 if TYPE_CHECKING:
     from specgen.pair import Pair
@@ -53,16 +54,21 @@ def is_faster(
     dtype: str,
 ) -> bool:
     """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why."""
-    speedups = [expected_speedup(each, names, deadline) for each in (rounded, stored)]
-    accepted = [mean_acceptance(each.drafts)[MODEL.name] for each in (rounded, stored)]
+    both = rounded, stored
+    speedups = _expected_speedups(both, "sd" if "sd" in names else names[0], deadline.share(_SIMULATION))
+    accepted = [mean_acceptance(each.drafts)[MODEL.name] for each in both]
     better = AS_FAST * speedups[0] > speedups[1]
     figures = [f"{speedup:.2f}× expected with {share:.0%} accepted" for speedup, share in zip(speedups, accepted, strict=True)]
     observer.done(f"{dtype} draft: {figures[0]}, else {figures[1]}: {'taken' if better else 'not taken'}")
     return better
 
 
-def expected_speedup(measurements: PairMeasurements, names: Sequence[str], deadline: Deadline) -> float:
-    """Returns the expected speedup over plain decoding of `sd`, or else of the first of `names`, with the best settings."""
-    name = "sd" if "sd" in names else names[0]
-    found = simulate_grids(measurements, [PLAIN, name], deadline.share(_SIMULATION)).candidates
-    return max(each.predicted for each in found if each.name != PLAIN) / plain_of(found).predicted
+def _expected_speedups(both: Sequence[PairMeasurements], name: str, deadline: Deadline) -> list[float]:
+    """Returns the largest speedups over plain decoding of the method with each draft, in simulations of the same settings."""
+    plain = [expected(each, PLAIN, {}).predicted for each in both]
+    best = [0.0 for _ in both]
+    for tried, settings in enumerate(grid(name)):
+        if tried and deadline.left < 0:
+            break
+        best = [max(known, expected(each, name, settings).predicted) for known, each in zip(best, both, strict=True)]
+    return [speed / slow for speed, slow in zip(best, plain, strict=True)]
