@@ -38,7 +38,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     import torch
 
     from specgen.engine.devices import DTYPES, pick_device
-    from specgen.engine.model_loading import check_tokenizers_match, load_model
+    from specgen.engine.model_loading import load_model, translation_between
     from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
@@ -54,14 +54,14 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
             f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
             "Train the checkpoint that it was made from; drafts are quantised after training",
         )
-    for draft_model in drafts:
-        check_tokenizers_match(prepared, draft_model)
+    translations = [translation_between(prepared, draft) for draft in drafts]
     dtype = prepared.choose_dtype(models.dtype, device).dtype
     target = load_model(prepared, device, dtype, announce)
     if not drafts:
         return LoadedModels(target, None, torch.float32)
     draft = load_model(drafts[0], pick_device(models.draft_device or models.device), torch.float32, announce)
     stored = drafts[0].shape.dtype
+    draft = replace(draft, translation=translations[0])
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))
 
 
