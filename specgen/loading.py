@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from specgen import demo
+from specgen import demo, environment
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
@@ -53,7 +53,8 @@ def load(
     alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
     limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and `int4` round its
     weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it is first needed.
-    Raises SpecgenError.
+    Under torchrun, the target is split over its processes; in all but the first this function ends the process when the first
+    one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -61,6 +62,12 @@ def load(
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
     check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
+    launched = environment.launch()
+    if launched is not None:
+        from specgen.engine.tensor_parallel import processes
+
+        processes.follow_unless_first()
+        device = processes.device_of_rank(launched, device)
     target_device = pick_device(device)
     other_device = pick_draft_device(draft_device, device, target_device)
     if exact and target_device.type != "cpu":
@@ -147,7 +154,12 @@ def _load(
     elif process is not None:
         process.close()
     dtype = target.choose_dtype(dtypes[0], devices[0]).dtype
-    loaded = load_model(target, devices[0], dtype, announce)
+    load_target: WeightLoader | None = None
+    if environment.launch() is not None:
+        from specgen.engine.tensor_parallel.processes import load_distributed
+
+        load_target = load_distributed
+    loaded = load_model(target, devices[0], dtype, announce, load_target)
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, draft, worker)
