@@ -23,7 +23,7 @@ from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.draft_dtype import choose_draft_dtype
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import quantised_products
-from specgen.engine.native.loading import _return_free_memory
+from specgen.engine.native.loading import return_free_memory
 from specgen.engine.native.products import DenseProduct, ProductFactory
 from specgen.engine.native.quantised_products import (
     GROUP,
@@ -113,11 +113,11 @@ def test_weights_take_the_bytes_of_their_kind(kind: str) -> None:
     def resident() -> int:
         return int(statm.read_text().split()[1]) * 4096
 
-    _return_free_memory()
+    return_free_memory()
     before = resident()
     kept = [quantised_product(kind, sample)[0] for _ in range(24)]
     gc.collect()
-    _return_free_memory()
+    return_free_memory()
     taken = resident() - before
     assert all(product is not None for product in kept)
     expected = 24 * quantised_bytes(kind, 1 << 20, 1024)
