@@ -127,7 +127,7 @@ def show(
 ) -> None:
     tokens = sum(len(text.ids) - text.prompt_length for text in outputs[next(iter(pairs))])
     print(f"\ntemperature {sampling.temperature:g}, {tokens} tokens, {torch.get_num_threads()} thread")
-    print(f"{'draft':16}{'method':24}{'kappa':>7}{'common':>8}{'acceptance':>12}{'tokens/pass':>13}{'speedup':>9}")
+    print(f"{'draft':20}{'method':24}{'kappa':>7}{'common':>8}{'acceptance':>12}{'tokens/pass':>13}{'speedup':>9}")
     for (name, method), cell in cells.items():
         if method == PLAIN:
             continue
@@ -137,7 +137,7 @@ def show(
         speedups = sorted(cell.speedups)
         middle = (speedups[(len(speedups) - 1) // 2] + speedups[len(speedups) // 2]) / 2
         figures = f"{shares['kappa']:7.3f}{shares['common']:8.3f}{cell.summary.acceptance_rate or 0:12.3f}"
-        print(f"{name:16}{method:24}{figures}{cell.summary.block_efficiency or 0:13.2f}{middle:9.2f}", flush=True)
+        print(f"{name:20}{method:24}{figures}{cell.summary.block_efficiency or 0:13.2f}{middle:9.2f}", flush=True)
 
 
 if __name__ == "__main__":
