@@ -284,10 +284,10 @@ class Pair:
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
         """
         target, draft = self.runners if self.drafts_here(method) else (self._target_runner, None)
-        for runner in (target, draft):
-            if runner is not None:
-                runner.reserve(capacity)
-        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity)
+        for runner in filter(None, (target, draft)):
+            runner.reserve(capacity)
+        tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
+        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity, tokenizers=tokenizers)
 
     # early exit and layer skipping
 
