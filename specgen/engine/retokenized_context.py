@@ -85,7 +85,8 @@ class RetokenizedContext:
 
     def _add(self, tokens: list[int]) -> None:
         """Adds tokens that are not special."""
-        for part in (tokens[:-_KEPT], *([token] for token in tokens[-_KEPT:])):
+        first = tokens[:-_KEPT]
+        for part in (*([first] if first else []), *([token] for token in tokens[-_KEPT:])):
             self._text += self._detokenizer.push(*part)
             self.unfinished = [*self.unfinished, *part] if self._detokenizer.is_held else []
 
