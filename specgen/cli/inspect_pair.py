@@ -61,7 +61,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
     from specgen.tuning.method_readiness import planned
-    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel
+    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel, with_output
 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1:  # already measured
@@ -69,6 +69,7 @@ def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: 
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(
             report,
+            tokenizers=None if report.tokenizers is None else with_output(report.tokenizers, pair, line.still),
             speedup_model=measure(pair, line.still),
             choices=engine_choices(pair),
             parallel_costs=measure_parallel(pair, line.still),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,20 @@ from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.timing import time_passes
+from specgen.engine.token_bytes import NoTokenBytes
+from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.tokenizer import Tokenizer
+from specgen.engine.translation import same_tokens
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
+from specgen.preparation import example_prompts
 from specgen.tuning.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
+from specgen.types import SamplingParams
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
@@ -32,6 +37,7 @@ _PROBES: Sequence[str] = (
     "数学は楽しい 🙂 1234567890",
 )
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
+_OUTPUT_TOKENS = 32  # of the target's output to each of some prompts, on which tokenizers are compared
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 
@@ -106,9 +112,10 @@ class Difference:
 class TokenizerFacts:
     """A comparison of the target's and the draft model's tokenizer.
 
-    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `refusal` says why these tokenizers
-    cannot be used together, None if they can. `probe` is a text that they encode differently although their vocabularies match,
-    with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts alike.
+    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `refusal` says why drafts cannot be
+    translated token by token, None if they can or need not be. `probe` is a text that they encode differently although their
+    vocabularies match, with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts
+    alike. `overlap` says how much of a text both have as the same tokens, if the vocabularies differ and it can be computed.
     """
 
     target_size: int
@@ -117,6 +124,15 @@ class TokenizerFacts:
     differences: tuple[Difference, ...]
     refusal: str | None
     probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
+    overlap: TokenOverlap | None = None
+
+    @property
+    def differ(self) -> bool:
+        """Whether the draft model has another vocabulary than the target."""
+        return self.refusal is not None or self.overlap is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "overlap": None if self.overlap is None else self.overlap.as_dict()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +180,7 @@ class PairReport:
         return {
             "target": asdict(self.target),
             "draft": None if self.draft is None else asdict(self.draft),
-            "tokenizers": None if self.tokenizers is None else asdict(self.tokenizers),
+            "tokenizers": None if self.tokenizers is None else self.tokenizers.as_dict(),
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
@@ -213,9 +229,19 @@ def inspect_files(
         tokenizers,
         free_memory(devices[0]),
         readiness(
-            ours, parts, has_draft=tokenizers is not None, differs=tokenizers is not None and tokenizers.refusal is not None
+            ours, parts, has_draft=tokenizers is not None, by_text=tokenizers is not None and tokenizers.refusal is not None
         ),
     )
+
+
+def with_output(facts: TokenizerFacts, pair: Pair, announce: Callable[[str], None]) -> TokenizerFacts:
+    """Returns the facts with the overlap on the target's own output to some example prompts, if the vocabularies differ."""
+    if facts.overlap is None or pair.draft is None:
+        return facts
+    announce("generating text to compare the tokenizers on")
+    sampling = SamplingParams(max_new_tokens=_OUTPUT_TOKENS)
+    outputs = [pair.generate(ids, "ar", sampling).token_ids for ids in example_prompts(pair.target)]
+    return replace(facts, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs))
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
@@ -287,13 +313,15 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     ours, theirs = ({id_: token for token, id_ in model.tokenizer.vocabulary().items()} for model in (target, draft))
     differing = [id_ for id_ in sorted(ours | theirs) if ours.get(id_) != theirs.get(id_)]
     first = tuple(Difference(id_, ours.get(id_), theirs.get(id_)) for id_ in differing[:_SHOWN_DIFFERENCES])
-    refusal = None
-    try:
-        check_tokenizers_match(target, draft)
-    except SpecgenError as error:
-        refusal = error.message
-    probe = None if refusal is not None else _differing_probe(target.tokenizer, draft.tokenizer)
-    return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe)
+    refusal = probe = overlap = None
+    if same_tokens(target.tokenizer, draft.tokenizer):
+        probe = _differing_probe(target.tokenizer, draft.tokenizer)
+    else:
+        try:
+            overlap = overlap_of_examples(target.tokenizer, draft.tokenizer)
+        except NoTokenBytes as error:
+            refusal = error.message
+    return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe, overlap)
 
 
 def _differing_probe(target: Tokenizer, draft: Tokenizer) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
