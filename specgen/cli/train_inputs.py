@@ -39,7 +39,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
 
     from specgen.engine.devices import DTYPES, pick_device
     from specgen.engine.dtype_choice import choose_dtype
-    from specgen.engine.model_loading import load_model
+    from specgen.engine.model_loading import check_tokenizers_match, load_model
     from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
@@ -50,6 +50,8 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if needs_draft)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
+    for draft_model in drafts:
+        check_tokenizers_match(prepared, draft_model)
     dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
     target = load_model(prepared, device, dtype, announce)
     if not drafts:

@@ -19,8 +19,10 @@ from specgen.engine.model_shape import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
+from specgen.engine.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
-from specgen.engine.translation import same_tokens
+from specgen.engine.translated_runner import TranslatedRunner
+from specgen.engine.translation import Translation, same_tokens
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
 
@@ -114,7 +116,8 @@ class LoadedModel:
     `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
     model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
     suppressed tokens). `folder` has its files.
-    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`.
+    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is between the tokens
+    of the target and of this draft model; None if they are the same.
     """
 
     name: str
@@ -127,11 +130,18 @@ class LoadedModel:
     folder: Path
     exact: bool = False
     backend: str = "native"
+    translation: Translation | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         runner = ModelRunner(self.model, penalties)
         runner.context_limit = self.context_limit
         return runner
+
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
+        """Returns a runner that answers in the target's token ids. `penalties` are the target's."""
+        if self.translation is None:
+            return self.runner(penalties)
+        return TranslatedRunner(self.runner(), self.translation, penalties)
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
@@ -271,6 +281,29 @@ def check_weight_files(folder: Path, name: str) -> None:
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
     hint = "Other formats can run code when read: convert it to safetensors first" if others else "Download or save it again"
     raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {others[0]})" if others else ""), hint)
+
+
+def translation_between(target: PreparedModel, draft: PreparedModel) -> Translation | None:
+    """Returns the translation between the two models' tokens; None if they have the same tokenizer.
+
+    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes, or if the two have no token in common.
+    """
+    if same_tokens(target.tokenizer, draft.tokenizer):
+        return None
+    for model in (target, draft):
+        try:
+            token_bytes(model.tokenizer)
+        except NoTokenBytes as error:
+            raise _untranslatable(f"{model.name}: {error.message}") from error
+    found = Translation.between(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids, target.shape.vocab_size)
+    if not any(piece in found.draft.ids for piece in found.target.ids):
+        raise _untranslatable(f"{target.name} and {draft.name} have none in common")
+    return found
+
+
+def _untranslatable(reason: str) -> NoTokenBytes:
+    message = f"the tokenizers differ, and their tokens cannot be translated: {reason}"
+    return NoTokenBytes(message, "Take -m sd --set translation=text, or a method without a draft model: -m lookup")
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
