@@ -12,19 +12,11 @@ if TYPE_CHECKING:
 
 def show(pair: Pair, err: Console, *, quiet: bool) -> None:
     """Prints one line if the draft model's tokenizer differs from the target's, unless `quiet`."""
-    if quiet or pair.draft is None:
+    if quiet or pair.draft is None or pair.draft.translation is None:
         return
     from rich.text import Text
 
-    from specgen.engine.token_bytes import NoTokenBytes
     from specgen.engine.token_overlap import overlap_of_examples
-    from specgen.engine.translation import same_tokens
     from specgen.ui.terminal import token_overlap as words
 
-    if same_tokens(pair.tokenizer, pair.draft.tokenizer):
-        return
-    try:
-        line = words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))
-    except NoTokenBytes as error:
-        line = words.untranslatable(error.message)
-    err.print(Text(line), soft_wrap=True)
+    err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)

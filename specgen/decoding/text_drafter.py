@@ -24,6 +24,7 @@ class TextDrafter:
     def __init__(self, setup: DraftSetup) -> None:
         runner, tokenizers = setup.runner, setup.tokenizers
         assert runner is not None, "this drafter runs a model"
+        runner = getattr(runner, "own", runner)  # of one that answers in the target's tokens
         assert tokenizers is not None, "this drafter needs the tokenizers of both models"
         target, draft = tokenizers
         ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})

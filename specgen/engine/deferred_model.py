@@ -22,7 +22,8 @@ class DeferredModel:
     A pair may never need the draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
     of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`,
     `backend`, and `context_limit`, the longest context in tokens. `translation` is between the target's tokens and the model's;
-    None if both have the same, and if there is none: then `refusal` says why, which `draft_runner` raises.
+    None if both have the same, and if there is none: then `refusal` says why, and drafts
+    go by way of their text.
     """
 
     def __init__(
@@ -58,9 +59,7 @@ class DeferredModel:
         return self.loaded.runner(penalties)
 
     def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
-        """Returns a runner that answers in the target's token ids, see `LoadedModel`. Raises `refusal` if there can be none."""
-        if self.refusal is not None:
-            raise self.refusal
+        """Returns a runner that answers in the target's token ids, see `LoadedModel`; with a `refusal`, in the model's own."""
         return self.loaded.draft_runner(penalties)
 
 

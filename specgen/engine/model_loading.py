@@ -117,7 +117,7 @@ class LoadedModel:
     model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
     suppressed tokens). `folder` has its files.
     `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is between the tokens
-    of the target and of this draft model; None if they are the same.
+    of the target and of this draft model; None if they are the same. `refusal` says why there is none although one is needed.
     """
 
     name: str
@@ -131,6 +131,7 @@ class LoadedModel:
     exact: bool = False
     backend: str = "native"
     translation: Translation | None = None
+    refusal: SpecgenError | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         runner = ModelRunner(self.model, penalties)

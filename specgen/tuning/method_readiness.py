@@ -119,6 +119,8 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
             # settings that are `auto` by default would have to be measured: they are given
             given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
             given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
+            if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
+                given |= {"translation": "text"}
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
             checked[name] = found[name]
         except SpecgenError as error:

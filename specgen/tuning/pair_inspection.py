@@ -15,7 +15,7 @@ from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
@@ -23,7 +23,6 @@ from specgen.engine.timing import time_passes
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.tokenizer import Tokenizer
-from specgen.engine.translation import same_tokens
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.preparation import example_prompts
@@ -265,8 +264,11 @@ def engine_choices(pair: Pair) -> EngineChoices:
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
-    """Measures pass times while both models run at the same time, which decide PEARL's window; None without a draft model."""
-    if pair.draft is None:
+    """Measures pass times while both models run at the same time, which decide PEARL's window.
+
+    None without a draft model, and if its tokens cannot be translated.
+    """
+    if pair.draft is None or pair.draft.refusal is not None:
         return None
     announce("timing passes with both models running")
     return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
@@ -314,13 +316,13 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     differing = [id_ for id_ in sorted(ours | theirs) if ours.get(id_) != theirs.get(id_)]
     first = tuple(Difference(id_, ours.get(id_), theirs.get(id_)) for id_ in differing[:_SHOWN_DIFFERENCES])
     refusal = probe = overlap = None
-    if same_tokens(target.tokenizer, draft.tokenizer):
-        probe = _differing_probe(target.tokenizer, draft.tokenizer)
-    else:
-        try:
+    try:
+        if translation_between(target, draft) is None:
+            probe = _differing_probe(target.tokenizer, draft.tokenizer)
+        else:
             overlap = overlap_of_examples(target.tokenizer, draft.tokenizer)
-        except NoTokenBytes as error:
-            refusal = error.message
+    except NoTokenBytes as error:
+        refusal = error.message
     return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe, overlap)
 
 

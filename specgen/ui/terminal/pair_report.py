@@ -90,7 +90,7 @@ def _tokenizers(
             yield from _line("", hint, width, style="quiet")
         return
     if found.refusal is not None:
-        yield from _line("✗ tokenizer", f"the tokenizers differ, and the tokens cannot be translated: {found.refusal}", width)
+        yield from _line("✗ tokenizer", found.refusal, width)
         yield from _line("", f"{found.shared:,} tokens have the same id in both", width, style="quiet")
         for difference in found.differences:
             ours, theirs = (

@@ -45,8 +45,3 @@ def notice(overlap: TokenOverlap) -> str:
     """Returns one line for a run that is about to begin."""
     line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
     return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
-
-
-def untranslatable(reason: str) -> str:
-    """Returns one line for a run with models whose tokens cannot be translated, for the `reason` that the error gives."""
-    return f"note: the tokenizers differ, and the tokens cannot be translated: {reason}. Use {ALTERNATIVES}"
