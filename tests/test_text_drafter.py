@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from enumeration import ROUNDING, Paths, SmallRunner, exact, states, total_variation
+from foreign_tokenizers import FILES, TEXT, settings_of
 from scripted_models import ids_of, scripted_run
-from tokenizer_helpers import CORPUS, LLAMA, byte_level, load, metaspace, write
+from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models
 
 from specgen import methods
 from specgen.decoding.run import Run
@@ -27,57 +27,7 @@ from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
 from specgen.types import Context, Round, SamplingParams
 
-TEXT = (
-    "The quick dog jumps over the lazy cat,  and 12345 cats' dogs: \"I'll be\n\n\tamused\".\n"
-    "def fibonacci(n):\n    return fibonacci(n - 1)\n"
-    "Größe, L'été à Noël: 日本語の文章です。 🙂 the the the the dog dog dog dog international lazydog\n"
-)
-
-
-def word_piece(*, lowercase: bool = False) -> str:
-    pipeline = Pipeline(models.WordPiece(unk_token="[UNK]"))
-    pipeline.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    pipeline.decoder = decoders.WordPiece(cleanup=False)
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
-    pipeline.train_from_iterator([*CORPUS, TEXT], trainer)
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
-    pipeline.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    text: str = pipeline.to_str()
-    return text
-
-
-def other_merges() -> str:
-    tokenizer = json.loads(byte_level())
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:40]
-    return json.dumps(tokenizer)
-
-
-def permuted() -> str:
-    tokenizer = json.loads(byte_level())
-    vocabulary, named = tokenizer["model"]["vocab"], {token["content"] for token in tokenizer["added_tokens"]}
-    words = [word for word in vocabulary if word not in named]
-    shuffled = dict(zip(words, Random(0).sample([vocabulary[word] for word in words], len(words)), strict=True))
-    tokenizer["model"]["vocab"] = vocabulary | shuffled
-    return json.dumps(tokenizer)
-
-
-def lower_case() -> str:
-    return byte_level("Lowercase")
-
-
-FILES: dict[str, Callable[[], str]] = {
-    "byte-level": byte_level,
-    "with bos": lambda: byte_level(with_template=True),
-    "permuted": permuted,
-    "other merges": other_merges,
-    "first": metaspace,
-    "prepend": lambda: metaspace("prepend"),
-    "gemma": lambda: metaspace("gemma"),
-    "word piece": word_piece,
-    "lower case": lower_case,
-}
+TokenizerOf = Callable[[str], Tokenizer]
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +36,9 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
 
     @cache
     def made(name: str) -> Tokenizer:
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[SEP]" if name == "word piece" else "</s>"}
-        return load(write(folder / name.replace(" ", "-"), FILES[name](), settings, LLAMA))
+        return load(write(folder / name.replace(" ", "-"), FILES[name](), settings_of(name), LLAMA))
 
     return made
-
-
-TokenizerOf = Callable[[str], Tokenizer]
 
 
 class Script:

@@ -9,14 +9,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cli_helpers import parsed, run_main
+from foreign_tokenizers import write_model
 from tokenizer_helpers import LLAMA, byte_level, load, metaspace, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+import specgen
 from specgen.cost_model.speedup import SpeedupModel
+from specgen.engine import token_overlap as overlaps
 from specgen.engine.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.tokenizer import Tokenizer
+from specgen.tuning import pair_inspection
+from specgen.types import SamplingParams
 from specgen.ui.terminal import token_overlap as words
 
 TokenizerOf = Callable[..., Tokenizer]
@@ -110,3 +116,106 @@ def test_words_for_what_can_pay() -> None:
     high = replace(low, covered=100, is_output=True)
     assert words.notice(high).endswith("100% of the tokens of the target's output are one token in both (kappa)")
     assert "too little text" in words.notice(replace(low, tokens=3))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    parent = tmp_path_factory.mktemp("models")
+    return cache(lambda name: write_model(parent / name.replace(" ", "-"), name))
+
+
+Folders = Callable[[str], str]
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def specgen_(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process, with what it writes to stdout and stderr."""
+
+    def call(*arguments: str, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setenv("COLUMNS", "400")
+        capfd.readouterr()  # of what has saved the models
+        found, out, err = run_main(monkeypatch, capfd, *arguments, "--device", "cpu")
+        assert found == code, err
+        return out, err
+
+    return call
+
+
+def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlaps, "LOW", 0.99)
+    pair = ("inspect", "-t", folders("byte-level"), "-d", folders("other merges"))
+    line = parsed(specgen_(*pair, "--json")[0])[0]
+    overlap = line["tokenizers"]["overlap"]
+    assert overlap["common"] < overlap["vocabulary"]
+    assert overlap["kappa"] == overlap["covered"] / overlap["tokens"] > 0.5
+    assert line["tokenizers"]["refusal"] is None
+    out, _ = specgen_(*pair)
+    assert f"· tokenizer  another; {overlap['common']} of the target's {overlap['vocabulary']} tokens are the draft's, too" in out
+    assert f"{overlap['kappa']:.0%} of the tokens of example text are one token in both (kappa), about " in out
+    assert words.ALTERNATIVES in out
+    assert "✓ sd, heuristic" in out
+    monkeypatch.setattr(pair_inspection, "time_passes", lambda _, widths, length: dict.fromkeys(widths, 0.01))
+    out, _ = specgen_(*pair, "--measure")
+    assert "of the tokens of the target's output are one token in both (kappa)" in out
+    assert "✗ tokens     " in out, "a draft pass takes as long as one of the target"
+    assert "drafts in common tokens cannot pay" in out
+    assert out.count(words.ALTERNATIVES) == 1
+    line = parsed(specgen_(*pair, "--measure", "--json")[0])[0]
+    assert line["tokenizers"]["overlap"]["is_output"]
+    assert line["measured"]["at_kappa"]["speedup"] < 1
+
+
+def test_runs_say_it_first(folders: Folders, specgen_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlaps, "LOW", 0.99)
+    pair = ("-t", folders("byte-level"), "-d", folders("other merges"))
+    prompts = tmp_path / "prompts.yaml"
+    prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
+    commands = (
+        ("generate", "the quick", *pair, "-n", "4", "-m", "sd"),
+        ("compare", *pair, "--methods", "sd:k=2", "--prompts", str(prompts), "-n", "4", "--repeats", "1"),
+    )
+    for command in commands:
+        _, err = specgen_(*command)
+        assert err.startswith("note: the tokenizers differ: "), err
+        assert words.ALTERNATIVES in err.splitlines()[0]
+        assert "note:" not in specgen_(*command, "--quiet")[1]
+    for method in ("lookup", "sd --set translation=text"):
+        assert "note:" not in specgen_("generate", "the quick", *pair, "-n", "4", "-m", *method.split())[1]
+
+
+def test_what_works_without_token_bytes_is_named(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
+    pair = ("-t", folders("byte-level"), "-d", folders("word piece"))
+    prompts = tmp_path / "prompts.yaml"
+    prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
+    for command in (
+        ("generate", "the quick", *pair, "-n", "4", "-m", "sd"),
+        ("generate", "the quick", *pair, "-n", "4"),
+        ("compare", *pair, "--methods", "sd:k=2", "--prompts", str(prompts), "-n", "4", "--repeats", "1"),
+        ("tune", *pair, "--methods", "sd", "--prompts", str(prompts), "--out", str(tmp_path / "out")),
+    ):
+        _, err = specgen_(*command, code=2)
+        (line,) = err.splitlines()
+        assert "the tokenizers differ, and their tokens cannot be translated" in line
+        assert "WordPiece" in line
+        assert "-m sd --set translation=text" in line
+        assert "-m lookup" in line
+    methods = "sd:translation=text,lookup"
+    out, _ = specgen_("compare", *pair, "--methods", methods, "--prompts", str(prompts), "-n", "4", "--repeats", "1", "--json")
+    assert [line["identical"] for line in parsed(out)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("draft", ["byte-level", "permuted", "other merges", "first", "gemma", "word piece"])
+def test_greedy_output_is_plain_decodings(folders: Folders, draft: str) -> None:
+    """On models, whose drafts by way of their text are cut, refused and accepted; and with no memory of the run before."""
+    pair = specgen.load(folders("byte-level"), folders(draft), device="cpu", dtype="float32")
+    pair._process_worker = None
+    for prompt in ("the quick brown", "日本語 def fibonacci(n", "a"):
+        sampling = SamplingParams(max_new_tokens=24)
+        plain = pair.generate(prompt, "ar", sampling)
+        for settings in ({"k": 1}, {"k": 6}, {"policy": "svip"}):
+            found = pair.generate(prompt, "sd", sampling, translation="text", **settings)
+            assert found.token_ids == plain.token_ids
+        if draft == "byte-level":
+            assert found.summary["drafted"] > 0
+    pair.close()

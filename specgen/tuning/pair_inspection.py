@@ -176,6 +176,8 @@ class PairReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`."""
+        overlap = None if self.tokenizers is None else self.tokenizers.overlap
+        kappa = None if overlap is None else overlap.kappa
         return {
             "target": asdict(self.target),
             "draft": None if self.draft is None else asdict(self.draft),
@@ -187,11 +189,11 @@ class PairReport:
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
             "engine": None if self.choices is None else self.choices.as_dict(),
-            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs),
+            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs, kappa),
         }
 
 
-def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, Any]:
+def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None) -> dict[str, Any]:
     return {
         "context_length": model.context_length,
         "target_seconds": {str(width): seconds for width, seconds in model.target_seconds.items()},
@@ -199,11 +201,14 @@ def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, 
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
         "pays_from": {str(k): model.break_even_acceptance(k) for k in model.draft_lengths},
-        "expected": [
-            {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
-            for acceptance, (k, speedup) in ((acceptance, model.best(acceptance)) for acceptance in ACCEPTANCES)
-        ],
+        "expected": [_expected(model, acceptance) for acceptance in ACCEPTANCES],
+        "at_kappa": None if kappa is None or not model.draft_lengths else _expected(model, kappa),
     }
+
+
+def _expected(model: SpeedupModel, acceptance: float) -> dict[str, float]:
+    k, speedup = model.best(acceptance)
+    return {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
 
 
 def inspect_files(
