@@ -11,7 +11,6 @@ import torch
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
@@ -129,10 +128,7 @@ def _load(
     process: DraftProcess | None,
 ) -> Pair:
     prepared = prepare_models(sources, announce)
-    placed = [
-        (model, device, choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype)
-        for model, device in zip(prepared, devices, strict=False)
-    ]
+    placed = [(model, device, model.choose_dtype(dtype, device).dtype) for model, device in zip(prepared, devices, strict=False)]
     translation = refusal = worker = None
     if len(placed) == 2:
         try:

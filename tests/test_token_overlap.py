@@ -156,6 +156,7 @@ def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch
     assert words.ALTERNATIVES in out
     assert "✓ sd, heuristic" in out
     monkeypatch.setattr(pair_inspection, "time_passes", lambda _, widths, length: dict.fromkeys(widths, 0.01))
+    monkeypatch.setattr(pair_inspection, "measure_parallel", lambda *_: None)
     out, _ = specgen_(*pair, "--measure")
     assert "of the tokens of the target's output are one token in both (kappa)" in out
     assert "✗ tokens     " in out, "a draft pass takes as long as one of the target"

@@ -38,8 +38,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     import torch
 
     from specgen.engine.devices import DTYPES, pick_device
-    from specgen.engine.dtype_choice import choose_dtype
-    from specgen.engine.model_loading import check_tokenizers_match, load_model
+    from specgen.engine.model_loading import load_model, translation_between
     from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
@@ -50,14 +49,19 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if needs_draft)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
-    for draft_model in drafts:
-        check_tokenizers_match(prepared, draft_model)
-    dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
+    if drafts and (quantised := drafts[0].config.quantisation) is not None:
+        raise SpecgenError(
+            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
+            "Train the checkpoint that it was made from; drafts are quantised after training",
+        )
+    translations = [translation_between(prepared, draft) for draft in drafts]
+    dtype = prepared.choose_dtype(models.dtype, device).dtype
     target = load_model(prepared, device, dtype, announce)
     if not drafts:
         return LoadedModels(target, None, torch.float32)
     draft = load_model(drafts[0], pick_device(models.draft_device or models.device), torch.float32, announce)
     stored = drafts[0].shape.dtype
+    draft = replace(draft, translation=translations[0])
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))
 
 

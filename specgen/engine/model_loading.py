@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from specgen.engine.devices import DTYPES
+from specgen.engine.dtype_choice import DtypeChoice, choose_dtype
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
@@ -19,6 +21,7 @@ from specgen.engine.model_shape import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
+from specgen.engine.quantisation import GGUF_HINT, Quantisation, read_quantisation
 from specgen.engine.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.translated_runner import TranslatedRunner
@@ -58,7 +61,8 @@ class ModelConfig:
     """What a model's config.json says. `raw` is its content, `shape` the model's sizes.
 
     The native decoder runs the model if there is an `architecture`. If it is None, transformers does, with `transformers_config`,
-    and `fallback` says why: the field that the native decoder does not know, or the user's choice.
+    and `fallback` says why: the field that the native decoder does not know, or the user's choice. `quantisation` says how the
+    checkpoint's weights are quantised, None if they are not.
     """
 
     raw: Mapping[str, Any]
@@ -66,6 +70,7 @@ class ModelConfig:
     architecture: Architecture | None = None
     transformers_config: Any = None
     fallback: str | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def backend(self) -> str:
@@ -107,6 +112,30 @@ class PreparedModel:
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
         return eos_ids(self.config.raw, self.generation, self.config.default_eos, self.tokenizer.eos_id)
+
+    def quantisation_on(self, device: torch.device) -> Quantisation | None:
+        """Returns how the weights are kept on a device; see `quantisers.quantisation_on`. None: as ordinary numbers."""
+        return _quantisation_on(device, self.config, self.source)
+
+    def choose_dtype(self, name: str, device: torch.device) -> DtypeChoice:
+        """Returns the dtype named `name` to run the model in; see `dtype_choice.choose_dtype`.
+
+        Quantised weights stay as they are stored: the dtype is that of the other weights and of the computation. Raises
+        SpecgenError for an unknown name, and if the weights are quantised in a format that cannot be run on the device.
+        """
+        config, quantisation = self.config, self.quantisation_on(device)
+        if quantisation is None:
+            return choose_dtype(name, self.shape, self.folder, device, config.architecture)
+        if quantisation.dequantises:
+            from specgen.engine.transformers_backend.structure import count_parameters
+
+            parameters = count_parameters(config.transformers_config, self.source.trust_remote_code)
+            return choose_dtype(name, self.shape, self.folder, device, narrow_bytes=parameters and 2 * parameters)
+        if name == "auto":
+            return DtypeChoice(
+                DTYPES.get(str(self.shape.dtype), torch.float32), "the dtype of its weights that are not quantised"
+            )
+        return choose_dtype(name, self.shape, self.folder, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +241,17 @@ def _check_context(source: ModelSource, own_limit: int) -> None:
 def describe(folder: Path, source: ModelSource) -> ModelConfig:
     """Reads the config of the model in `folder` and chooses the backend. Raises SpecgenError as `prepare` does."""
     raw = read_config(folder, source.name)
+    quantisation = read_quantisation(raw, source.name)
     fallback = "chosen by --backend transformers"
     if source.backend != "transformers":
         try:
-            if source.backend == "auto" and (source.trust_remote_code or source.on_mps):
+            if quantisation is not None:
+                fallback = f"its weights are quantised with {quantisation.format.title}"
+                if source.backend == "native":
+                    raise SpecgenError(
+                        f"the native backend does not run {source.name}: {fallback}", "Take --backend auto or transformers"
+                    )
+            elif source.backend == "auto" and (source.trust_remote_code or source.on_mps):
                 fallback = "on Apple GPUs" if source.on_mps else "--trust-remote-code allows code of the model itself"
             else:
                 architecture = read_architecture(raw)
@@ -231,7 +267,15 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
     from specgen.engine.transformers_backend.loading import read_transformers_config
 
     config = read_transformers_config(folder, source.name, source.trust_remote_code)
-    return ModelConfig(raw, of_transformers(config), None, config, fallback)
+    return ModelConfig(raw, of_transformers(config), None, config, fallback, quantisation)
+
+
+def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSource) -> Quantisation | None:
+    if config.quantisation is None:
+        return None
+    from specgen.engine.transformers_backend.quantisers import quantisation_on
+
+    return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
 
 def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
@@ -260,7 +304,8 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
             return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
 
-        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device)
+        kept = _quantisation_on(device, config, source)
+        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -281,6 +326,8 @@ def check_weight_files(folder: Path, name: str) -> None:
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
     hint = "Other formats can run code when read: convert it to safetensors first" if others else "Download or save it again"
+    if others and others[0].endswith(".gguf"):
+        hint = GGUF_HINT
     raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {others[0]})" if others else ""), hint)
 
 
