@@ -278,15 +278,25 @@ def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSou
     return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
 
-def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`.
+WeightLoader = Callable[[Path, ModelSource, ModelConfig, torch.dtype, torch.device], Model]
+"""Loads the weights in a folder; `load_weights` is one."""
+
+
+def load_model(
+    prepared: PreparedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    announce: Callable[[str], None],
+    load: WeightLoader | None = None,
+) -> LoadedModel:
+    """Loads a prepared model's weights onto `device`, by `load` (None: `load_weights`).
 
     Raises SpecgenError if the weights are damaged or no safetensors, or do not work with a KV cache that is rolled back, and
     RunError if memory is short.
     """
     name = prepared.name
     announce(f"loading {name}")
-    model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device)
+    model = (load or load_weights)(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
     limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend

@@ -27,6 +27,7 @@ from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.translated_runner import TranslatedRunner
 from specgen.engine.translation import Translation
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.prefill_progress import prefill_reports
 from specgen.types import Context
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, LoadModel
 from specgen.workers.shared_drafts import SharedDrafts
@@ -130,7 +131,8 @@ class Worker:
             shared.map(self._memory, request.offset)
         context = Context(request.prompt_ids)
         if room(self._runner, context) > 0:
-            self._runner.logits(context)
+            with prefill_reports.to(lambda _, done, total: self._flags.prefill(done, total)):
+                self._runner.logits(context)
         drafter = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
         if (adaptive := components.adaptive) is not None and adaptive.key is not None:
             adaptive = replace(adaptive, learned=self._learned.setdefault(adaptive.key, adaptive.learned))
