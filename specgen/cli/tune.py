@@ -107,6 +107,8 @@ def tune(
         if models.head is not None:
             hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
             raise SpecgenError("--head cannot be combined with --train", hint)
+        if models.draft_dtype is not None:
+            raise SpecgenError("--draft-dtype cannot be combined with --train", "Leave it out: training needs whole weights")
         task = TrainRequest(
             methods=tuning.methods,
             prompts=tuning.prompts,

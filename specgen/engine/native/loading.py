@@ -20,15 +20,22 @@ from specgen.engine.native.weight_files import WeightFiles
 
 
 def load_native(
-    folder: Path, name: str, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    folder: Path,
+    name: str,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    quantise: str | None = None,
 ) -> NativeModel:
-    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`.
+    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`.
 
     Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files, names = open_weights(folder, name, architecture, device)
-        factory = ProductFactory(device, dtype)
+        factory = ProductFactory(device, dtype, quantise=quantise)
         gain = norm_gain(architecture, dtype, device)
         parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
         files.close()
