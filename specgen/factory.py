@@ -53,6 +53,7 @@ def draft_setup(components: Components) -> DraftSetup:
         acceptance_predictor=components.acceptance_predictor,
         history=components.history,
         context_limit=getattr(components.target, "context_limit", 0),  # a draft worker has no target
+        tokenizers=components.tokenizers,
     )
 
 

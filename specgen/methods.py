@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from specgen.decoding import drafter_kinds as kinds
+from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.length_policy import Signals
-from specgen.decoding.policies import POLICIES, Fixed, signals_of
+from specgen.decoding.policies import POLICIES, CaliTS, Fixed, signals_of
 from specgen.errors import SpecgenError, nearest
 from specgen.method import Method
 from specgen.setting_parsing import Setting, Settings, Value
@@ -25,6 +26,13 @@ _EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: -
 _HEAD = {"head": Setting(DEFAULT_HEAD, "the head's folder; auto: --head, or the one found for the target")}
 _SKIP = "layers to skip, as 3+5a+7m (a: attention only, m: MLP only); auto: searched for"
 _DRAFTS = {"drafts": Setting(4, "number of drafts", 1, 64)}
+_TRANSLATION = {
+    "translation": Setting(
+        "tokens",
+        "for a draft model with another tokenizer: by the tokens that both have (TLI), or by text, encoded again (SLEM)",
+        choices=("tokens", "text"),
+    )
+}
 _CAPE = {"cape": Setting(False, "add likely candidates at each position of the chain, more where the draft is unsure (CaPE)")}
 
 
@@ -61,7 +69,7 @@ METHODS: Mapping[str, Method] = {
             "fixed",
             "Leviathan et al. 2023",
             any_policy=True,
-            settings=_tree(1, "auto") | _CAPE,
+            settings=_tree(1, "auto") | _CAPE | _TRANSLATION,
         ),
         _draft_model("heuristic", "transformers' assisted generation"),
         _draft_model("confidence", "transformers' assisted generation"),
@@ -297,6 +305,7 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
     if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
         raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
     _check_tree(method, given, values)
+    _check_text(policy, values)
     return Settings(policy, values)
 
 
@@ -310,6 +319,19 @@ def _check_tree(method: Method, given: Mapping[str, object], values: Mapping[str
     for name in ("nodes",) if method.drafter.drafts_trees else ("depth", "nodes"):
         if values.get("width") == 1 and name in given and values[name] not in ("auto", method.settings[name].default):
             raise SpecgenError(f"{name} is {values[name]}, but width is 1", "Give width=2 or more: a chain's length is k")
+
+
+def _check_text(policy: str | None, values: Mapping[str, Value]) -> None:
+    """Raises SpecgenError if drafts by way of text are combined with a setting that looks at the target's tokens."""
+    if values.get("translation") != "text":
+        return
+    if policy == Adaptive.name:
+        others = ", ".join(name for name in POLICIES if name not in (Adaptive.name, CaliTS.name))
+        message = "translation=text cannot use the policy 'adaptive', which follows single tokens of the target"
+        raise SpecgenError(message, f"Use one of {others}")
+    for name, off in (("width", 1), ("cape", False)):
+        if values.get(name) != off:
+            raise SpecgenError(f"translation=text drafts a chain, and {name} is {values[name]}", f"Leave {name} out")
 
 
 def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -> None:

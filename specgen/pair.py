@@ -258,8 +258,7 @@ class Pair:
         """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
         detokenizer = self.tokenizer.detokenizer(plan.info.prompt_ids)
         text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
-        ends = [text.index(stop) for stop in plan.info.sampling.stop if stop in text]
-        return text[: min(ends)] if ends else text
+        return text[: min((text.index(stop) for stop in plan.info.sampling.stop if stop in text), default=len(text))]
 
     def _request(
         self,
@@ -278,7 +277,7 @@ class Pair:
         ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
-        return RunRequest(chosen, settings, sampling, prompt_ids, limit)
+        return RunRequest(chosen, settings, sampling, prompt_ids, limit, None if self.draft is None else self.draft.refusal)
 
     def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Components:
         """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
@@ -289,7 +288,8 @@ class Pair:
         for runner in (target, draft):
             if runner is not None:
                 runner.reserve(capacity)
-        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity)
+        tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
+        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity, tokenizers=tokenizers)
 
     # early exit and layer skipping
 

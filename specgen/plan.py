@@ -62,7 +62,8 @@ class RunRequest:
     """The checked arguments of a decoding run.
 
     `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's context has no room for them.
-    Raises SpecgenError if the method cannot decode with the sampling parameters.
+    `refusal` says why drafts cannot be in the target's tokens; None if they can. Raises it for a method that has such drafts, and
+    SpecgenError if the method cannot decode with the sampling parameters.
     """
 
     method: Method
@@ -70,9 +71,12 @@ class RunRequest:
     sampling: SamplingParams
     prompt_ids: list[int]
     limit: int
+    refusal: SpecgenError | None = None
 
     def __post_init__(self) -> None:
         self.method.check_sampling(self.sampling)
+        if self.refusal is not None and self.method.uses_draft_model and not self.settings.drafts_text:
+            raise self.refusal
         if self.settings.values.get("history") and self.sampling.seed is not None and not self.sampling.greedy:
             raise SpecgenError(
                 f"{self.method.name} with history=true draws other tokens with the same seed after other outputs",

@@ -142,14 +142,14 @@ def fastest_skips(target: LoadedModel, speed: Callable[[SkippedLayers, list[list
     found = measurement_cache.find("skips", key)
     if not isinstance(found, str):
         target.model.check_layers("layer skipping")
-        prompts, layers = _search_prompts(target), target.model.shape.num_layers
+        prompts, layers = example_prompts(target), target.model.shape.num_layers
         found = search_skips(layers, lambda skips: speed(skips, prompts), SEARCH_SECONDS).skips
         measurement_cache.keep("skips", key, found)
     return found
 
 
-def _search_prompts(target: LoadedModel) -> list[list[int]]:
-    """Returns the prompts (token ids) on which skipped layers are measured: the first tokens of one example per category.
+def example_prompts(target: LoadedModel) -> list[list[int]]:
+    """Returns the prompts (token ids) of short measurements: the first tokens of one example per category.
 
     Takes the prompts for tuning of the first `PROMPTS` categories, and at most half of the target's context length per prompt.
     """

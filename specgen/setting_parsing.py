@@ -80,6 +80,11 @@ class Settings:
         """Whether these values ask for a tree of likely continuations: a `width` above 1."""
         return int(self.values.get("width", 1)) > 1
 
+    @property
+    def drafts_text(self) -> bool:
+        """Whether these values ask for drafts by way of their text: `translation=text`."""
+        return self.values.get("translation") == "text"
+
     def with_value(self, name: str, value: Value) -> Settings:
         return Settings(self.policy, {**self.values, name: value})
 

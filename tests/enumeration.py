@@ -21,6 +21,7 @@ from specgen.decoding import logits_ops
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.parallel import Parallel
+from specgen.engine.tokenizer import Tokenizer
 from specgen.setting_parsing import Settings
 from specgen.types import Context, Draft, SamplingParams
 
@@ -232,6 +233,7 @@ def states(
     sampling: SamplingParams,
     eos: Iterable[int] = (),
     window: Window | None = None,
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Iterator[State]:
     """A run of a method, as its states after each round. `window` replaces PEARL's."""
     run = scripted_run(
@@ -241,8 +243,9 @@ def states(
         draft,
         sampling,
         eos=eos,
-        worker=InlineWorker(draft),
-        prompt=PROMPT,  # type: ignore[arg-type]
+        worker=InlineWorker(draft),  # type: ignore[arg-type]
+        prompt=PROMPT,
+        tokenizers=tokenizers,
     )
     if window is not None:
         assert isinstance(run.schedule, Parallel)

@@ -15,6 +15,7 @@ from specgen.decoding.components import Components
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
+from specgen.engine.tokenizer import Tokenizer
 from specgen.method import Method
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers.thread_worker import ThreadWorker
@@ -91,12 +92,12 @@ def scripted_run(
     seed: int = 0,
     worker: ThreadWorker | None = None,
     prompt: Sequence[int] = PROMPT,
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Run:
     """A run of a method with these model runners."""
     method = methods.find(method) if isinstance(method, str) else method
-    components = Components(
-        target, draft, sampling, frozenset(eos), target.vocab_size, seed, acceptance_predictor=TopProbPredictor()
-    )
+    components = Components(target, draft, sampling, frozenset(eos), target.vocab_size, seed, tokenizers=tokenizers)
+    components = replace(components, acceptance_predictor=TopProbPredictor())
     resolved, context = methods.resolve(method, settings), Context(prompt)
     if resolved.policy == "adaptive":
         drafting, verification = (0.1 if resolved.values[name] == AUTO else float(resolved.values[name]) for name in COSTS)

@@ -296,7 +296,7 @@ def test_the_footer_says_that_the_context_is_full(generate: Generate) -> None:
 def test_settings_reach_the_method(generate: Generate) -> None:
     out, _ = generate("-n", "20", "--ignore-eos", "--json", "-m", "sd", "--set", "policy=heuristic", "--set", "k=3", PROMPT)
     first, _, second, *_ = parsed(out)
-    own = {"width": 1, "depth": "auto", "nodes": "auto", "cape": False}
+    own = {"width": 1, "depth": "auto", "nodes": "auto", "cape": False, "translation": "tokens"}
     assert first["settings"] == {"policy": "heuristic", "k": 3, "max_draft": 40} | own
     assert len(second["draft_ids"]) == 3
 

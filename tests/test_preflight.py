@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,18 +138,26 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return save(model, parent / "one", make_tokenizer(LETTERS)), save(model, parent / "other", make_tokenizer(other))
 
 
-def test_a_pair_that_is_refused_still_gets_a_report(inspect: Inspect, strangers: tuple[str, str]) -> None:
-    out, err = inspect("-t", strangers[0], "-d", strangers[1], "--measure")
+def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect, strangers: tuple[str, str]) -> None:
+    """Their vocabularies are of whole words, which keep no spaces. Drafts by way of their text are left."""
+    out, err = inspect("-t", strangers[0], "-d", strangers[1])
     assert err == ""
     assert "✗ tokenizer  the tokenizers differ" in out
+    assert "use -m sd --set translation=text (drafts text), -m lookup or -m suffix" in " ".join(out.split())
     alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
     assert f"{alike} tokens have the same id in both" in " ".join(out.split())
     assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
     assert "✓ ar, lookup" in out
-    assert "✗ sd, " in out
+    assert re.search(r"✓ sd +ready; with translation=text", out)
+    assert "✗ heuristic, " in out
     assert "the tokenizers differ: take a draft of the target's family" in " ".join(out.split())
-    assert "next" not in out
+    assert "--measure" in out.partition("next")[2]
+    measured, _ = inspect("-t", strangers[0], "-d", strangers[1], "--measure", width=200)
+    assert "--methods sd:translation=text,lookup,suffix" in measured.partition("next")[2]
+    assert re.search(r"✓ sd +ready; with translation=text", measured)
+    assert "PEARL's window" not in measured
     line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])
+    assert line["tokenizers"]["overlap"] is None
     assert [entry["token_id"] for entry in line["tokenizers"]["differences"]] == [3, 4, 5, 6, 7]
 
 

@@ -61,7 +61,7 @@ def test_tune_and_compare_take_different_examples() -> None:
     )
     first = {prompt.text[:32] for prompt in tuned if prompt.name in ("tune-sum-of-squares", "tune-tickets")}
     target = SimpleNamespace(context_limit=1000, tokenizer=SimpleNamespace(encode=list))
-    assert first <= {"".join(prompt) for prompt in preparation._search_prompts(target)}  # type: ignore[arg-type]
+    assert first <= {"".join(prompt) for prompt in preparation.example_prompts(target)}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def compare(
     display: options.OutputOptions,
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
-    from specgen.cli import profile_lookup
+    from specgen.cli import overlap_notice, profile_lookup
     from specgen.cli.compare_run import Comparison
     from specgen.cli.model_options import open_pair
     from specgen.cli.output_checks import check_outputs
@@ -90,12 +90,13 @@ def compare(
             output.energy or (recorded is not None and recorded.has("energy")),
         )
         parallel = any(spec.is_parallel for spec in specs)
-        sequential = any(spec.needs_draft_model and not spec.is_parallel for spec in specs)
+        sequential = any(spec.needs_draft_model and not spec.is_parallel and not spec.drafts_text for spec in specs)
         runs = {"parallel": parallel, "sequential": sequential}
         tuned_draft = partial(profile_lookup.with_tuned_draft, sampling=config.sampling, folder=profile)
         loading = open_pair(models, err, quiet=display.quiet, tuned_draft=tuned_draft, **runs)
         pair = opened.enter_context(loading)
         quiet = display.quiet or recorded is not None
+        overlap_notice.show(pair, err, quiet=quiet or not (parallel or sequential))
         found = profile_lookup.find(pair, config.sampling, profile, err, quiet=quiet)
         if recorded is None:  # a resumed comparison keeps the settings of its trace
             specs = profile_lookup.tuned_specs(found, specs, err, quiet=quiet)

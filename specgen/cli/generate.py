@@ -46,7 +46,7 @@ def generate(
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
     from rich.text import Text
 
-    from specgen.cli import profile_lookup
+    from specgen.cli import overlap_notice, profile_lookup
     from specgen.cli.output_checks import check_outputs
     from specgen.cli.output_writers import OutputWriter
     from specgen.traces.trace_writer import TraceWriter
@@ -63,7 +63,7 @@ def generate(
     params = sampling.params(stop or ())
     given = parse_pairs(settings or [])
     chosen = _method(method, models, given)
-    methods.resolve(chosen, given)
+    by_text = methods.resolve(chosen, given).drafts_text
     record = options.recorded(output.record)
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
@@ -72,7 +72,7 @@ def generate(
     check_outputs({"--trace": output.trace}, [("--profile", profile)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
-    sequential = chosen.uses_draft_model and not parallel
+    sequential = chosen.uses_draft_model and not parallel and not by_text
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
         runs = {"parallel": parallel, "sequential": sequential, "chat": chat}
@@ -83,8 +83,9 @@ def generate(
         choice = profile_lookup.choose(tuned, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
         decided = methods.find(choice.method)
-        may_measure = decided.may_measure(methods.resolve(decided, choice.settings))
-        with LoadingLine(err, quiet=quiet or not may_measure) as loading:
+        resolved = methods.resolve(decided, choice.settings)
+        overlap_notice.show(pair, err, quiet=quiet or not decided.uses_draft_model or resolved.drafts_text)
+        with LoadingLine(err, quiet=quiet or not decided.may_measure(resolved)) as loading:
             loading.still("preparing")
             pair.prepare(formatted, choice.method, params, record=record, **choice.settings)
             plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)

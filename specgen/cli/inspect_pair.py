@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool) -> None:
     """Shows a report on a pair of models.
 
-    With `measure` the models are loaded and their forward passes timed, unless their tokenizers do not fit together.
+    With `measure` the models are loaded and their forward passes timed.
     """
     err = theme.console(stderr=True, no_color=display.no_color)
     report = _report(models, err, quiet=display.quiet)
-    if measure and not _is_refused(report):
+    if measure:
         report = _measured(models, report, err, quiet=display.quiet)
     if display.json:
         print_json({"type": "pair", **report.as_dict()})
@@ -61,14 +61,15 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
     from specgen.tuning.method_readiness import planned
-    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel
+    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel, with_output
 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
         models = replace(models, dtype=dtypes.pop())
-    with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
+    with open_pair(models, err, quiet=quiet, sequential=not _is_refused(report)) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(
             report,
+            tokenizers=None if report.tokenizers is None else with_output(report.tokenizers, pair, line.still),
             speedup_model=measure(pair, line.still),
             choices=engine_choices(pair),
             parallel_costs=measure_parallel(pair, line.still),
@@ -77,17 +78,18 @@ def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: 
 
 
 def _is_refused(report: PairReport) -> bool:
+    """Whether the draft model's tokens cannot be translated, so that drafts go by way of their text."""
     return report.tokenizers is not None and report.tokenizers.refusal is not None
 
 
-def _next_command(models: ModelOptions, report: PairReport) -> str | None:
-    """Returns the command that the user can run next; None where the tokenizers do not fit together."""
-    if _is_refused(report):
-        return None
+def _next_command(models: ModelOptions, report: PairReport) -> str:
+    """Returns the command that the user can run next."""
     dtype = models.dtype if models.dtype != "auto" else None
     head = None if models.head is None else str(models.head)
     context = None if models.context is None else str(models.context)
     named = {"--target": models.target, "--draft": models.draft, "--head": head, "--dtype": dtype, "--context": context}
     named["--draft-dtype"] = models.draft_dtype
     arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
-    return f"specgen inspect{arguments} --measure" if report.speedup_model is None else f"specgen compare{arguments}"
+    if report.speedup_model is None:
+        return f"specgen inspect{arguments} --measure"
+    return f"specgen compare{arguments}" + (" --methods sd:translation=text,lookup,suffix" if _is_refused(report) else "")

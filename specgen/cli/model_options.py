@@ -155,6 +155,8 @@ def open_pair(
         if templates is not None:
             pair.tokenizer.templates = templates
         if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):
+            if pair.draft.refusal is not None:
+                raise pair.draft.refusal
             loading.announce(f"loading {pair.draft.name}")
             pair.load_draft()
         loading.still("warming up")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen import methods
-from specgen.cli import profile_lookup
+from specgen.cli import overlap_notice, profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
@@ -136,6 +136,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
             if existing is not None:
                 _export(request.export, pair, existing, err, quiet)
                 return
+        overlap_notice.show(pair, err, quiet=quiet)
         from specgen.tuning import profile as profiles
         from specgen.tuning.request import Deadline, TuningRequest
         from specgen.tuning.tuner import tune

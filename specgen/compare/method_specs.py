@@ -44,6 +44,11 @@ class MethodSpec:
         return not self.is_baseline and methods.find(self.name).is_parallel
 
     @property
+    def drafts_text(self) -> bool:
+        """Whether the draft model drafts in its own tokens, which become the target's by way of their text."""
+        return not self.is_baseline and methods.resolve(methods.find(self.name), self.settings).drafts_text
+
+    @property
     def decoding_key(self) -> tuple[object, ...]:
         """What identifies how the method decodes: two methods with equal keys differ only in how they are written, such as `sd`
         and `sd:k=5`."""

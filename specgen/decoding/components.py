@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specgen.decoding.drafters import AcceptancePredictor
     from specgen.decoding.suffix_index import SuffixHistory
     from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Components:
     `adaptive` is what the length policy `adaptive` decides by; None if the run has another.
     `acceptance_predictor` is trained with an exit layer and predicts whether a token is accepted; None if there is none.
     `history` has the outputs of earlier runs, if the method's setting `history` is on; otherwise None.
+    `tokenizers` are the target's and the draft model's; None without a draft model.
     """
 
     target: ModelRunner
@@ -39,3 +41,4 @@ class Components:
     acceptance_predictor: AcceptancePredictor | None = None
     adaptive: AdaptiveInputs | None = None
     history: SuffixHistory | None = None
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None

@@ -59,6 +59,8 @@ def _module(name: str) -> Any:
 
 def _model_drafter(setup: DraftSetup, settings: Settings) -> Any:
     """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
+    if settings.drafts_text:
+        return _module("text_drafter").TextDrafter(setup)
     depth, nodes = (None if (value := settings.values.get(name)) == "auto" else value for name in ("depth", "nodes"))
     if settings.drafts_tree:
         return _module("tree_drafter").TopKTreeDrafter(setup, width=settings.values["width"], depth=depth, nodes=nodes)

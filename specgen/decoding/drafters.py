@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specgen.decoding.suffix_index import SuffixHistory
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner
+    from specgen.engine.tokenizer import Tokenizer
 
 
 class Drafter(Protocol):
@@ -67,7 +68,7 @@ class DraftSetup:
     `runner` runs the draft model. It is None for drafters without a model. `vocab_size` is the width of the target's logits and
     `context_limit` the length of its longest context. `seed` seeds the drafter's random draws. `keep_logits` stores the draft's
     logits in each draft. `acceptance_predictor` is None if the draft has none. `history` has earlier outputs to copy from; None:
-    none are kept.
+    none are kept. `tokenizers` are the target's and the draft model's; None without a draft model.
     """
 
     runner: DraftRunner | None
@@ -79,6 +80,7 @@ class DraftSetup:
     acceptance_predictor: AcceptancePredictor | None = None
     history: SuffixHistory | None = None
     context_limit: int = 0
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None
 
 
 def extend_draft(

@@ -23,7 +23,8 @@ class DeferredModel:
     of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`,
     `backend`, and `context_limit`, the longest context in tokens. `dtype` is that of its computations; `dtype_name` is `int8` or
     `int4` if the weights are quantised. `translation` is between the target's tokens and the model's; None if both have the same,
-    and if there is none: then `refusal` says why, which `draft_runner` raises. `warning` is for the user, None if there is none.
+    and if there is none: then `refusal` says why, and drafts go by way of their text. `warning` is for the user, None if there
+    is none.
     """
 
     def __init__(
@@ -60,9 +61,7 @@ class DeferredModel:
         return self.loaded.runner(penalties)
 
     def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
-        """Returns a runner that answers in the target's token ids, see `LoadedModel`. Raises `refusal` if there can be none."""
-        if self.refusal is not None:
-            raise self.refusal
+        """Returns a runner that answers in the target's token ids, see `LoadedModel`; with a `refusal`, in the model's own."""
         return self.loaded.draft_runner(penalties)
 
 

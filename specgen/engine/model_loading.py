@@ -148,7 +148,8 @@ class LoadedModel:
     model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
     suppressed tokens). `folder` has its files.
     `exact` and `quantise`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is
-    between the tokens of the target and of this draft model; None if they are the same.
+    between the tokens of the target and of this draft model; None if they are the same. `refusal` says why there is none where
+    one is needed.
     """
 
     name: str
@@ -163,6 +164,7 @@ class LoadedModel:
     backend: str = "native"
     quantise: str | None = None
     translation: Translation | None = None
+    refusal: SpecgenError | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         runner = ModelRunner(self.model, penalties)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ ChatTemplate = Callable[[], tuple[str, Mapping[str, Any]]]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
+_ANCHORS = ("\n", "a", ".")  # texts that a piece of text is encoded after, so that it gets no space in front
 _PREFIX = 6  # the first new token is decoded together with this many last tokens of the prompt, which keeps its leading space
 
 
@@ -118,6 +119,39 @@ class Tokenizer:
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
         return self._encode(text, add_special_tokens=False)
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The special tokens that `encode` puts in front of a text, such as a beginning-of-text token."""
+        ids, plain = self.encode("a"), self._encode("a", add_special_tokens=False)
+        return ids[: next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)]
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a special one, which has a name and no text."""
+        ids = [*self._anchor, token]
+        return self._backend.decode(ids, skip_special_tokens=True) != self._backend.decode(ids, skip_special_tokens=False)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Returns the text's token ids without special tokens in front and after it."""
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Returns the token ids of `text` where it continues `before`: without special tokens, and without a space in front.
+
+        If the tokenizer joins the end of `before` and the beginning of `text` into one token, `text` gets the tokens that it has
+        after other text. Empty if these tokens do not give the text back, because the tokenizer changes it (lower case, spaces).
+        """
+        for anchor in (before, *_ANCHORS):
+            alone = self.encode_plain(anchor) if anchor else []
+            if not alone:
+                continue
+            ids, shown = self.encode_plain(anchor + text), self._backend.decode(alone, skip_special_tokens=False)
+            if self._backend.decode(ids, skip_special_tokens=False) != shown + text:
+                continue
+            for start in (len(alone), len(alone) - 1, len(alone) + 1):
+                if self._backend.decode(ids[:start], skip_special_tokens=False) == shown:
+                    return ids[start:]
+        return []
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -230,9 +264,14 @@ class Detokenizer:
         self._returned = 0  # characters of the new ids' text that have been returned
         self._waited = 0  # tokens since text was returned
 
-    def push(self, token: int) -> str:
-        """Adds a token and returns the text that is complete now and was not returned before; may be empty."""
-        self._new.append(token)
+    @property
+    def is_held(self) -> bool:
+        """Whether text of the ids so far has not been returned, because its last character is incomplete."""
+        return bool(self._returned or self._waited)
+
+    def push(self, *tokens: int) -> str:
+        """Adds tokens and returns the text that is complete now and was not returned before; may be empty."""
+        self._new.extend(tokens)
         text = self._text()
         complete = text.rstrip(_REPLACEMENT)
         self._waited = 0 if len(complete) > self._returned else self._waited + 1
@@ -252,5 +291,5 @@ class Detokenizer:
         piece = text[self._returned :]
         self._returned = max(self._returned, len(text))
         if is_all and text:  # without text (special tokens have none) the next id is decoded together with these ids
-            self._before, self._new, self._returned = self._new, [], 0
+            self._before, self._new, self._returned = self._new[-_PREFIX:], [], 0
         return piece

@@ -26,7 +26,8 @@ class TranslatedRunner:
 
     The draft model has a context of its own for each of the target's: the prompt as its own tokenizer would encode it, then each
     new token as the draft's token with the same bytes, or as several that make them up. It only grows, so the KV cache stays
-    valid. `context_limit` counts the draft's tokens: `room` says how many tokens fit. Every id of the target can be run.
+    valid. `own` runs it in its own ids. `context_limit` counts the draft's tokens: `room` says how many tokens fit. Every id of
+    the target can be run.
     """
 
     num_embeddings = sys.maxsize
@@ -34,7 +35,7 @@ class TranslatedRunner:
     def __init__(self, runner: ModelRunner, translation: Translation, penalties: PenaltyProcessor | None = None) -> None:
         self.context_limit, self.device = runner.context_limit, runner.device
         self.vocab_size = translation.width
-        self._runner, self._translation, self._penalties = runner, translation, penalties
+        self.own, self._translation, self._penalties = runner, translation, penalties
         self._single = {id_: other for id_, other in enumerate(translation.target_to_draft) if other >= 0}
         self._widening = _Widening(translation, runner.vocab_size, runner.device)
         self._contexts: WeakKeyDictionary[Context, tuple[Context, int]] = WeakKeyDictionary()  # the draft's, of how many tokens
@@ -42,17 +43,17 @@ class TranslatedRunner:
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""
-        self._runner.clear_cache()
+        self.own.clear_cache()
         self._contexts.clear()
         self._last_prompt = [], []
 
     def reserve(self, capacity: int) -> None:
         """Makes the KV cache's next buffers large enough for `capacity` tokens."""
-        self._runner.reserve(capacity)
+        self.own.reserve(capacity)
 
     def room(self, context: Context) -> int:
         """Returns how many tokens can be drafted after the context; see `model_runner.room`."""
-        return room(self._runner, self._translated(context))
+        return room(self.own, self._translated(context))
 
     @inference
     def logits(
@@ -69,7 +70,7 @@ class TranslatedRunner:
         if -1 in tokens:
             output = self._spelled_logits(own, draft, parents, start)
         else:
-            output = self._runner.logits(own, tokens, parents, start=start)
+            output = self.own.logits(own, tokens, parents, start=start)
         wide = self._widening(output.logits)
         logits, unpenalised = wide[:, : self.vocab_size], None
         if self._penalties is not None:
@@ -125,7 +126,7 @@ class TranslatedRunner:
             )
         wanted = [end + 1 for end in [-1, *ends][start:]]
         first = min(wanted)
-        output = self._runner.logits(own, nodes, node_parents, start=first)
+        output = self.own.logits(own, nodes, node_parents, start=first)
         rows = upload(torch.tensor([row - first for row in wanted]), self.device)
         hidden = output.hidden_states
         return ModelOutput(output.logits[rows], None if hidden is None else hidden[rows])

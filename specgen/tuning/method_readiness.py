@@ -46,15 +46,15 @@ class TrainedParts:
 NO_PARTS = TrainedParts()
 
 
-def readiness(target: PreparedModel, parts: TrainedParts, *, has_draft: bool, differs: bool) -> dict[str, Readiness]:
+def readiness(target: PreparedModel, parts: TrainedParts, *, has_draft: bool, by_text: bool) -> dict[str, Readiness]:
     """Returns for each method whether it can run, as far as the models' files show. Reads no weights of models.
 
-    `differs`: the draft model's tokenizer differs from the target's. Raises SpecgenError if a part that is named does not exist,
-    is damaged or belongs to another target.
+    `by_text`: drafts cannot be translated token by token, only by way of their text. Raises SpecgenError if a part that is named
+    does not exist, is damaged or belongs to another target.
     """
     missing, unlike_llama = _missing_parts(target, parts), _unlike_llama(target)
     return {
-        name: _readiness(method, missing, unlike_llama, has_draft=has_draft, differs=differs)
+        name: _readiness(method, missing, unlike_llama, has_draft=has_draft, by_text=by_text)
         for name, method in methods.METHODS.items()
     }
 
@@ -88,7 +88,7 @@ def _checked_kind(head: Path, target: PreparedModel) -> str:
 
 
 def _readiness(
-    method: Method, missing: Mapping[str, Readiness], unlike_llama: str | None, *, has_draft: bool, differs: bool
+    method: Method, missing: Mapping[str, Readiness], unlike_llama: str | None, *, has_draft: bool, by_text: bool
 ) -> Readiness:
     """Returns whether a method can run. `unlike_llama` is the target's family if its layers cannot be run one by one."""
     if unlike_llama is not None and (method.splits_target or method.head):
@@ -100,8 +100,10 @@ def _readiness(
         return Readiness(True, "needs no draft model")
     if not has_draft:
         return Readiness(False, "no draft model", "name one with --draft")
-    if differs:
+    if by_text and "translation" not in method.settings:
         return Readiness(False, "the tokenizers differ", "take a draft of the target's family")
+    if by_text:
+        return Readiness(True, "with translation=text")
     return Readiness(True)
 
 
@@ -117,6 +119,8 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
             # settings that are `auto` by default would have to be measured: they are given
             given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
             given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
+            if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
+                given |= {"translation": "text"}
             pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
             checked[name] = found[name]
         except SpecgenError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,21 @@ from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.draft_dtype import choose_draft_dtype
 from specgen.engine.dtype_choice import DtypeChoice
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.native.quantised_products import quantised_bytes
 from specgen.engine.native.tensor_names import EMBEDDING, HEAD
 from specgen.engine.timing import time_passes
+from specgen.engine.token_bytes import NoTokenBytes
+from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
+from specgen.preparation import example_prompts
 from specgen.tuning.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
+from specgen.types import SamplingParams
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
@@ -35,6 +39,7 @@ _PROBES: Sequence[str] = (
     "数学は楽しい 🙂 1234567890",
 )
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
+_OUTPUT_TOKENS = 32  # of the target's output to each of some prompts, on which tokenizers are compared
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 
@@ -109,9 +114,10 @@ class Difference:
 class TokenizerFacts:
     """A comparison of the target's and the draft model's tokenizer.
 
-    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `refusal` says why these tokenizers
-    cannot be used together, None if they can. `probe` is a text that they encode differently although their vocabularies match,
-    with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts alike.
+    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `refusal` says why drafts cannot be
+    translated token by token, None if they can or need not be. `probe` is a text that they encode differently although their
+    vocabularies match, with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts
+    alike. `overlap` says how much of a text both have as the same tokens, if the vocabularies differ and it can be computed.
     """
 
     target_size: int
@@ -120,6 +126,15 @@ class TokenizerFacts:
     differences: tuple[Difference, ...]
     refusal: str | None
     probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
+    overlap: TokenOverlap | None = None
+
+    @property
+    def differ(self) -> bool:
+        """Whether the draft model has another vocabulary than the target."""
+        return self.refusal is not None or self.overlap is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "overlap": None if self.overlap is None else self.overlap.as_dict()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +179,12 @@ class PairReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`."""
+        overlap = None if self.tokenizers is None else self.tokenizers.overlap
+        kappa = None if overlap is None else overlap.kappa
         return {
             "target": asdict(self.target),
             "draft": None if self.draft is None else asdict(self.draft),
-            "tokenizers": None if self.tokenizers is None else asdict(self.tokenizers),
+            "tokenizers": None if self.tokenizers is None else self.tokenizers.as_dict(),
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
@@ -175,11 +192,11 @@ class PairReport:
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
             "engine": None if self.choices is None else self.choices.as_dict(),
-            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs),
+            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs, kappa),
         }
 
 
-def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, Any]:
+def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None) -> dict[str, Any]:
     return {
         "context_length": model.context_length,
         "target_seconds": {str(width): seconds for width, seconds in model.target_seconds.items()},
@@ -187,11 +204,14 @@ def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, 
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
         "pays_from": {str(k): model.break_even_acceptance(k) for k in model.draft_lengths},
-        "expected": [
-            {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
-            for acceptance, (k, speedup) in ((acceptance, model.best(acceptance)) for acceptance in ACCEPTANCES)
-        ],
+        "expected": [_expected(model, acceptance) for acceptance in ACCEPTANCES],
+        "at_kappa": None if kappa is None or not model.draft_lengths else _expected(model, kappa),
     }
+
+
+def _expected(model: SpeedupModel, acceptance: float) -> dict[str, float]:
+    k, speedup = model.best(acceptance)
+    return {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
 
 
 def inspect_files(
@@ -219,9 +239,19 @@ def inspect_files(
         tokenizers,
         free_memory(devices[0]),
         readiness(
-            ours, parts, has_draft=tokenizers is not None, differs=tokenizers is not None and tokenizers.refusal is not None
+            ours, parts, has_draft=tokenizers is not None, by_text=tokenizers is not None and tokenizers.refusal is not None
         ),
     )
+
+
+def with_output(facts: TokenizerFacts, pair: Pair, announce: Callable[[str], None]) -> TokenizerFacts:
+    """Returns the facts with the overlap on the target's own output to some example prompts, if the vocabularies differ."""
+    if facts.overlap is None or pair.draft is None:
+        return facts
+    announce("generating text to compare the tokenizers on")
+    sampling = SamplingParams(max_new_tokens=_OUTPUT_TOKENS)
+    outputs = [pair.generate(ids, "ar", sampling).token_ids for ids in example_prompts(pair.target)]
+    return replace(facts, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs))
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
@@ -245,8 +275,11 @@ def engine_choices(pair: Pair) -> EngineChoices:
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
-    """Measures pass times while both models run at the same time, which decide PEARL's window; None without a draft model."""
-    if pair.draft is None:
+    """Measures pass times while both models run at the same time, which decide PEARL's window.
+
+    None without a draft model, and if its tokens cannot be translated.
+    """
+    if pair.draft is None or pair.draft.refusal is not None:
         return None
     announce("timing passes with both models running")
     return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
@@ -316,13 +349,15 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     ours, theirs = ({id_: token for token, id_ in model.tokenizer.vocabulary().items()} for model in (target, draft))
     differing = [id_ for id_ in sorted(ours | theirs) if ours.get(id_) != theirs.get(id_)]
     first = tuple(Difference(id_, ours.get(id_), theirs.get(id_)) for id_ in differing[:_SHOWN_DIFFERENCES])
-    refusal = None
+    refusal = probe = overlap = None
     try:
-        check_tokenizers_match(target, draft)
-    except SpecgenError as error:
+        if translation_between(target, draft) is None:
+            probe = _differing_probe(target.tokenizer, draft.tokenizer)
+        else:
+            overlap = overlap_of_examples(target.tokenizer, draft.tokenizer)
+    except NoTokenBytes as error:
         refusal = error.message
-    probe = None if refusal is not None else _differing_probe(target.tokenizer, draft.tokenizer)
-    return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe)
+    return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe, overlap)
 
 
 def _differing_probe(target: Tokenizer, draft: Tokenizer) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:

@@ -132,7 +132,8 @@ class ProcessDrafter:
         offset = self._worker.enter(self, self._process, self._shared.size)
         if self._shared.size:
             self._shared.map(self._process.memory, offset)
-        components = replace(self._components, target=cast("Any", None), draft=None, acceptance_predictor=None)
+        models = {"target": cast("Any", None), "draft": None, "acceptance_predictor": None, "tokenizers": None}
+        components = replace(self._components, **models)
         self._run = self._process.send(
             BeginRun(context.ids, self._settings, components, self._window, offset, self._worker.penalties)
         )

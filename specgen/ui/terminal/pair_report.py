@@ -11,9 +11,11 @@ from rich.text import Text
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, SpeedupModel
 from specgen.sanitize import inline, one_line
+from specgen.ui.terminal import token_overlap as words
 from specgen.ui.terminal.text_layout import labelled
 
 if TYPE_CHECKING:
+    from specgen.engine.token_overlap import TokenOverlap
     from specgen.tuning.method_readiness import Readiness
     from specgen.tuning.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 
@@ -36,13 +38,15 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
     yield from _models(report, width)
     yield Text()
     if report.tokenizers is not None and report.draft is not None:
-        yield from _tokenizers(report.tokenizers, report.target, report.draft, width)
+        yield from _tokenizers(report.tokenizers, report.target, report.draft, report.speedup_model, width)
     yield from _line(*_memory(report), width)
     yield from _line("✓ context", _context(report), width)
     yield from _engine(report, width)
     if report.speedup_model is not None:
         yield from _costs(report.speedup_model, report.parallel_costs, width)
         yield from _pays(report.speedup_model, width)
+        if report.tokenizers is not None and report.tokenizers.overlap is not None:
+            yield from _common_pays(report.tokenizers.overlap, report.speedup_model, width)
     yield Text()
     yield from _methods(report.methods, width)
     if next_step:
@@ -75,16 +79,25 @@ def _columns(model: ModelFacts) -> list[str]:
     return [one_line(model.name), f"{_count(model.parameters)} parameters", shape, model.dtype, _size(model.weight_bytes)]
 
 
-def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, width: int) -> Iterator[Text]:
+def _tokenizers(
+    found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, model: SpeedupModel | None, width: int
+) -> Iterator[Text]:
+    if found.overlap is not None:
+        label = "· tokenizer" if found.overlap.is_low else "✓ tokenizer"
+        yield from _line(label, f"another; {words.common_tokens(found.overlap)}", width)
+        yield from _line("", words.covered_share(found.overlap), width)
+        if model is None and (hint := words.advice(found.overlap)) is not None:
+            yield from _line("", hint, width, style="quiet")
+        return
     if found.refusal is not None:
-        yield from _line("✗ tokenizer", f"{found.refusal}; {found.shared:,} tokens have the same id in both", width)
+        yield from _line("✗ tokenizer", found.refusal, width)
+        yield from _line("", f"{found.shared:,} tokens have the same id in both", width, style="quiet")
         for difference in found.differences:
             ours, theirs = (
                 "no token" if token is None else f"“{inline(token)}”" for token in (difference.target, difference.draft)
             )
             yield from _line("", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft", width, style="quiet")
-        hint = "the target would misread the draft's token ids: take a draft of the target's family, or method lookup"
-        yield from _line("", hint, width, style="quiet")
+        yield from _line("", f"use {words.ALTERNATIVES}", width, style="quiet")
         return
     text = f"the same, {found.target_size:,} tokens"
     if not found.target_size == found.draft_size == found.shared:
@@ -195,6 +208,16 @@ def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
         "length": (str(k) for k, _ in best),
     }
     yield from _table(columns, width)
+
+
+def _common_pays(overlap: TokenOverlap, model: SpeedupModel, width: int) -> Iterator[Text]:
+    """Yields lines that say whether drafts in the tokens that both tokenizers have can pay."""
+    if (found := words.best_speedup(overlap, model)) is None:
+        return
+    pays, text = found
+    yield from _line("✓ tokens" if pays else "✗ tokens", text, width)
+    if (hint := words.advice(overlap, pays=pays)) is not None:
+        yield from _line("", hint, width, style="quiet")
 
 
 def _table(rows: Mapping[str, Iterator[str]], width: int) -> Iterator[Text]:

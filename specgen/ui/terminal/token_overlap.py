@@ -1,0 +1,47 @@
+"""What is said about a draft model with another tokenizer: how much of the target's text it can draft, and whether it pays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specgen.cost_model.speedup import SpeedupModel
+    from specgen.engine.token_overlap import TokenOverlap
+
+BY_TEXT = "-m sd --set translation=text"
+ALTERNATIVES = f"{BY_TEXT} (drafts text), -m lookup or -m suffix (no draft model), or a draft of the target's family"
+
+
+def common_tokens(overlap: TokenOverlap) -> str:
+    """Returns how many of the target's tokens the draft model has."""
+    return f"{overlap.common:,} of the target's {overlap.vocabulary:,} tokens are the draft's, too"
+
+
+def covered_share(overlap: TokenOverlap) -> str:
+    """Returns which share of a text's tokens both tokenizers have in common, and how long drafts can be therefore."""
+    if overlap.kappa is None:
+        return "there is too little text to say how much of an output they cover (kappa)"
+    text = "the target's output" if overlap.is_output else "example text"
+    run = "" if overlap.expected_run is None else f", about {overlap.expected_run:.1f} in a row"
+    return f"{overlap.kappa:.0%} of the tokens of {text} are one token in both (kappa){run}"
+
+
+def best_speedup(overlap: TokenOverlap, model: SpeedupModel) -> tuple[bool, str] | None:
+    """Returns whether drafts in common tokens can pay at all, and the text that says so; None if kappa is not known."""
+    if overlap.kappa is None or not model.draft_lengths:
+        return None
+    length, speedup = model.best(overlap.kappa)
+    if speedup > 1:
+        return True, f"at most {speedup:.2f}×, with drafts of {length}, if every covered token were accepted"
+    return False, f"{speedup:.2f}× at best, even if every covered token were accepted: drafts in common tokens cannot pay"
+
+
+def advice(overlap: TokenOverlap, *, pays: bool = True) -> str | None:
+    """Returns what to use instead, where drafts in common tokens cannot pay or kappa is low; otherwise None."""
+    return f"use {ALTERNATIVES}" if not pays or overlap.is_low else None
+
+
+def notice(overlap: TokenOverlap) -> str:
+    """Returns one line for a run that is about to begin."""
+    line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
+    return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line

@@ -1,0 +1,319 @@
+"""Drafts by way of their text: a drafter that knows the coming text, of any tokenizer, and what its drafts become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ROUNDING, Paths, SmallRunner, exact, states, total_variation
+from foreign_tokenizers import FILES, TEXT, settings_of
+from scripted_models import ids_of, scripted_run
+from tokenizer_helpers import LLAMA, load, write
+from tokenizers import Tokenizer as Pipeline
+from tokenizers import decoders, models
+
+from specgen import methods
+from specgen.decoding.run import Run
+from specgen.decoding.text_drafter import TextDrafter
+from specgen.engine.model_runner import ModelOutput
+from specgen.engine.retokenized_context import RetokenizedContext
+from specgen.engine.token_bytes import token_bytes
+from specgen.engine.tokenizer import Tokenizer
+from specgen.errors import SpecgenError
+from specgen.types import Context, Round, SamplingParams
+
+TokenizerOf = Callable[[str], Tokenizer]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+
+    @cache
+    def made(name: str) -> Tokenizer:
+        return load(write(folder / name.replace(" ", "-"), FILES[name](), settings_of(name), LLAMA))
+
+    return made
+
+
+class Script:
+    """A model that says `ids`, whatever came before: the token at each position is certain."""
+
+    context_limit = 10_000
+    device = torch.device("cpu")
+
+    def __init__(self, ids: Sequence[int], vocab_size: int) -> None:
+        self.ids, self.vocab_size, self.num_embeddings = ids, vocab_size, vocab_size
+
+    def next_token(self, ids: Sequence[int]) -> int:
+        return self.ids[min(len(ids), len(self.ids) - 1)]
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        rows = torch.full((len(draft) + 1 - start, self.vocab_size), -10.0)
+        for row, length in enumerate(range(start, len(draft) + 1)):
+            rows[row, self.next_token([*context.ids, *draft[:length]])] = 10.0
+        return ModelOutput(rows, rows)
+
+
+class Oracle(Script):
+    """A draft model that continues any prefix of `text` with the text that follows, in tokens of its own.
+
+    It errs after each prefix whose length is a multiple of `errs`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: str, errs: int = 10_000) -> None:
+        super().__init__([], max(tokenizer.vocabulary().values()) + 1)
+        self._tokenizer, self._text, self._errs = tokenizer, text, errs
+        self._all = [*tokenizer.opening, *tokenizer.encode_plain(text)]
+
+    def next_token(self, ids: Sequence[int]) -> int:
+        tokenizer = self._tokenizer
+        pieces = list(map(tokenizer.detokenizer(()).push, ids))
+        said = "".join(pieces)
+        part = next((number for number, piece in enumerate(reversed(pieces)) if piece), 0)  # tokens of a character
+        if len(said) % self._errs == self._errs - 1:
+            return tokenizer.encode_plain("a")[-1]
+        if not self._text.startswith(said):  # its tokens do not keep all spaces
+            known = [*self._all, *tokenizer.encode_plain("a")] if list(ids) == self._all[: len(ids)] else []
+            return [*known, *tokenizer.encode_plain("a")][len(ids) if known else 0]
+        rest = tokenizer.encode_after(said[-20:], self._text[len(said) :]) or tokenizer.encode_plain(self._text[len(said) :])
+        return [*rest, *tokenizer.encode_plain("a")[-1:] * 9][part]
+
+
+def run_of(
+    target: Tokenizer, draft: Tokenizer, ids: Sequence[int], prompt: int, runner: Any, eos: Sequence[int] = (), **settings: object
+) -> Run:
+    """A run whose target says `ids`, of which the first `prompt` are the prompt."""
+    sampling = SamplingParams(max_new_tokens=len(ids) - prompt)
+    script = Script(ids, max(target.vocabulary().values()) + 1)
+    settings = {"translation": "text", "k": 4, **settings}
+    return scripted_run("sd", settings, script, runner, sampling, eos=eos, prompt=ids[:prompt], tokenizers=(target, draft))
+
+
+def accepted(rounds: Sequence[Round]) -> float:
+    """The share of the drafted tokens that were accepted."""
+    return sum(len(round_.verdict.path) for round_ in rounds) / max(1, sum(len(round_.draft.tokens) for round_ in rounds))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "least"),
+    [
+        ("byte-level", "byte-level", 1.0),
+        ("byte-level", "permuted", 1.0),
+        ("byte-level", "other merges", 0.85),
+        ("byte-level", "first", 0.85),
+        ("byte-level", "gemma", 0.85),
+        ("with bos", "prepend", 0.85),
+        ("first", "byte-level", 0.8),
+        ("prepend", "with bos", 0.8),
+        ("gemma", "first", 1.0),
+        ("byte-level", "word piece", 0.2),
+        ("first", "word piece", 0.1),
+        ("lower case", "byte-level", 0.0),
+        ("byte-level", "lower case", 0.0),
+    ],
+)
+def test_a_draft_that_knows_the_text_is_accepted(tokenizer_of: TokenizerOf, target: str, draft: str, least: float) -> None:
+    """Whatever both tokenizers are. Tokens at a draft's end may be rejected: text that follows would change them."""
+    ours, theirs = tokenizer_of(target), tokenizer_of(draft)
+    ids = ours.encode(TEXT)
+    rounds = list(run_of(ours, theirs, ids, 6, Oracle(theirs, TEXT)).rounds())
+    assert ids_of(rounds) == ids[6:]
+    assert accepted(rounds) >= least
+
+
+@pytest.mark.parametrize(("draft", "least"), [("permuted", 0.5), ("other merges", 0.5), ("first", 0.4), ("word piece", 0.1)])
+def test_tokens_that_are_not_the_texts_usual_ones(tokenizer_of: TokenizerOf, draft: str, least: float) -> None:
+    """The target may split a word, or a character, anywhere. Drafts continue there, and a draft that errs changes nothing."""
+    ours, theirs, rng = tokenizer_of("byte-level"), tokenizer_of(draft), Random(0)
+    of_byte = token_bytes(ours).ids
+    ids = list[int]()
+    for word in TEXT.split(" "):
+        spaced = " " * bool(ids) + word
+        ids += ours.encode_plain(spaced) if rng.random() < 0.8 else [of_byte[bytes([byte])] for byte in spaced.encode()]
+    rounds = list(run_of(ours, theirs, ids, 6, Oracle(theirs, TEXT, errs=19)).rounds())
+    assert ids_of(rounds) == ids[6:]
+    assert accepted(rounds) >= least
+
+
+def test_a_character_of_which_the_target_has_said_a_part_is_completed(tokenizer_of: TokenizerOf) -> None:
+    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("first")
+    text = "at Noël 🙂 and then"
+    ids = ours.encode(text)
+    said = [token_bytes(ours).of_ids(ids[:place]).decode(errors="replace") for place in range(len(ids))]
+    inside = [place for place, text in enumerate(said) if text.startswith("at Noël \N{REPLACEMENT CHARACTER}")]
+    assert inside, "the character has several tokens"
+    for place in inside:
+        texts = RetokenizedContext(ours, theirs)
+        texts.follow(Context(ids[:place]))
+        assert texts.text.endswith("Noël ")
+        assert texts.target_tokens("🙂 and") == ids[place : len(ours.encode("at Noël 🙂 and"))]
+        assert texts.target_tokens(" and") == [], "another character has been begun"
+
+
+def test_text_that_follows_without_a_space(tokenizer_of: TokenizerOf) -> None:
+    """The seam is where the text ends, not where tokens are equal: after `dog dog` they are, one word too early."""
+    for target, draft in (("byte-level", "first"), ("first", "byte-level"), ("gemma", "prepend")):
+        ours, theirs = tokenizer_of(target), tokenizer_of(draft)
+        for before, after in (
+            ("the quick br", "own"),
+            ("dog dog", " dog dog"),
+            ("fibo", "nacci(n"),
+            ("a  ", "  b"),
+            ("(n", "):"),
+        ):
+            texts = RetokenizedContext(ours, theirs)
+            texts.follow(Context(ours.encode(before)))
+            tokens = texts.target_tokens(after)
+            assert ours.text_of(tokens) == after
+            assert texts.text_after(theirs.encode_after(before, after)) == after
+
+
+def test_the_drafts_context_only_grows_and_is_the_texts_encoding(tokenizer_of: TokenizerOf) -> None:
+    for target, draft in (("byte-level", "prepend"), ("with bos", "other merges"), ("first", "with bos")):
+        ours, theirs = tokenizer_of(target), tokenizer_of(draft)
+        text, texts = TEXT * 3, RetokenizedContext(ours, theirs)
+        context, known = Context((ids := ours.encode(text))[:2]), list[int]()
+        for token in ids[2:]:
+            texts.follow(context)
+            assert texts.context.ids[: len(known)] == known
+            known = list(texts.context.ids)
+            context.extend([token])
+        texts.follow(context)
+        assert len(known) > 50
+        assert len(texts.tail) < 150
+        assert [*texts.context.ids, *texts.tail] == theirs.encode(text)
+        texts.follow(Context(ids[:20]))
+        assert [*texts.context.ids, *texts.tail] == theirs.encode(text[: len(ours.text_of(ids[:20]).lstrip())])[
+            : len(texts.tail) + len(texts.context)
+        ]
+
+
+def test_special_tokens_become_the_drafts(tokenizer_of: TokenizerOf) -> None:
+    ours, theirs = tokenizer_of("with bos"), tokenizer_of("first")
+    bos, eos, user = (ours.vocabulary()[name] for name in ("<s>", "</s>", "<|user|>"))
+    texts = RetokenizedContext(ours, theirs)
+    texts.follow(Context([bos, *ours.encode_plain("The dog"), eos, bos, user, *ours.encode_plain(" is")]))
+    found = [*texts.context.ids, *texts.tail]
+    first = [*theirs.opening, *theirs.encode_plain("The dog"), theirs.eos_id]
+    assert theirs.opening == [1]
+    assert found[: len(first)] == first
+    assert theirs.text_of(found[len(first) :]) == "<|user|> is"
+
+
+def test_a_draft_that_ends_the_text_ends_it_in_the_targets_token(tokenizer_of: TokenizerOf) -> None:
+    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("word piece")
+    assert ours.eos_id is not None
+    ids = [*ours.encode("The quick dog jumps"), ours.eos_id]
+
+    class Ends(Oracle):
+        def next_token(self, ids: Sequence[int]) -> int:
+            return self._all[len(ids)] if len(ids) < len(self._all) else theirs.eos_id or 0
+
+    run = run_of(ours, theirs, [*ids, 5, 5], 2, Ends(theirs, "The quick dog jumps"), eos=[ours.eos_id], k=20)
+    last = list(run.rounds())[-1]
+    assert (run.finish_reason, run.context.ids) == ("eos", ids)
+    assert (last.draft.tokens[-1], last.draft.stop_reason) == (ours.eos_id, "eos")
+
+
+def test_limits(tokenizer_of: TokenizerOf) -> None:
+    """The run's limit counts the target's tokens, the draft's context limit its own."""
+    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
+    ids = ours.encode(TEXT)
+    rounds = list(run_of(ours, theirs, ids[:60], 6, Oracle(theirs, TEXT), k=30).rounds())
+    assert ids_of(rounds) == ids[6:60]
+    assert rounds[-1].draft.stop_reason == "length"
+    short = Oracle(theirs, TEXT)
+    short.context_limit = 70
+    rounds = list(run_of(ours, theirs, ids, 6, short).rounds())
+    assert ids_of(rounds) == ids[6:]
+    assert rounds[1].draft.tokens
+    assert not rounds[-1].draft.tokens
+    assert not any(round_.draft.tokens for round_ in rounds if len(theirs.encode(ours.text_of(ids[: 6 + round_.index]))) > 70)
+
+
+@pytest.mark.parametrize("policy", ["svip", "confidence", "heuristic", "beta-ts", "selfsd"])
+def test_other_length_policies_count_the_drafts_tokens(tokenizer_of: TokenizerOf, policy: str) -> None:
+    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("first")
+    ids = ours.encode(TEXT)
+    resolved = {"translation": "text", "policy": policy}
+    run = scripted_run(
+        "sd",
+        resolved,
+        Script(ids, max(ours.vocabulary().values()) + 1),
+        Oracle(theirs, TEXT, errs=23),
+        SamplingParams(max_new_tokens=len(ids) - 6),
+        prompt=ids[:6],
+        tokenizers=(ours, theirs),
+    )
+    rounds = list(run.rounds())
+    assert ids_of(rounds) == ids[6:]
+    assert accepted(rounds) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "adaptive"}, "translation=text cannot use the policy 'adaptive'"),
+        ({"width": 2, "depth": 3}, "translation=text drafts a chain, and width is 2"),
+        ({"cape": True}, "translation=text drafts a chain, and cape is True"),
+        ({"translation": "words"}, "translation is 'words'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecgenError, match=message):
+        methods.resolve(methods.METHODS["sd"], {"translation": "text", **settings})
+
+
+def letters(pieces: Sequence[str]) -> str:
+    """A tokenizer of these texts; those of several characters are merged."""
+    merges = [(piece[:-1], piece[-1]) for piece in pieces if len(piece) > 1]
+    pipeline = Pipeline(models.BPE(vocab={piece: id_ for id_, piece in enumerate(pieces)}, merges=merges))
+    pipeline.decoder = decoders.Fuse()
+    text: str = pipeline.to_str()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("pieces", "limit", "warp"),
+    [
+        ((["a", "b"], ["b", "a", "ab", "aba"]), 5, {}),
+        ((["a", "b", "ab"], ["b", "a", "ba", "bb"]), 4, {}),
+        ((["a", "b", "ab"], ["a", "b"]), 4, {"top_k": 2}),
+    ],
+)
+def test_samples_have_the_targets_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: tuple[list[str], list[str]], limit: int, warp: dict[str, Any]
+) -> None:
+    """By enumeration. The target may say `a`, `b` where the usual token is `ab`; drafts have several tokens."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    of_target, of_draft = (
+        load(write(tmp_path / str(number), letters(each), settings, LLAMA)) for number, each in enumerate(pieces)
+    )
+    target, draft = SmallRunner(0, len(pieces[0])), SmallRunner(100, len(pieces[1]))
+    sampling = SamplingParams(max_new_tokens=limit, temperature=1.0, **warp)
+    drafted = list[int]()
+
+    def begin() -> Any:
+        choice = {"translation": "text", "k": 3}
+        return states("sd", choice, target, draft, sampling, tokenizers=(of_target, of_draft))
+
+    propose = TextDrafter.propose
+
+    def counted(self: TextDrafter, *arguments: Any) -> Any:
+        found = propose(self, *arguments)
+        drafted.append(len(found.tokens))
+        return found
+
+    monkeypatch.setattr(TextDrafter, "propose", counted)
+    with monkeypatch.context() as patch:
+        found = Paths(patch).of_rounds(begin)
+    assert max(drafted) > 1
+    assert total_variation(found, exact(target, sampling, limit)) < ROUNDING
