@@ -88,6 +88,15 @@ def download(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the tensor on `device`: itself if it is there, or else a copy. The host waits only for a copy to the CPU."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cpu":
+        return download(tensor)
+    return upload(tensor, device) if tensor.is_cpu else tensor.to(device, non_blocking=True)
+
+
 def release(tensor: torch.Tensor) -> None:
     """Announces that a tensor is dropped after work of the current stream reads it: its memory is not used again before that.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from math import sqrt
 from pathlib import Path
@@ -20,34 +21,35 @@ from specgen.engine.native.weight_files import WeightFiles
 
 
 def load_native(
-    folder: Path, name: str, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    folder: Path,
+    name: str,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    layer_devices: Sequence[torch.device] | None = None,
 ) -> NativeModel:
     """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`.
 
-    Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
+    `layer_devices` has the device of each layer, if they are on several: then the embedding is on the first one's, and `device`
+    is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files = WeightFiles(folder, name, device)
         names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-        required = _required(names)
-        files.check_complete(required)
-        norms = [
-            name
-            for layer in names
-            for each in (layer.q_norm, layer.k_norm)
-            for name in ((each,) if isinstance(each, str) else each or ())
-        ]
-        known = [*required, *norms, EMBEDDING, HEAD]
-        files.check_no_others([*known, *map(bias_of, known)], len(names))
-        factory = ProductFactory(device, dtype)
-        gain = norm_gain(architecture, dtype, device)
-        parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
-        files.close()
+        _check_names(files, names)
+        devices = [device] * len(names) if layer_devices is None else layer_devices
+        factories = {on: ProductFactory(on, dtype) for on in dict.fromkeys([*devices, device])}
+        gain = _common_gain(architecture, dtype, list(factories))
+        # before the layers: packing needs the head twice for a moment
+        parts = _parts(architecture, files, factories[device], dtype, gain, (devices[0], device))
         kinds = layer_kinds(architecture)
         layers = []
-        for index, tensors in enumerate(names):
+        for index, (tensors, on) in enumerate(zip(names, devices, strict=True)):
+            files.use_device(on)
             weights = layer_weights(architecture, tensors, files.take, dtype, gain)
-            layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factory))
+            layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factories[on]))
             del weights
             files.close()
             if not files.are_copied:
@@ -59,11 +61,26 @@ def load_native(
             parts,
             dtype,
             norm_gain=gain,
-            min_rows=factory.min_rows,
+            min_rows=max(factory.min_rows for factory in factories.values()),
             exact=exact,
             num_parameters=files.numbers_taken,
-            product_choices=factory.choices,
+            product_choices=[choice for factory in factories.values() for choice in factory.choices],
+            layer_devices=layer_devices,
         )
+
+
+def _check_names(files: WeightFiles, names: list[LayerTensors]) -> None:
+    """Raises SpecgenError if tensors of layers with these names are missing, or if there are others that may matter."""
+    required = _required(names)
+    files.check_complete(required)
+    norms = [
+        name
+        for layer in names
+        for each in (layer.q_norm, layer.k_norm)
+        for name in ((each,) if isinstance(each, str) else each or ())
+    ]
+    known = [*required, *norms, EMBEDDING, HEAD]
+    files.check_no_others([*known, *map(bias_of, known)], len(names))
 
 
 def _return_free_memory() -> None:
@@ -76,6 +93,12 @@ def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.devi
     """Returns the gain of the residual stream that the model is run with; see `residual`."""
     extended = architecture.norm == "rms" and architecture.pre_norms and dtype == torch.float32 and device.type == "cpu"
     return sqrt(architecture.hidden_size) if extended else 1.0
+
+
+def _common_gain(architecture: Architecture, dtype: torch.dtype, devices: Sequence[torch.device]) -> float:
+    """Returns the gain of a residual stream that goes through all of these devices."""
+    gains = {norm_gain(architecture, dtype, device) for device in devices}
+    return gains.pop() if len(gains) == 1 else 1.0
 
 
 def _required(names: list[LayerTensors]) -> list[str]:
@@ -97,9 +120,14 @@ def _required(names: list[LayerTensors]) -> list[str]:
 
 
 def _parts(
-    architecture: Architecture, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype, gain: float
+    architecture: Architecture,
+    files: WeightFiles,
+    factory: ProductFactory,
+    dtype: torch.dtype,
+    gain: float,
+    devices: tuple[torch.device, torch.device],
 ) -> NativeParts:
-    """Returns the embedding, the final norm and the LM head.
+    """Returns the embedding, on the first of the devices, and the final norm and the LM head, on the second one.
 
     A tied model's files have one of the two tables, which serves as both, or both, and then each serves its own purpose, as in
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
@@ -110,11 +138,13 @@ def _parts(
     head_name = HEAD if HEAD in files else EMBEDDING
     matrix = files.take(head_name, shape).to(dtype)
     head = factory(matrix)
-    if head_name == embedding_name and isinstance(head, DenseProduct):
+    if head_name == embedding_name and isinstance(head, DenseProduct) and devices[0] == devices[1]:
         embedding = matrix
     else:
         del matrix
-        files.close()  # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
+        # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
+        files.use_device(devices[0])
         embedding = files.take(embedding_name, shape)
         embedding = embedding.to(dtype) if files.are_copied else embedding
+        files.use_device(devices[1])
     return NativeParts(embedding, *final_norm(architecture, files.take, dtype, gain), head)
