@@ -34,6 +34,7 @@ def load(
     offline: bool = False,
     backend: str = "auto",
     exact: bool = False,
+    context: int | None = None,
     announce: Callable[[str], None] = lambda _: None,
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
@@ -47,7 +48,8 @@ def load(
     of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
     `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
-    alike: on a CPU, and not in draft trees. The draft model is loaded when it is first needed. Raises SpecgenError.
+    alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
+    limit; None: that limit. The draft model is loaded when it is first needed. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -61,7 +63,7 @@ def load(
             f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
         )
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
-    sources[0] = replace(sources[0], exact=exact)
+    sources[0] = replace(sources[0], exact=exact, context=context)
     devices = target_device, other_device
     sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
     try:

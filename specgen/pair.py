@@ -275,7 +275,7 @@ class Pair:
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
         ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
-        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target.max_tokens(len(prompt_ids)))
+        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
         return RunRequest(chosen, settings, sampling, prompt_ids, limit)
 
     def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Components:

@@ -11,6 +11,7 @@ from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
+    from specgen.engine.model_loading import LoadedModel
     from specgen.method import Method
     from specgen.setting_parsing import Settings
     from specgen.traces.trace_writer import RunInfo
@@ -109,18 +110,20 @@ def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int
     return ids
 
 
-def fitting_tokens(prompt_length: int, wanted: int, context_limit: int) -> int:
-    """Returns how many of `wanted` new tokens fit into a context of `context_limit` tokens after the prompt.
+def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
+    """Returns how many of `wanted` new tokens fit into the target's context after the prompt.
 
     Raises SpecgenError if not even one token fits.
     """
-    room = context_limit - prompt_length
+    limit = target.max_tokens(prompt_length)
+    room = limit - prompt_length
     if room >= 1:
         return min(wanted, room)
+    is_given = limit < target.model.shape.context_limit and limit == target.context_limit
     raise SpecgenError(
         f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over "
-        f"the target's {context_limit:,}",
-        "Shorten the prompt; a smaller -n alone is not enough",
+        + (f"--context {limit:,}" if is_given else f"the target's {limit:,}"),
+        "Shorten the prompt" + (", or give a larger --context" if is_given else "") + "; a smaller -n alone is not enough",
     )
 
 

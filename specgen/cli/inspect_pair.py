@@ -54,7 +54,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             models.offline,
             models.backend,
         )
-        target, draft = sources[0], sources[1] if len(sources) > 1 else None
+        target, draft = replace(sources[0], context=models.context), sources[1] if len(sources) > 1 else None
         parts = TrainedParts(models.exit_layer, models.head)
         return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, parts)
 
@@ -86,6 +86,7 @@ def _next_command(models: ModelOptions, report: PairReport) -> str | None:
         return None
     dtype = models.dtype if models.dtype != "auto" else None
     head = None if models.head is None else str(models.head)
-    named = {"--target": models.target, "--draft": models.draft, "--head": head, "--dtype": dtype}
+    context = None if models.context is None else str(models.context)
+    named = {"--target": models.target, "--draft": models.draft, "--head": head, "--dtype": dtype, "--context": context}
     arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
     return f"specgen inspect{arguments} --measure" if report.speedup_model is None else f"specgen compare{arguments}"

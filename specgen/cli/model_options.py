@@ -42,6 +42,7 @@ class ModelOptions:
     exit_layer: options.ExitLayer = None
     head: options.Head = None
     backend: options.Backend = "auto"
+    context: options.ContextLength = None
 
     def __post_init__(self) -> None:
         check_backend(self.backend)

@@ -85,6 +85,9 @@ Exact = Annotated[
         " own forward pass on a CPU, and for methods that draft no trees.",
     ),
 ]
+ContextLength = Annotated[
+    int | None, _model("--context", metavar="N", help="At most N tokens of prompt and output. Default: the target's limit.")
+]
 ExitLayer = Annotated[
     Path | None,
     _model(

@@ -77,7 +77,7 @@ class TrainingOptions:
 @reported
 @options.grouped
 def tune(
-    context: typer.Context,
+    called: typer.Context,
     train: Annotated[
         bool,
         _training(
@@ -99,7 +99,7 @@ def tune(
     from specgen.ui import theme
 
     err = theme.console(stderr=True, no_color=display.no_color)
-    _check_given(context, train=train)
+    _check_given(called, train=train)
     if train:
         if models.head is not None:
             hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
@@ -119,15 +119,15 @@ def tune(
     return None
 
 
-def _check_given(context: typer.Context, *, train: bool) -> None:
+def _check_given(called: typer.Context, *, train: bool) -> None:
     """Raises SpecgenError for the options on the command line that belong to training but `train` is False, or the reverse."""
     of_training = {field.name for field in fields(TrainingOptions)}
     of_tuning = {field.name for group in (TuneOptions, TuneSampling) for field in fields(group)} - _ALSO_FOR_TRAINING
     wrong = [
         max(option.opts, key=len)
-        for option in context.command.params
+        for option in called.command.params
         if option.name in (of_tuning if train else of_training)
-        and getattr(context.get_parameter_source(option.name), "name", "") == "COMMANDLINE"
+        and getattr(called.get_parameter_source(option.name), "name", "") == "COMMANDLINE"
     ]
     if wrong:
         named = ", ".join(wrong)

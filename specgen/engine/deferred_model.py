@@ -23,7 +23,7 @@ class DeferredModel:
     def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
         self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
-        self.context_limit, self.backend = prepared.shape.context_limit, prepared.config.backend
+        self.context_limit, self.backend = prepared.context_limit, prepared.config.backend
         self._prepared, self._dtype = prepared, dtype
         self._loaded: LoadedModel | None = None
         self._lock = Lock()

@@ -20,6 +20,7 @@ from specgen.engine.native.architecture import Architecture, UnsupportedConfig, 
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
+from specgen.engine.translation import same_tokens
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
 
@@ -32,6 +33,7 @@ class ModelSource:
     whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. `exact`: a token's logits are
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
+    `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
     """
 
     location: str
@@ -42,6 +44,7 @@ class ModelSource:
     backend: str = "auto"
     exact: bool = False
     on_mps: bool = False
+    context: int | None = None
 
     @property
     def name(self) -> str:
@@ -94,6 +97,11 @@ class PreparedModel:
         return self.config.shape
 
     @property
+    def context_limit(self) -> int:
+        """The longest context in tokens: the user's limit, or the model's own."""
+        return self.source.context or self.shape.context_limit
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
         return eos_ids(self.config.raw, self.generation, self.config.default_eos, self.tokenizer.eos_id)
@@ -103,8 +111,9 @@ class PreparedModel:
 class LoadedModel:
     """A model with its weights, ready to decode with.
 
-    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens. `has_penalties`: the model's
-    generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens). `folder` has its files.
+    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
+    model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
+    suppressed tokens). `folder` has its files.
     `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`.
     """
 
@@ -120,7 +129,9 @@ class LoadedModel:
     backend: str = "native"
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
-        return ModelRunner(self.model, penalties)
+        runner = ModelRunner(self.model, penalties)
+        runner.context_limit = self.context_limit
+        return runner
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
@@ -155,7 +166,7 @@ class LoadedModel:
         would give wrong logits. So a prompt within the boundary gets output only up to the boundary, plus one token: the last
         token of an output is never run through the model.
         """
-        limit, rope_boundary = self.model.shape.context_limit, self.model.shape.rope_boundary
+        limit, rope_boundary = self.context_limit, self.model.shape.rope_boundary
         return min(rope_boundary + 1, limit) if rope_boundary is not None and prompt_length <= rope_boundary else limit
 
 
@@ -168,9 +179,23 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
     config = describe(folder, source)
+    _check_context(source, config.shape.context_limit)
     generation = read_generation_config(folder, config.raw)
     tokenizer = load_tokenizer(folder, config.raw, source.trust_remote_code, source.name)
     return PreparedModel(source, folder, config, generation, tokenizer)
+
+
+def _check_context(source: ModelSource, own_limit: int) -> None:
+    """Raises SpecgenError if the user's context limit leaves no room for a prompt and a new token, or exceeds the model's own."""
+    if source.context is None:
+        return
+    if source.context < 2:
+        raise SpecgenError(f"--context is {source.context}", "It has to be at least 2: a token of prompt, and a new one")
+    if source.context > own_limit:
+        raise SpecgenError(
+            f"--context is {source.context:,}, and {source.name} was made for {own_limit:,} tokens",
+            f"Take at most {own_limit}, or leave it out",
+        )
 
 
 def describe(folder: Path, source: ModelSource) -> ModelConfig:
@@ -209,7 +234,7 @@ def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype
     model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
-    limit, exact, backend = prepared.shape.context_limit, prepared.source.exact, prepared.config.backend
+    limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
     return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend)
 
 
@@ -249,17 +274,10 @@ def check_weight_files(folder: Path, name: str) -> None:
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
-    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids.
-
-    One of them may have more tokens, at most 1 %. The sizes of the models' embeddings are not compared, because models of one
-    family pad them differently.
-    """
-    if target.tokenizer.digest is not None and target.tokenizer.digest == draft.tokenizer.digest:
-        return  # building two large vocabularies takes longer than all the rest
-    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
-    smaller, larger = sorted((of_target, of_draft), key=len)
-    if len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items():
+    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids; see `same_tokens`."""
+    if same_tokens(target.tokenizer, draft.tokenizer):
         return
+    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
     raise SpecgenError(
         f"the tokenizers differ: {target.name} has {len(of_target):,} tokens, {draft.name} has {len(of_draft):,}"
         + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),

@@ -51,30 +51,31 @@ _TEMPLATE_ARGUMENTS = frozenset(  # a named special token must not replace one o
 class NativeTokenizer:
     """A tokenizer of the `tokenizers` library, set up like the class that transformers would build.
 
-    `special_tokens` maps names such as bos_token to tokens. `digest` is the same for two tokenizers with the same definition.
+    `pipeline` does the work. `special_tokens` maps names such as bos_token to tokens. `digest` is the same for two tokenizers
+    with the same definition.
     """
 
     def __init__(self, pipeline: Pipeline, special_tokens: Mapping[str, str], digest: str) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self.special_tokens = special_tokens
         self.digest = digest
 
     @property
     def eos_id(self) -> int | None:
         eos = self.special_tokens.get("eos_token")
-        id_: int | None = None if eos is None else self._pipeline.token_to_id(eos)
+        id_: int | None = None if eos is None else self.pipeline.token_to_id(eos)
         return id_
 
     def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._pipeline.get_vocab(with_added_tokens=True)
+        vocabulary: dict[str, int] = self.pipeline.get_vocab(with_added_tokens=True)
         return vocabulary
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._pipeline.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.pipeline.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._pipeline.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.pipeline.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 

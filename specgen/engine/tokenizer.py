@@ -8,6 +8,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Protocol
 
+from tokenizers import Tokenizer as Pipeline
+
 from specgen.engine.native_tokenizer import read_native
 from specgen.engine.template_process import TemplateProcess
 from specgen.engine.tokenizer_class import NotNativeError
@@ -21,10 +23,20 @@ _PREFIX = 6  # the first new token is decoded together with this many last token
 
 
 class Backend(Protocol):
-    """The library that tokenizes. `digest` is the same for two tokenizers with the same definition; None: not known."""
+    """The library that tokenizes. `digest` is the same for two tokenizers with the same definition; None: not known.
+
+    `pipeline` is the tokenizer of the `tokenizers` library; None if another library tokenizes. `special_tokens` maps names such
+    as bos_token to tokens.
+    """
 
     @property
     def digest(self) -> str | None: ...
+
+    @property
+    def pipeline(self) -> Pipeline | None: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
 
     @property
     def eos_id(self) -> int | None: ...
@@ -64,6 +76,16 @@ class Tokenizer:
         None if transformers' tokenizer is used.
         """
         return self._backend.digest
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The tokenizer of the `tokenizers` library that does the work; None if another library does."""
+        return self._backend.pipeline
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The special tokens by name, such as bos_token."""
+        return self._backend.special_tokens
 
     def vocabulary(self) -> dict[str, int]:
         return self._backend.vocabulary()
@@ -161,12 +183,17 @@ class _TransformersTokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         is_plain = backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
+        self.pipeline: Pipeline | None = backend if isinstance(backend, Pipeline) else None
         self._decode: Callable[..., str] = (backend if is_plain else self._tokenizer).decode  # the backend is ten times faster
 
     @property
     def eos_id(self) -> int | None:
         eos: int | None = self._tokenizer.eos_token_id
         return eos
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)}
 
     @property
     def has_template(self) -> bool:

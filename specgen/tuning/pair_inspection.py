@@ -262,7 +262,7 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         str(device),
         parameters * size,
         shape.kv_bytes_per_token(size),
-        None if shape.context_limit >= NO_LIMIT else shape.context_limit,
+        None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,
         prepared.config.backend,
         prepared.config.fallback,
