@@ -10,6 +10,7 @@ import torch
 
 from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
+from specgen.engine.device_map import place
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
@@ -42,8 +43,9 @@ def load(
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
-    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's device, or a
-    second GPU if `device` is `auto` and there is one. `announce` is called with a short description of each step. `process` is a
+    If `target` is None, the small models that come with specgen are loaded. `device` `auto-map` spreads a target over all GPUs
+    and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
+    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a
     process started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder
     of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
@@ -65,9 +67,9 @@ def load(
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
     devices = target_device, other_device
-    sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
+    sources = [replace(source, on_mps=each.type == "mps") for source, each in zip(sources, devices, strict=False)]
     try:
-        pair = _load(sources, devices, dtype, announce, process)
+        pair = _load(sources, devices, (device, draft_device), dtype, announce, process)
     except BaseException:
         if process is not None:
             process.close()
@@ -126,21 +128,27 @@ def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], Non
 def _load(
     sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
+    named: tuple[str, str | None],
     dtype: str,
     announce: Callable[[str], None],
     process: DraftProcess | None,
 ) -> Pair:
+    """Loads the models. `named` are the names that the user gave the target's and the draft's device."""
     prepared = prepare_models(sources, announce)
-    placed = [
-        (model, device, choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype)
+    dtypes = [
+        choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype
         for model, device in zip(prepared, devices, strict=False)
     ]
+    placement = place(named[0], prepared, dtypes, named[1])
+    if placement is not None:
+        devices = placement.device, placement.draft_device or devices[1]
+    placed = list(zip(prepared, devices, dtypes, strict=False))
     worker = None
     if len(placed) == 2 and _needs_process(*devices):
         worker = ProcessWorker(process, *placed[1])
     elif process is not None:
         process.close()
-    loaded = load_model(*placed[0], announce)
+    loaded = load_model(*placed[0], announce, None if placement is None else placement.layer_devices)
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, DeferredModel(*placed[1]) if len(placed) == 2 else None, worker)

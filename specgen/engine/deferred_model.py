@@ -6,6 +6,7 @@ from threading import Lock
 
 import torch
 
+from specgen.engine.devices import device_name
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, PreparedModel, load_model
@@ -35,6 +36,11 @@ class DeferredModel:
             if self._loaded is None:
                 self._loaded = load_model(self._prepared, self.device, self._dtype, lambda _: None)
             return self._loaded
+
+    @property
+    def device_label(self) -> str:
+        """The device as text; see `LoadedModel`."""
+        return device_name(self.device)
 
     @property
     def model(self) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from specgen.engine.devices import device_name
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
@@ -113,8 +115,8 @@ class LoadedModel:
 
     `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
     model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
-    suppressed tokens). `folder` has its files.
-    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`.
+    suppressed tokens). `folder` has its files. `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or
+    `transformers`. `layer_devices` has the device of each layer if they are on several; None: all are on `device`.
     """
 
     name: str
@@ -127,6 +129,7 @@ class LoadedModel:
     folder: Path
     exact: bool = False
     backend: str = "native"
+    layer_devices: Sequence[torch.device] | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         runner = ModelRunner(self.model, penalties)
@@ -154,6 +157,12 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def device_label(self) -> str:
+        """The device as text, for keys of measurements; with several devices, how many layers each has."""
+        counts = Counter(map(device_name, self.layer_devices or ()))
+        return ", ".join(f"{count} layers on {name}" for name, count in counts.items()) or device_name(self.device)
 
     @property
     def dtype_name(self) -> str:
@@ -223,28 +232,45 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
     return ModelConfig(raw, of_transformers(config), None, config, fallback)
 
 
-def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`.
+def load_model(
+    prepared: PreparedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    announce: Callable[[str], None],
+    layer_devices: Sequence[torch.device] | None = None,
+) -> LoadedModel:
+    """Loads a prepared model's weights onto `device`; see `LoadedModel` for `layer_devices`.
 
     Raises SpecgenError if the weights are damaged or no safetensors, or do not work with a KV cache that is rolled back, and
     RunError if memory is short.
     """
     name = prepared.name
-    announce(f"loading {name}")
-    model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device)
+    several = "" if layer_devices is None else f" on {len(set(layer_devices))} devices, without CUDA graphs"
+    announce(f"loading {name}{several}")
+    model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device, layer_devices)
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
     limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
-    return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend)
+    own = prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend
+    return LoadedModel(name, model, *own, layer_devices)
 
 
-def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
+def load_weights(
+    folder: Path,
+    source: ModelSource,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layer_devices: Sequence[torch.device] | None = None,
+) -> Model:
     """Loads the weights in `folder` with the backend that `config` names. Raises SpecgenError and RunError as `load_model`."""
     check_weight_files(folder, source.name)
     try:
         if config.architecture is not None:
-            native = load_native(folder, source.name, config.architecture, dtype, device, exact=source.exact)
-            if device.type == "cuda":
+            native = load_native(
+                folder, source.name, config.architecture, dtype, device, exact=source.exact, layer_devices=layer_devices
+            )
+            if device.type == "cuda" and layer_devices is None:  # a graph is of one device
                 use_cuda_graphs(native)
             return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
@@ -254,7 +280,8 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
         if not is_out_of_memory(error):
             raise
         hint = "Try --dtype bfloat16 or a smaller model"
-        raise RunError(f"{source.name} does not fit into the memory of {device}", hint) from error
+        where = ", ".join(map(str, dict.fromkeys(layer_devices or [device])))
+        raise RunError(f"{source.name} does not fit into the memory of {where}", hint) from error
 
 
 def check_weight_files(folder: Path, name: str) -> None:

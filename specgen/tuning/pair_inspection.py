@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.devices import ThreadChoice, free_memory
+from specgen.engine.device_map import place, stored_tensors
+from specgen.engine.devices import DTYPES, ThreadChoice, free_memory
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
+from specgen.engine.placement import Placement, Stage
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
@@ -127,6 +127,7 @@ class PairReport:
     device, None if the system does not report it. `methods` says for each method whether it can run. `speedup_model` has the pass
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
     as in PEARL; None if not measured or without a usable draft model. `choices` are the engine's, None if not measured.
+    `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
     """
 
     target: ModelFacts
@@ -137,6 +138,7 @@ class PairReport:
     speedup_model: SpeedupModel | None = None
     parallel_costs: ParallelCosts | None = None
     choices: EngineChoices | None = None
+    placement: Placement | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -168,12 +170,23 @@ class PairReport:
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
+            "placement": None if self.placement is None else _placement(self.placement),
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
             "engine": None if self.choices is None else self.choices.as_dict(),
             "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs),
         }
+
+
+def _placement(placement: Placement) -> dict[str, Any]:
+    def described(stage: Stage) -> dict[str, Any]:
+        layers = [stage.layers.start, stage.layers.stop - 1] if stage.layers else None
+        sizes = {name: getattr(stage, name) for name in ("weight_bytes", "cache_bytes", "working_bytes", "draft_bytes")}
+        return {"device": str(stage.device), "layers": layers, **sizes, "free_bytes": stage.free}
+
+    draft = None if placement.draft_device is None else str(placement.draft_device)
+    return {"context": placement.context, "draft": draft, "devices": [described(stage) for stage in placement.stages]}
 
 
 def _measured(model: SpeedupModel, parallel: ParallelCosts | None) -> dict[str, Any]:
@@ -198,23 +211,32 @@ def inspect_files(
     dtype: str,
     announce: Callable[[str], None],
     parts: TrainedParts = NO_PARTS,
+    named: tuple[str, str | None] = ("auto", None),
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's. `parts` are the trained parts that the user named. A draft model with another
-    tokenizer is reported, not refused. Raises SpecgenError if a model cannot be used at all.
+    `devices` are the target's and the draft's, `named` the names that the user gave them: for `auto-map`, others are planned.
+    `parts` are the trained parts that the user named. A draft model with another tokenizer is reported, not refused. Raises
+    SpecgenError if a model cannot be used at all, and RunError if a planned target does not fit.
     """
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
+    models = [model for model in (ours, theirs) if model is not None]
+    facts = [_facts(model, device, dtype) for model, device in zip(models, devices, strict=False)]
+    placement = place(named[0], models, [DTYPES[each.dtype] for each in facts], named[1])
+    if placement is not None:
+        planned = placement.device, placement.draft_device or devices[1]
+        facts = [replace(each, device=str(device)) for each, device in zip(facts, planned, strict=False)]
     return PairReport(
-        _facts(ours, devices[0], dtype),
-        None if theirs is None else _facts(theirs, devices[1], dtype),
+        facts[0],
+        facts[1] if theirs is not None else None,
         tokenizers,
-        free_memory(devices[0]),
+        free_memory(devices[0]) if placement is None else sum(stage.free for stage in placement.stages),
         readiness(
             ours, parts, has_draft=tokenizers is not None, differs=tokenizers is not None and tokenizers.refusal is not None
         ),
+        placement=placement,
     )
 
 
@@ -273,14 +295,7 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
 
 def _parameters(folder: Path) -> int:
     """Returns the number of parameters, from the headers of the weight files. Tied weights are stored and counted once."""
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
-        except Exception as error:  # safetensors' own exceptions share no base that it exports
-            raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
-    return total
+    return sum(numbers for _, numbers, _ in stored_tensors(folder))
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
