@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _TYPE = "privateuseone"
 _CPU = torch.device("cpu")
+_GENERATOR = torch.Generator
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 COPIES: Counter[tuple[str, str]] = Counter()  # copies between devices, by their names (from, to), since the last `fake_devices()`
 
@@ -133,8 +134,20 @@ def fake_devices() -> Iterator[Counter[tuple[str, str]]]:
     """Lets tensors be made on pretended devices. Yields the number of copies between devices, by their names (from, to)."""
     _register()
     COPIES.clear()
-    with patch.object(torch, "inference_mode", _without_gradients), _FromData(), _Factories():
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "inference_mode", _without_gradients))
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
+        stack.enter_context(_FromData())
+        stack.enter_context(_Factories())
         yield COPIES
+
+
+class _Generator(torch.Generator):
+    """In place of a generator of random numbers on a pretended device: one on the CPU, where the operators run."""
+
+    def __new__(cls, device: Any = _CPU) -> torch.Generator:  # type: ignore[misc]
+        device = torch.device(device)
+        return _GENERATOR(_CPU if device.type == _TYPE else device)
 
 
 def _without_gradients(mode: bool = True) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,7 +49,11 @@ def place(
     draft = 0
     if len(models) == 2 and draft_device is None:
         draft = model_memory(models[1], dtypes[1], min(models[1].context_limit, context)).total
-    found = plan(rooms, target, context, draft)
+    gpus = [room for room in rooms if room.device.type != "cpu"]
+    found = plan(gpus, target, context, draft)
+    if found is None and models[0].config.backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
+        target = replace(target, cache=0, working=target.working + target.cache * len(target.layers) + max(target.layers))
+    found = plan(rooms, target, context, draft) if found is None else found
     if found is None:
         raise _does_not_fit(models[0].name, rooms, target, context, draft)
     return found

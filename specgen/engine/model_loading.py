@@ -275,7 +275,7 @@ def load_weights(
             return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
 
-        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device)
+        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, layer_devices)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from specgen.engine.extra_tensors import check_no_extra
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.tolerances import logits_error
+from specgen.engine.transformers_backend.device_map import device_map
 from specgen.engine.transformers_backend.quiet import quiet_transformers, reading
 from specgen.engine.transformers_backend.transformers_model import TransformersModel
 from specgen.errors import RunError, SpecgenError
@@ -50,13 +51,23 @@ def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
 
 
 def load_transformers_model(
-    folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    name: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    layer_devices: Sequence[torch.device] | None = None,
 ) -> TransformersModel:
     """Loads the model in `folder`, and checks that cached passes with a rollback give the right logits.
 
-    Raises SpecgenError if the check fails, or for damaged or missing weights, and RunError if memory is short.
+    `layer_devices` has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or
+    missing weights, or without a package that several devices need, and RunError if memory is short.
     """
-    module = load_module(folder, name, trust_remote_code, dtype, device)
+    placed = None
+    if layer_devices is not None:
+        config = read_transformers_config(folder, name, trust_remote_code)
+        placed = device_map(model_without_weights(config, trust_remote_code), name, layer_devices)
+    module = load_module(folder, name, trust_remote_code, dtype, device, placed)
     if getattr(type(module), "_is_stateful", False):
         raise _recurrent(name, module.config.model_type)
     model = TransformersModel(module)
@@ -64,8 +75,17 @@ def load_transformers_model(
     return model
 
 
-def load_module(folder: Path, name: str, trust_remote_code: bool, dtype: torch.dtype, device: torch.device) -> Any:
+def load_module(
+    folder: Path,
+    name: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    placed: Mapping[str, torch.device] | None = None,
+) -> Any:
     """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only its tensors.
+
+    `placed` has the devices of its modules by name, if they are on several.
 
     Raises SpecgenError for damaged, missing or unexpected weights, RunError if memory is short.
     """
@@ -78,11 +98,13 @@ def load_module(folder: Path, name: str, trust_remote_code: bool, dtype: torch.d
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
+                **({} if placed is None else {"device_map": dict(placed)}),
             )
-            model = model.to(device).eval()
+            model = (model.to(device) if placed is None else model).eval()
         except (torch.OutOfMemoryError, MemoryError) as error:
             hint = "Try --dtype bfloat16 or a smaller model"
-            raise RunError(f"{name} does not fit into the memory of {device}", hint) from error
+            where = device if placed is None else ", ".join(dict.fromkeys(map(str, placed.values())))
+            raise RunError(f"{name} does not fit into the memory of {where}", hint) from error
     _check_report(report, model.config.get_text_config(), name)
     return model
 
