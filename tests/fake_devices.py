@@ -60,6 +60,10 @@ class FakeDeviceTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})
 
+    def data_ptr(self) -> int:
+        """By which accelerate knows weights that are used twice."""
+        return self.inner.data_ptr()
+
     def __repr__(self, **_: Any) -> str:
         return f"{self.device} {self.inner!r}"
 
