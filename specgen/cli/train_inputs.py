@@ -37,7 +37,8 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     target."""
     import torch
 
-    from specgen.engine.devices import DTYPES, pick_device
+    from specgen.engine.device_map import place
+    from specgen.engine.devices import DTYPES, pick_device, pick_draft_device
     from specgen.engine.dtype_choice import choose_dtype
     from specgen.engine.model_loading import load_model
     from specgen.loading import model_sources, prepare_models
@@ -51,10 +52,14 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
     dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
-    target = load_model(prepared, device, dtype, announce)
+    placement = place(models.device, [prepared], [dtype], None)
+    if placement is None:
+        target = load_model(prepared, device, dtype, announce)
+    else:
+        target = load_model(prepared, placement.device, dtype, announce, placement.layer_devices)
     if not drafts:
         return LoadedModels(target, None, torch.float32)
-    draft = load_model(drafts[0], pick_device(models.draft_device or models.device), torch.float32, announce)
+    draft = load_model(drafts[0], pick_draft_device(models.draft_device, models.device, device), torch.float32, announce)
     stored = drafts[0].shape.dtype
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))
 

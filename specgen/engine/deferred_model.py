@@ -38,6 +38,11 @@ class DeferredModel:
             return self._loaded
 
     @property
+    def devices(self) -> list[torch.device]:
+        """The devices that have its layers; see `LoadedModel`."""
+        return [self.device]
+
+    @property
     def device_label(self) -> str:
         """The device as text; see `LoadedModel`."""
         return device_name(self.device)

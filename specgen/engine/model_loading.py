@@ -159,6 +159,11 @@ class LoadedModel:
         return self.model.device
 
     @property
+    def devices(self) -> list[torch.device]:
+        """The devices that have its layers, in their order."""
+        return list(dict.fromkeys(self.layer_devices or [self.device]))
+
+    @property
     def device_label(self) -> str:
         """The device as text, for keys of measurements; with several devices, how many layers each has."""
         counts = Counter(map(device_name, self.layer_devices or ()))
