@@ -12,9 +12,9 @@ from specgen import demo
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.device_map import place
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, load_model, prepare
+from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.types import check_backend
@@ -117,12 +117,9 @@ def model_sources(
 def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
     """Reads the config and the tokenizer of each model, without its weights.
 
-    `sources` holds a target, or a target and a draft model. Raises SpecgenError if the two tokenizers differ.
+    `sources` holds a target, or a target and a draft model. Raises SpecgenError as `prepare` does.
     """
-    prepared = [prepare(source, announce) for source in sources]
-    if len(prepared) == 2:
-        check_tokenizers_match(*prepared)
-    return prepared
+    return [prepare(source, announce) for source in sources]
 
 
 def _load(
@@ -135,23 +132,25 @@ def _load(
 ) -> Pair:
     """Loads the models. `named` are the names that the user gave the target's and the draft's device."""
     prepared = prepare_models(sources, announce)
-    dtypes = [
-        choose_dtype(dtype, model.shape, model.folder, device, model.config.architecture).dtype
-        for model, device in zip(prepared, devices, strict=False)
-    ]
+    dtypes = [model.choose_dtype(dtype, device).dtype for model, device in zip(prepared, devices, strict=False)]
     placement = place(named[0], prepared, dtypes, named[1])
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
     placed = list(zip(prepared, devices, dtypes, strict=False))
-    worker = None
-    if len(placed) == 2 and _needs_process(*devices):
-        worker = ProcessWorker(process, *placed[1])
+    translation = refusal = worker = None
+    if len(placed) == 2:
+        try:
+            translation = translation_between(*prepared)
+        except NoTokenBytes as error:
+            refusal = error
+    if len(placed) == 2 and refusal is None and _needs_process(*devices):
+        worker = ProcessWorker(process, *placed[1], translation)
     elif process is not None:
         process.close()
     loaded = load_model(*placed[0], announce, None if placement is None else placement.layer_devices)
     if worker is not None:
         worker.follow(loaded)
-    return Pair(loaded, DeferredModel(*placed[1]) if len(placed) == 2 else None, worker)
+    return Pair(loaded, DeferredModel(*placed[1], translation, refusal) if len(placed) == 2 else None, worker)
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:

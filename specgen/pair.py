@@ -19,7 +19,7 @@ from specgen.decoding.run import Clock, StopTexts
 from specgen.decoding.sequential import Checked
 from specgen.decoding.suffix_index import SuffixHistory
 from specgen.drafting_knowledge import DraftingKnowledge
-from specgen.engine.deferred_model import DraftModel
+from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
 from specgen.engine.exit_files import Exit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
@@ -65,7 +65,7 @@ class Pair:
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self.heads = Heads(target, self._target_runner, self._penalties)
-        self._draft_runner: ModelRunner | None = None
+        self._draft_runner: DraftModelRunner | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
@@ -75,7 +75,7 @@ class Pair:
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
 
     @property
-    def runners(self) -> tuple[ModelRunner, ModelRunner | None]:
+    def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
         """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
         self.load_draft()
         return self._target_runner, self._draft_runner
@@ -83,7 +83,7 @@ class Pair:
     def load_draft(self) -> None:
         """Loads the draft model's weights in this process, unless it has done so or there is none. Else the first use does it."""
         if self._draft_runner is None and self.draft is not None:  # with the target's penalties: it has to predict their effect
-            self._draft_runner = self.draft.runner(self._penalties(self.draft.device))
+            self._draft_runner = self.draft.draft_runner(self._penalties(self.draft.device))
 
     def drafts_here(self, method: Method) -> bool:
         """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""

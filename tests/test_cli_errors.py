@@ -201,7 +201,7 @@ def test_a_missing_folder_in_a_new_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("abc -t {good} -d {other-ids}", ("tokenizers differ", "{good}", "{other-ids}", "-m lookup")),
+        ("abc -t {good} -d {other-ids}", ("tokenizers differ", "{good}", "WordLevel", "translation=text", "-m lookup")),
         (f"{'a' * 3 * CONTEXT} -n 5 -t {{good}}", (f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt")),
         (f"{'a' * CONTEXT} -n 1 -t {{good}}", ("1 over", "Shorten the prompt")),
         ("hi -t nobody/nothing", ("nobody/nothing", "Check the spelling")),

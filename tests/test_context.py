@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cli_helpers import parsed, run_main
-from families import CONTEXT, make_model, save
+from families import CONTEXT, VOCAB, make_model, save
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import specgen
+from specgen.engine import cached_prefix
 from specgen.pair import Pair
 from specgen.types import SamplingParams
 
@@ -79,3 +84,46 @@ def test_commands_take_the_limit(
     report = parsed(out)[0]
     assert report["target"]["context_limit"] == 20
     assert report["cache_bytes"] == 20 * sum(report[role]["cache_bytes"] for role in ("target", "draft"))
+
+
+class Allocations(TorchDispatchMode):
+    """Records the bytes of each tensor that an operation makes, views left out, and the most rows of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.logits = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_of(part) for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)}
+        made = function(*args, **(kwargs or {}))
+        new = [part for part in tree_leaves(made) if isinstance(part, torch.Tensor) and storage_of(part) not in given]
+        self.sizes += [part.untyped_storage().nbytes() for part in new]
+        self.logits = max([self.logits, *(part.numel() // VOCAB for part in new if part.shape[-1:] == (VOCAB,))])
+        return made
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("backend", "capacity", "buffers"), [("native", 448, 1), ("transformers", 425, 6)])
+def test_a_prompt_takes_its_cache_and_one_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, capacity: int, buffers: int
+) -> None:
+    """Both caches are allocated once, and nothing else grows with the prompt but the masks of one chunk."""
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 70)
+    folder = save(make_model("llama", max_position_embeddings=512, intermediate_size=40), tmp_path / "long")
+    length, allocations = 421, Allocations()
+    with specgen.load(folder, folder, device="cpu", dtype="float32", backend=backend) as pair:
+        pair.load_draft()
+        cache = pair.target.model.shape.kv_bytes_per_token(4) * capacity // buffers
+        sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        plan = pair.plan([5 + number % 7 for number in range(length)], "sd", sampling, k=3)
+        with allocations:
+            assert len([*plan.run.rounds()]) > 1
+    others = [size for size in allocations.sizes if size != cache]
+    assert len(allocations.sizes) - len(others) == 2 * buffers
+    assert allocations.logits == 3, "of a prompt only the last token's"
+    rows = 64 * 2  # of the buffer that holds the masks of short passes, made for twice the length; a chunk's mask has fewer
+    assert max(others) <= rows * 4 * 512

@@ -251,9 +251,5 @@ def test_no_model_is_overwritten(folders: tuple[Path, Path], corpus: Path, index
     assert sorted(folders[index].iterdir()) == before
 
 
-def test_distillation_needs_a_draft_model_with_the_targets_tokenizer(
-    folders: tuple[Path, Path], corpus: Path, tmp_path: Path
-) -> None:
+def test_distillation_needs_a_draft_model(folders: tuple[Path, Path], corpus: Path, tmp_path: Path) -> None:
     assert "there is no draft model to train" in refused(train_command("sd", corpus, tmp_path, "-t", str(folders[0])))
-    other = save(make_model("llama", seed=3), tmp_path / "other", make_tokenizer(LETTERS[::-1]))
-    assert "the tokenizers differ" in refused(command((folders[0], Path(other)), corpus, tmp_path / "out"))

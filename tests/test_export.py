@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from check_exports import KNOWN, exported, options
 from families import make_model, near_copy
 from transformers import GenerationConfig
 from transformers.generation import candidate_generator
@@ -30,7 +31,10 @@ def test_each_engine_gets_its_own_options(engine: str) -> None:
     expected = {
         "transformers": json.dumps(steps, indent=2),
         "vllm": f"vllm serve org/target --speculative-config '{vllm}'",
-        "sglang": "python -m sglang.launch_server --model-path org/target --speculative-algorithm STANDALONE "
+        "tensorrt-llm": "# config.yaml, for: trtllm-serve org/target --config config.yaml\n"
+        "disable_overlap_scheduler: true\nspeculative_config:\n  decoding_type: Draft_Target\n  max_draft_len: 3\n"
+        "  speculative_model: org/draft",
+        "sglang": "sglang serve --model-path org/target --speculative-algorithm STANDALONE "
         "--speculative-draft-model-path org/draft --speculative-num-steps 3 --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens 4",
         "llama.cpp": "llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max 3 "
@@ -62,6 +66,12 @@ def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
         assert [note for note in found.lost if note not in fixed.lost] == [
             f"{engine} cannot adapt the length of lookup's drafts as specgen does: {LOOKUP_TOKENS} tokens, not tuned"
         ]
+    looked = "llama-server -m TARGET.gguf --spec-type ngram-simple --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 6"
+    assert export("llama.cpp", looked_up, "lookup", *NAMES).text == looked
+    searched = options("tensorrt-llm", export("tensorrt-llm", looked_up, "lookup", *NAMES).text)
+    assert (searched["decoding_type"], searched["max_draft_len"], searched["max_matching_ngram_size"]) == ("NGram", 6, 2)
+    assert not searched["is_public_pool"]
+    assert not searched["is_use_oldest"], "the latest match, as here"
     with pytest.raises(SpecgenError, match="none of the tuned methods"):
         export("mlx", looked_up, "lookup", *NAMES)
     slower: Any = {
@@ -93,12 +103,12 @@ def test_heads_and_suffixes_go_to_the_engines_that_have_them() -> None:
     words, lost = of_head("vllm", "eagle", width=1, policy="svip", threshold=0.3)
     assert json.loads(words[-1])["num_speculative_tokens"] == 5
     assert lost == "vLLM has no length policies: drafts have 5 tokens instead of svip"
-    words, lost = of_head("vllm", "medusa", nodes=10, k=3)
-    assert json.loads(words[-1]) == {"method": "medusa", "model": "heads", "num_speculative_tokens": 3}
-    assert "layout of its own" in lost
+    with pytest.raises(SpecgenError, match="none of the tuned methods"):
+        of_head("vllm", "medusa", nodes=10, k=3)  # vLLM 0.33 has no Medusa any more
     words, lost = of_head("vllm", "suffix", min_prob=0.2)
     limits = {"suffix_decoding_min_token_prob": 0.2, "suffix_decoding_max_spec_factor": 4.0}
     assert json.loads(words[-1]) == {"method": "suffix", "suffix_decoding_max_cached_requests": 0, **limits}
+    assert "arctic-inference" in lost
     words, lost = of_head("sglang", "eagle", width=4, nodes=10, k=6)
     tree = "--speculative-num-steps 6 --speculative-eagle-topk 4 --speculative-num-draft-tokens 11"
     assert words[-10:] == ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "a head", *tree.split()]
@@ -106,10 +116,34 @@ def test_heads_and_suffixes_go_to_the_engines_that_have_them() -> None:
     words, lost = of_head("sglang", "eagle", width=1, cape=True, k=2)
     assert words[-4:] == ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"]
     assert lost == "SGLang has no CaPE: the added candidates are left out"
+    words, lost = of_head("llama.cpp", "eagle", width=1, k=2)
+    assert words[3:] == ["-md", "HEAD.gguf", "--spec-type", "draft-eagle3", "--spec-draft-n-max", "2"]
+    assert "convert_hf_to_gguf.py 'a head' --target-model-dir org/target" in lost
+    made = export("tensorrt-llm", {"eagle": Candidate("eagle", {"width": 4, "nodes": 30, "k": 6}, 9.0)}, "eagle", *NAMES, HEADS)  # type: ignore[dict-item]
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 24}
+    head = {"decoding_type": "Eagle3", "max_draft_len": 6, "speculative_model": "a head"}
+    assert options("tensorrt-llm", made.text)["speculative_config"] == head | tree
+    assert "TensorRT-LLM's tree of 6 levels holds 24 nodes, not 30" in made.lost
+    for engine in ("tensorrt-llm", "llama.cpp"):  # they read EAGLE-3's heads alone
+        older = {"eagle": ExportedHead("a head", "eagle")}
+        with pytest.raises(SpecgenError, match="none of the tuned methods"):
+            export(engine, {"eagle": Candidate("eagle", {"k": 2}, 9.0)}, "eagle", *NAMES, older)  # type: ignore[dict-item]
     with pytest.raises(SpecgenError, match="none of the tuned methods"):
         of_head("sglang", "glide", k=3)
     with pytest.raises(SpecgenError, match="none of the tuned methods"):
         export("vllm", {"eagle": Candidate("eagle", {"k": 2}, 9.0)}, "eagle", *NAMES)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_option_is_known_to_the_engine(engine: str) -> None:
+    """`check_exports.py` holds the table of names against the engines; here, all that is written parses and is in the table."""
+    known = KNOWN[engine]
+    written = [options(engine, text) for _, text in exported(engine)]
+    assert len(written) == len(ENGINES[engine].methods)
+    for given in written:
+        assert set(given) <= known.names
+        assert all(given[name] in values for name, values in known.values.items() if name in given)
+    assert set().union(*written) == known.names, "a name that is never written needs no check"
 
 
 def as_generation_config(method: str, **settings: float) -> dict[str, Any]:

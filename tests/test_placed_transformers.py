@@ -19,7 +19,7 @@ from static_checks import random_calls
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers_backend import loading
-from specgen.engine.transformers_backend.device_map import device_map
+from specgen.engine.transformers_backend.device_map import module_devices
 from specgen.engine.transformers_backend.transformers_model import TransformersModel
 from specgen.errors import SpecgenError
 from specgen.types import Context
@@ -57,7 +57,7 @@ def spread(module: Any, devices: Sequence[torch.device]) -> TransformersModel:
     """The model with its layers on these devices, as transformers does it after loading the weights: by accelerate's hooks."""
     keys = module._skip_keys_device_placement
     return TransformersModel(
-        accelerate.dispatch_model(module, device_map(module, "m", devices), main_device=devices[0], skip_keys=keys)
+        accelerate.dispatch_model(module, module_devices(module, "m", devices), main_device=devices[0], skip_keys=keys)
     )
 
 
@@ -98,7 +98,7 @@ def test_every_weight_has_a_device(family: str) -> None:
     module = make_model(family, tie_word_embeddings=False)
     count = module.config.num_hidden_layers
     devices = [torch.device("cuda", index) for index in range(count)]
-    found = device_map(module, "the model", devices)
+    found = module_devices(module, "the model", devices)
     for weight, _ in module.named_parameters():
         assert any(weight.startswith(f"{name}.") for name in found), weight
     layers = [device for name, device in found.items() if name.rsplit(".", 1)[-1].isdigit()]
@@ -108,13 +108,13 @@ def test_every_weight_has_a_device(family: str) -> None:
     assert found[head] == devices[-1]
     assert found[table] == devices[0]
     tied = make_model(family, tie_word_embeddings=True)
-    assert device_map(tied, "the model", devices)[head] == devices[0]
+    assert module_devices(tied, "the model", devices)[head] == devices[0]
 
 
 def test_a_missing_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SpecgenError, match="pip install accelerate"):
-        device_map(make_model("llama"), "the model", [CPU] * 3)
+        module_devices(make_model("llama"), "the model", [CPU] * 3)
 
 
 @on_gpu

@@ -21,6 +21,7 @@ from specgen.setting_parsing import parse_pairs
 if TYPE_CHECKING:
     from specgen.cli.output_writers import OutputWriter
     from specgen.plan import Plan
+    from specgen.ui.terminal.prefill_line import PrefillLine
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
@@ -51,6 +52,7 @@ def generate(
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
     from specgen.ui.terminal.loading_line import LoadingLine
+    from specgen.ui.terminal.prefill_line import PrefillLine
 
     if help_method:
         shown = methods.DEFAULT_METHOD if method is None else method
@@ -86,7 +88,7 @@ def generate(
         if (unused := pair.heads.unused(decided)) is not None and not quiet:
             err.print(Text(unused), soft_wrap=True)
         with closing(OutputWriter(pair, plan, output, choice.tuned, trace)) as writer:
-            return _run(plan, writer)
+            return _run(plan, writer, PrefillLine(err, quiet=quiet))
 
 
 def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> Method:
@@ -142,15 +144,17 @@ def _standard_input(*, requested: bool) -> str:
         ) from error
 
 
-def _run(plan: Plan, writer: OutputWriter) -> int | None:
+def _run(plan: Plan, writer: OutputWriter, prefill: PrefillLine) -> int | None:
     interrupted = False
     with Interrupts() as interrupts:
         try:
             with interrupts.held():
                 writer.start()
-            for round_ in plan.run.rounds():
-                with interrupts.held():
-                    writer.add(round_)
+            with prefill.watching():
+                for round_ in plan.run.rounds():
+                    with interrupts.held():
+                        prefill.clear()
+                        writer.add(round_)
         except KeyboardInterrupt:
             interrupted = True
         finally:

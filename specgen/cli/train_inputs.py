@@ -39,8 +39,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
 
     from specgen.engine.device_map import place
     from specgen.engine.devices import DTYPES, pick_device, pick_draft_device
-    from specgen.engine.dtype_choice import choose_dtype
-    from specgen.engine.model_loading import load_model
+    from specgen.engine.model_loading import load_model, translation_between
     from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
@@ -51,7 +50,13 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if needs_draft)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
-    dtype = choose_dtype(models.dtype, prepared.shape, prepared.folder, device, prepared.config.architecture).dtype
+    if drafts and (quantised := drafts[0].config.quantisation) is not None:
+        raise SpecgenError(
+            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
+            "Train the checkpoint that it was made from; drafts are quantised after training",
+        )
+    translations = [translation_between(prepared, draft) for draft in drafts]
+    dtype = prepared.choose_dtype(models.dtype, device).dtype
     placement = place(models.device, [prepared], [dtype], None)
     if placement is None:
         target = load_model(prepared, device, dtype, announce)
@@ -61,6 +66,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
         return LoadedModels(target, None, torch.float32)
     draft = load_model(drafts[0], pick_draft_device(models.draft_device, models.device, device), torch.float32, announce)
     stored = drafts[0].shape.dtype
+    draft = replace(draft, translation=translations[0])
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))
 
 

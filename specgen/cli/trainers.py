@@ -91,6 +91,9 @@ def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, obse
     before, after = figures["agreement_before"], figures["agreement"]
     shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
     agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT
+    if figures.get("acceptance") is not None:
+        acceptance = f"{figures['acceptance']:.1%} (before: {figures['acceptance_before']:.1%})"
+        agreement += f" Expected acceptance at temperature 1: {acceptance}; the vocabularies allow {figures['common']:.1%}."
     advice = f"Use it: --draft {task.out}"
     if shares and (after["greedy"] or 0) <= (before["greedy"] or 0):
         advice = f"Agreement on greedy tokens did not rise: keep the draft you have. The new one is in {task.out}"

@@ -21,7 +21,7 @@ _PROMPTS = (
     "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: those "
     "that the target continues."
 )
-_EXPORT = "Print the tuned settings for transformers, vllm, sglang, llama.cpp or mlx; an existing profile is used as it is."
+_EXPORT = "Print the tuned settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx; uses an existing profile."
 _OBJECTIVE = "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity."
 _MAX_PERPLEXITY = "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%)."
 _OUT = "The profile's folder; by default one for this pair in your data folder."

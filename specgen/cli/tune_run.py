@@ -83,9 +83,9 @@ class TuneRequest:
         if all(method.name == "ar" for method in usable) and len(usable) < len(known):
             raise no_draft_model(next(method for method in known if method.needs_draft_model))
         engine = self.export
-        if engine is not None and not any(method.name in exports.ENGINES[engine][1] for method in usable):
+        if engine is not None and not any(method.name in exports.ENGINES[engine].methods for method in usable):
             without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
-            ways = f"It has {', '.join(exports.ENGINES[engine][1])}: name one with --methods{draft}"
+            ways = f"It has {', '.join(exports.ENGINES[engine].methods)}: name one with --methods{draft}"
             raise SpecgenError(f"{engine} has none of the methods that can be tuned{without}", ways)
 
     @property

@@ -61,7 +61,8 @@ class DraftChain:
         """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
 
         `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
-        are the logits without penalties; None if `logits` have none.
+        are the logits of the draft model's own distribution, without penalties; None if `logits` are. They may have more columns:
+        see `ModelOutput.unrestricted`.
         """
         probs = None
         if not self._sampling.greedy:
@@ -137,7 +138,7 @@ class DraftChain:
             entropies=entropies,
             top_probs=top_probs,
             stop_reason=reason,
-            logits=torch.stack(self._logits) if self._keep_logits else None,
+            logits=torch.stack(self._logits)[:, : self._vocab_size] if self._keep_logits else None,
         )
 
 

@@ -21,7 +21,7 @@ class DraftTree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.hidden: torch.Tensor | None = None  # [nodes, width] of the last logits, if the runner returns hidden states
-        self.unpenalised: torch.Tensor | None = None  # [nodes, vocabulary], the last logits without penalties; None: no penalties
+        self.unpenalised: torch.Tensor | None = None  # [nodes, ...] of the last logits: see `ModelOutput.unpenalised_part`
         self._runner, self._setup, self._context = setup.runner, setup, context
         self._logits: list[torch.Tensor] = []  # without penalties
         self._last_run = -1  # the last node that the model was run on
@@ -92,7 +92,7 @@ class DraftTree:
         return {
             "entropies": [entropies[at[parent]] for parent in parents],
             "top_probs": [top_probs[at[parent]] for parent in parents],
-            "logits": logits[upload(torch.tensor([parent + 1 for parent in parents]), logits.device)]
+            "logits": logits[upload(torch.tensor([parent + 1 for parent in parents]), logits.device), : self._setup.vocab_size]
             if self._setup.keep_logits
             else None,
         }

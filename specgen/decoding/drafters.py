@@ -16,7 +16,7 @@ from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner, longest_draft
+from specgen.engine.model_runner import ModelRunner, longest_draft, room
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
@@ -160,10 +160,7 @@ class ModelDrafterBase:
 
         0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
         """
-        runner = self._runner
-        if context.largest_id >= runner.num_embeddings:
-            return 0
-        bounds = limit, runner.context_limit - len(context), self._depth, self._longest
+        bounds = limit, room(self._runner, context), self._depth, self._longest
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
@@ -228,8 +225,8 @@ class ModelDrafter(ModelDrafterBase):
                 score = None
                 if scores is not None and output.hidden_states is not None:
                     score = scores.score(output.hidden_states[0], position)
-                unpenalised = None if output.unpenalised is None else output.unpenalised[0, : self._vocab_size]
-                token = host.append(output.logits[0, : self._vocab_size], score, unpenalised)
+                own = output.unpenalised_part(self._vocab_size)
+                token = host.append(output.logits[0, : self._vocab_size], score, None if own is None else own[0])
             if refusal := self._refusal(chain.values):
                 chain.drop_last()
                 return refusal

@@ -19,6 +19,7 @@ from specgen.decoding.token_tree import TokenTree
 from specgen.decoding.verifiers import match_path, own_tokens
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import room
 from specgen.types import Context, Draft, Verdict
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
             tree.extend(-1, list(known)[: limit - 1])
         candidates = Draft(tree.tokens[:], tree.parents[:])
         rows = len(tree) + 1
-        window.add_to(tree, -1, self._runner.context_limit - len(sequence))
+        window.add_to(tree, -1, room(self._runner, sequence))
         logits = self._runner.logits(sequence, tree.tokens, tree.parents).logits[:, : self._vocab_size]
         greedy = self._sampling.greedy
         choose: Callable[[int], int]

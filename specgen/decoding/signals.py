@@ -24,7 +24,8 @@ def compute(
     `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest) are of the draft model's own
     distribution: without penalties, at temperature 1, without top-k and top-p. `prob` is the token's probability in the
     distribution it was chosen from: `probs`, or in greedy decoding `logits` at temperature 1, penalties included, as for
-    transformers' assisted generation. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
+    transformers' assisted generation. If `unpenalised` has further columns, for tokens that cannot be drafted, it is the token's
+    share of all of them. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
     `entropy` and `top_prob` always come together.
     """
     found = {}
@@ -36,6 +37,8 @@ def compute(
             found["prob"] = probs.gather(-1, tokens[..., None])[..., 0]
         else:
             found["prob"] = found["top_prob"] if unpenalised is None else logits_ops.entropy_and_top_prob(logits)[1]
+        if unpenalised is not None and (width := logits.shape[-1]) < unpenalised.shape[-1]:
+            found["prob"] = found["prob"] * unpenalised.float().softmax(dim=-1)[..., :width].sum(dim=-1)
     if "margin" in names:
         top = own.float().softmax(dim=-1).topk(2, dim=-1).values
         found["margin"] = top[..., 0] - top[..., 1]

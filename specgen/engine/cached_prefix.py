@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
+from specgen.prefill_progress import prefill_reports
 from specgen.types import Context
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the mask's and the activations' memory
@@ -82,21 +83,29 @@ class CachedPrefix:
     def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
         """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
 
-        A long prompt is run in chunks; the last pass runs the rest of the context and the draft. The caller must run each pass
-        before it takes the next one: asking for the next one counts the tokens as cached and makes the pass's mask and positions
-        invalid. Raises SpecgenError for a tree on a model with ALiBi.
+        A long prompt is run in chunks and reported to `prefill_reports`; the last pass runs the rest of the context and the
+        draft. The caller must run each pass before it takes the next one: asking for the next one counts the tokens as cached
+        and makes the pass's mask and positions invalid. Raises SpecgenError for a tree on a model with ALiBi.
         """
-        length = len(context)
+        length, begin = len(context), self.committed
+        missing = min(last, length) - begin
+        is_reported = missing > PREFILL_CHUNK
+        if is_reported:
+            prefill_reports.report(id(self), 0, missing)
         while length - self.committed > PREFILL_CHUNK and self.committed < last:
             size = self._chunk_size(context)
             if length - self.committed <= size:
                 break
             yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
             self.committed += size
+            if is_reported and self.committed < begin + missing:
+                prefill_reports.report(id(self), self.committed - begin, missing)
         if self.length < last:
             yield self._forward_pass(context, draft, self.length, length + len(draft.tokens))
             self.committed = length
             self.draft = draft
+        if is_reported:
+            prefill_reports.report(id(self), missing, missing)
 
     def set_committed(self, context: Context, committed: int) -> None:
         """Counts exactly the first `committed` tokens of `context` as cached, because another runner has written them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -11,6 +12,9 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, PreparedModel, load_model
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.translated_runner import TranslatedRunner
+from specgen.engine.translation import Translation
+from specgen.errors import SpecgenError
 
 
 class DeferredModel:
@@ -18,13 +22,22 @@ class DeferredModel:
 
     A pair may never need the draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
     of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`,
-    `backend`, and `context_limit`, the longest context in tokens.
+    `backend`, and `context_limit`, the longest context in tokens. `translation` is between the target's tokens and the model's;
+    None if both have the same, and if there is none: then `refusal` says why, which `draft_runner` raises.
     """
 
-    def __init__(self, prepared: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        translation: Translation | None = None,
+        refusal: SpecgenError | None = None,
+    ) -> None:
         self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
         self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
         self.context_limit, self.backend = prepared.context_limit, prepared.config.backend
+        self.translation, self.refusal = translation, refusal
         self._prepared, self._dtype = prepared, dtype
         self._loaded: LoadedModel | None = None
         self._lock = Lock()
@@ -34,7 +47,8 @@ class DeferredModel:
         """The model with its weights. Raises SpecgenError or RunError, as `load_model` does, if it cannot be loaded."""
         with self._lock:
             if self._loaded is None:
-                self._loaded = load_model(self._prepared, self.device, self._dtype, lambda _: None)
+                loaded = load_model(self._prepared, self.device, self._dtype, lambda _: None)
+                self._loaded = replace(loaded, translation=self.translation)
             return self._loaded
 
     @property
@@ -54,6 +68,14 @@ class DeferredModel:
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         return self.loaded.runner(penalties)
 
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
+        """Returns a runner that answers in the target's token ids, see `LoadedModel`. Raises `refusal` if there can be none."""
+        if self.refusal is not None:
+            raise self.refusal
+        return self.loaded.draft_runner(penalties)
+
 
 DraftModel = LoadedModel | DeferredModel
 """What a pair's draft model may be."""
+DraftModelRunner = ModelRunner | TranslatedRunner
+"""What may run it. Both answer in the target's token ids."""

@@ -63,8 +63,11 @@ def choose_dtype(
     architecture: Architecture | None = None,
     *,
     timer: Callable[[Callable[[], object]], float] = pass_seconds,
+    narrow_bytes: int | None = None,
 ) -> DtypeChoice:
     """Returns the dtype named `name` for the model in `folder`. `architecture` is None if transformers runs it.
+
+    `narrow_bytes` is the size of all weights in a 16-bit dtype; None: that of the files.
 
     `auto` takes the dtype that the model's config names. On a CPU it takes float32 instead of a 16-bit dtype if the model fits
     into the processor's cache, where operations count and not bytes; a larger model is run in the 16-bit dtype if that is
@@ -78,7 +81,7 @@ def choose_dtype(
     own = DTYPES.get(str(shape.dtype), torch.float32)
     if device.type != "cpu" or own not in (torch.bfloat16, torch.float16):
         return DtypeChoice(own, "the dtype of its weights")
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = narrow_bytes or sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if 2 * stored <= last_level_cache():
         return DtypeChoice(torch.float32, "the model fits into the processor's cache")
     free = free_memory(device)

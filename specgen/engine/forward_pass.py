@@ -99,12 +99,15 @@ class ModelOutput(NamedTuple):
     vocabulary] are the logits before them; otherwise it is None.
     `features` [m, ...] are the hidden states that `engine.model.Model.feature_forward` names, of all m tokens of the
     pass; None from other forward functions.
+    `unrestricted` [n, vocabulary + m] are the logits of a draft model with another tokenizer, without penalties: also those of
+    its m tokens that the target lacks, which cannot be drafted. None if there are none.
     """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
     unpenalised: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    unrestricted: torch.Tensor | None = None
 
     @property
     def model_logits(self) -> torch.Tensor:
@@ -116,7 +119,12 @@ class ModelOutput(NamedTuple):
         return ModelOutput(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
 
     def unpenalised_part(self, vocab_size: int) -> torch.Tensor | None:
-        """Returns `unpenalised` without the logits beyond `vocab_size`."""
+        """Returns the logits of the draft model's own distribution if they are others than `logits`: that of the signals.
+
+        These are `unrestricted`, or `unpenalised` without the logits beyond `vocab_size`.
+        """
+        if self.unrestricted is not None:
+            return self.unrestricted
         return None if self.unpenalised is None else self.unpenalised[:, :vocab_size]
 
 

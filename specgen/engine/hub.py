@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from specgen.engine.quantisation import GGUF_HINT
 from specgen.errors import RunError, SpecgenError
 
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
@@ -42,7 +43,7 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
                 raise SpecgenError(f"{path} is not a file", "Name the folder of a model")
         return local
     if is_file:
-        raise SpecgenError(f"{name} is a file", "Name the folder that contains it")
+        raise SpecgenError(f"{name} is a file", GGUF_HINT if name.endswith(".gguf") else "Name the folder that contains it")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
     is_fixed = offline or _is_commit(revision or "") or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from specgen.engine.devices import device_name
+from specgen.engine.devices import DTYPES, device_name
+from specgen.engine.dtype_choice import DtypeChoice, choose_dtype
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
 from specgen.engine.inference_mode import inference
@@ -21,8 +22,11 @@ from specgen.engine.model_shape import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
+from specgen.engine.quantisation import GGUF_HINT, Quantisation, read_quantisation
+from specgen.engine.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.tokenizer import Tokenizer, load_tokenizer
-from specgen.engine.translation import same_tokens
+from specgen.engine.translated_runner import TranslatedRunner
+from specgen.engine.translation import Translation, same_tokens
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.types import Context
 
@@ -58,7 +62,8 @@ class ModelConfig:
     """What a model's config.json says. `raw` is its content, `shape` the model's sizes.
 
     The native decoder runs the model if there is an `architecture`. If it is None, transformers does, with `transformers_config`,
-    and `fallback` says why: the field that the native decoder does not know, or the user's choice.
+    and `fallback` says why: the field that the native decoder does not know, or the user's choice. `quantisation` says how the
+    checkpoint's weights are quantised, None if they are not.
     """
 
     raw: Mapping[str, Any]
@@ -66,6 +71,7 @@ class ModelConfig:
     architecture: Architecture | None = None
     transformers_config: Any = None
     fallback: str | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def backend(self) -> str:
@@ -108,6 +114,30 @@ class PreparedModel:
         """The ids of the tokens that end an output."""
         return eos_ids(self.config.raw, self.generation, self.config.default_eos, self.tokenizer.eos_id)
 
+    def quantisation_on(self, device: torch.device) -> Quantisation | None:
+        """Returns how the weights are kept on a device; see `quantisers.quantisation_on`. None: as ordinary numbers."""
+        return _quantisation_on(device, self.config, self.source)
+
+    def choose_dtype(self, name: str, device: torch.device) -> DtypeChoice:
+        """Returns the dtype named `name` to run the model in; see `dtype_choice.choose_dtype`.
+
+        Quantised weights stay as they are stored: the dtype is that of the other weights and of the computation. Raises
+        SpecgenError for an unknown name, and if the weights are quantised in a format that cannot be run on the device.
+        """
+        config, quantisation = self.config, self.quantisation_on(device)
+        if quantisation is None:
+            return choose_dtype(name, self.shape, self.folder, device, config.architecture)
+        if quantisation.dequantises:
+            from specgen.engine.transformers_backend.structure import count_parameters
+
+            parameters = count_parameters(config.transformers_config, self.source.trust_remote_code)
+            return choose_dtype(name, self.shape, self.folder, device, narrow_bytes=parameters and 2 * parameters)
+        if name == "auto":
+            return DtypeChoice(
+                DTYPES.get(str(self.shape.dtype), torch.float32), "the dtype of its weights that are not quantised"
+            )
+        return choose_dtype(name, self.shape, self.folder, device)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -116,7 +146,8 @@ class LoadedModel:
     `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
     model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
     suppressed tokens). `folder` has its files. `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or
-    `transformers`. `layer_devices` has the device of each layer if they are on several; None: all are on `device`.
+    `transformers`. `translation` is between the tokens of the target and of this draft model; None if they are the same.
+    `layer_devices` has the device of each layer if they are on several; None: all are on `device`.
     """
 
     name: str
@@ -129,12 +160,19 @@ class LoadedModel:
     folder: Path
     exact: bool = False
     backend: str = "native"
+    translation: Translation | None = None
     layer_devices: Sequence[torch.device] | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         runner = ModelRunner(self.model, penalties)
         runner.context_limit = self.context_limit
         return runner
+
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
+        """Returns a runner that answers in the target's token ids. `penalties` are the target's."""
+        if self.translation is None:
+            return self.runner(penalties)
+        return TranslatedRunner(self.runner(), self.translation, penalties)
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
@@ -215,10 +253,17 @@ def _check_context(source: ModelSource, own_limit: int) -> None:
 def describe(folder: Path, source: ModelSource) -> ModelConfig:
     """Reads the config of the model in `folder` and chooses the backend. Raises SpecgenError as `prepare` does."""
     raw = read_config(folder, source.name)
+    quantisation = read_quantisation(raw, source.name)
     fallback = "chosen by --backend transformers"
     if source.backend != "transformers":
         try:
-            if source.backend == "auto" and (source.trust_remote_code or source.on_mps):
+            if quantisation is not None:
+                fallback = f"its weights are quantised with {quantisation.format.title}"
+                if source.backend == "native":
+                    raise SpecgenError(
+                        f"the native backend does not run {source.name}: {fallback}", "Take --backend auto or transformers"
+                    )
+            elif source.backend == "auto" and (source.trust_remote_code or source.on_mps):
                 fallback = "on Apple GPUs" if source.on_mps else "--trust-remote-code allows code of the model itself"
             else:
                 architecture = read_architecture(raw)
@@ -234,7 +279,15 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
     from specgen.engine.transformers_backend.loading import read_transformers_config
 
     config = read_transformers_config(folder, source.name, source.trust_remote_code)
-    return ModelConfig(raw, of_transformers(config), None, config, fallback)
+    return ModelConfig(raw, of_transformers(config), None, config, fallback, quantisation)
+
+
+def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSource) -> Quantisation | None:
+    if config.quantisation is None:
+        return None
+    from specgen.engine.transformers_backend.quantisers import quantisation_on
+
+    return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
 
 def load_model(
@@ -280,7 +333,8 @@ def load_weights(
             return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
 
-        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, layer_devices)
+        kept = _quantisation_on(device, config, source)
+        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept, layer_devices)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -302,7 +356,32 @@ def check_weight_files(folder: Path, name: str) -> None:
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
     hint = "Other formats can run code when read: convert it to safetensors first" if others else "Download or save it again"
+    if others and others[0].endswith(".gguf"):
+        hint = GGUF_HINT
     raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {others[0]})" if others else ""), hint)
+
+
+def translation_between(target: PreparedModel, draft: PreparedModel) -> Translation | None:
+    """Returns the translation between the two models' tokens; None if they have the same tokenizer.
+
+    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes, or if the two have no token in common.
+    """
+    if same_tokens(target.tokenizer, draft.tokenizer):
+        return None
+    for model in (target, draft):
+        try:
+            token_bytes(model.tokenizer)
+        except NoTokenBytes as error:
+            raise _untranslatable(f"{model.name}: {error.message}") from error
+    found = Translation.between(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids, target.shape.vocab_size)
+    if not any(piece in found.draft.ids for piece in found.target.ids):
+        raise _untranslatable(f"{target.name} and {draft.name} have none in common")
+    return found
+
+
+def _untranslatable(reason: str) -> NoTokenBytes:
+    message = f"the tokenizers differ, and their tokens cannot be translated: {reason}"
+    return NoTokenBytes(message, "Take -m sd --set translation=text, or a method without a draft model: -m lookup")
 
 
 def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:

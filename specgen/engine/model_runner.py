@@ -5,7 +5,7 @@ Callers pass the whole sequence and get logits; the runner finds out which of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -36,7 +36,8 @@ class DraftRunner(Protocol):
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
     `vocab_size` the number of logits per position. A runner that cannot draft more than some number of tokens (levels, for a
-    tree) has this number as `longest_draft`: see `longest_draft`.
+    tree) has this number as `longest_draft`: see `longest_draft`. One that counts a context's tokens in another way has a
+    method `room`: see `room`.
     """
 
     context_limit: int
@@ -55,6 +56,17 @@ def longest_draft(runner: DraftRunner) -> int | None:
     """Returns the number of tokens that the runner can draft at most; None: as many as its context limit allows."""
     number: int | None = getattr(runner, "longest_draft", None)
     return number
+
+
+def room(runner: DraftRunner, context: Context) -> int:
+    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative if that is too long.
+
+    0 if the context holds a token that the model has no embedding for. A runner has its own rule if it has a method `room`.
+    """
+    own: Callable[[Context], int] | None = getattr(runner, "room", None)
+    if own is not None:
+        return own(context)
+    return 0 if context.largest_id >= runner.num_embeddings else runner.context_limit - len(context)
 
 
 class HiddenStates(NamedTuple):
@@ -220,7 +232,7 @@ class ModelRunner:
         return float(total)
 
 
-def run_some_passes(target: ModelRunner, draft: ModelRunner | None) -> None:
+def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> None:
     """Runs passes such as those of a round, so that later ones are not slower because they are the first of their kind."""
     context = Context([0, 1])
     if draft is not None:

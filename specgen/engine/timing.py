@@ -8,13 +8,14 @@ from statistics import median
 
 from specgen.engine.devices import synchronizer
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.translated_runner import TranslatedRunner
 from specgen.types import Context
 
 _WARM_UP, _MAX_SAMPLES, _MIN_SAMPLES = 2, 15, 3
 _MAX_SECONDS = 6.0  # measuring ends after this time, but not before each width has `_MIN_SAMPLES` samples
 
 
-def time_passes(runner: ModelRunner, widths: Sequence[int], context_length: int) -> dict[int, float]:
+def time_passes(runner: ModelRunner | TranslatedRunner, widths: Sequence[int], context_length: int) -> dict[int, float]:
     """Returns the median seconds of a forward pass over w tokens, for each w in `widths`.
 
     The w tokens are the last token of a context of `context_length` tokens, whose other tokens are cached, and w - 1 drafted

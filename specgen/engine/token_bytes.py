@@ -24,7 +24,7 @@ _ADDED, _ORDINARY, _BYTE, _UNUSED = range(4)  # of tokens with the same bytes, t
 
 
 class NoTokenBytes(SpecgenError):  # noqa: N818  names a fact, not a failure
-    """A tokenizer's tokens do not stand for bytes of the text. The message says why, without the model's name."""
+    """The tokens of a tokenizer do not stand for bytes of the text, so they cannot be translated. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed and
 stored before training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one.
+For a draft with another tokenizer see `translated_text`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from specgen.training.training_loop import (
     next_tokens,
 )
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
+from specgen.training.translated_text import TranslatedBatches, check_overlap, overlap_shares
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -63,6 +65,20 @@ class DistillationBatches(TrainingBatches):
         self.top_k_ids = _concatenated([text.top_k_ids for text in used])
         self.top_k_log_probs = _concatenated([text.top_k_log_probs for text in used])
 
+    def compare(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the sum of `divergence` for some draft logits [n, vocabulary], and the two numbers of `greedy_matches`.
+
+        `rows` [n] are those of the target's predictions.
+        """
+        rows = rows.to(self.top_k_ids.device)
+        top_k_ids = self.top_k_ids[rows].long().to(logits.device)
+        loss = divergence(logits, top_k_ids, self.top_k_log_probs[rows].to(logits.device)).sum()
+        return loss, greedy_matches(logits, top_k_ids[:, 0])
+
+    def measure(self, logits_of: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[GeneratedText]) -> dict[str, Any]:
+        """Returns the draft's figures on held-out texts: `agreement`, the result of `greedy_agreement`."""
+        return {"agreement": greedy_agreement(logits_of, texts)}
+
 
 def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
     return torch.cat([part for part in parts if part is not None]) if parts else torch.empty(0, 1)
@@ -71,13 +87,15 @@ def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
 class DraftTraining(Training):
     """A draft model in training.
 
-    The loss is `divergence` for tokens whose target probabilities are stored, and cross-entropy with the next token elsewhere.
-    The weights are float32. Matrix products use float32 if `target_dtype` is float32, otherwise bfloat16.
+    The loss is that of the batches' method `compare` for tokens whose target probabilities are stored, and cross-entropy with the
+    next token elsewhere. The weights are float32. Matrix products use float32 if `target_dtype` is float32, otherwise bfloat16.
     """
 
-    batches: DistillationBatches
+    batches: DistillationBatches | TranslatedBatches
 
-    def __init__(self, draft: LoadedModel, batches: DistillationBatches, target_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, draft: LoadedModel, batches: DistillationBatches | TranslatedBatches, target_dtype: torch.dtype = torch.float32
+    ) -> None:
         self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
         self._model = transformers_module(draft).to(torch.float32).requires_grad_(True)
         self._masks = AttentionMasks(self._model)
@@ -102,11 +120,9 @@ class DraftTraining(Training):
         is_untaught = (tokens != IGNORED) & ~is_taught
         # index_select, because the backward pass of indexing with a boolean mask sorts.
         taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
-        references = teacher[is_taught].to(self.batches.top_k_ids.device)
-        top_k_ids = self.batches.top_k_ids[references].long().to(logits.device)
-        loss = divergence(taught, top_k_ids, self.batches.top_k_log_probs[references].to(logits.device)).sum()
+        loss, matches = self.batches.compare(taught, teacher[is_taught])
         loss = loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
-        return torch.cat((loss[None], greedy_matches(taught, top_k_ids[:, 0])))
+        return torch.cat((loss[None], matches))
 
     @torch.no_grad()
     def round_weights(self, dtype: torch.dtype) -> None:
@@ -127,24 +143,36 @@ def distill(
     """Trains `draft` to predict what `target` predicts, and saves it in the folder `task.out` with weights of `dtype`.
 
     The files that `draft` was loaded from do not change. The target's weights are freed, so `target` cannot be used afterwards.
-    Returns measurements to store with the result: those of TrainingProgress.figures, and the result of `greedy_agreement` on
-    held-out text before (`agreement_before`) and after training (`agreement`). Raises TrainingStopped if `observer` requests a
-    stop (the same call resumes the training), and SpecgenError for an unsuitable model.
+    Returns measurements to store with the result: those of TrainingProgress.figures, and those of the batches' method `measure`
+    on held-out text before (`agreement_before`, ...) and after training (`agreement`, ...); for a draft with another tokenizer
+    also those of `overlap_shares`. Raises TrainingStopped if `observer` requests a stop (the same call resumes the training), and
+    SpecgenError for an unsuitable model.
     """
+    translation = draft.translation
+    if translation is not None:
+        check_overlap(translation, task)
     settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
     generation = TextGeneration(target, task, settings, observer, Purpose.DRAFT)
     texts = generation.run()
     target_dtype = target.model.dtype
     target.model.free_weights()
     held_out = [text for text in texts if text.part == Part.HELD_OUT]
-    batches = DistillationBatches(task.corpus, texts, task.recipe.after_generation(generation.seconds))
+    recipe = task.recipe.after_generation(generation.seconds)
+    batches: DistillationBatches | TranslatedBatches
+    if translation is None:
+        batches = DistillationBatches(task.corpus, texts, recipe)
+    else:
+        vocabulary = transformers_module(draft).get_output_embeddings().weight.shape[0]
+        batches = TranslatedBatches(task.corpus, texts, recipe, translation, vocabulary, draft.context_limit)
     del texts  # their tensors have been copied
     training = DraftTraining(draft, batches, target_dtype)
-    before = greedy_agreement(training.logits, held_out)
+    before = batches.measure(training.logits, held_out)
     progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
     training.round_weights(dtype)  # what is measured now is what is saved
-    after = greedy_agreement(training.logits, held_out)
-    figures = {**progress.figures(generation.seconds), "agreement_before": before, "agreement": after}
+    after = batches.measure(training.logits, held_out)
+    figures = progress.figures(generation.seconds) | {f"{name}_before": value for name, value in before.items()} | after
+    if translation is not None:
+        figures |= overlap_shares(translation, held_out)
     _save(draft, dtype, target, task, figures)
     shutil.rmtree(task.folder, ignore_errors=True)
     return figures

@@ -90,15 +90,15 @@ def export(
     of the methods.
     """
     check(engine)
-    write, known = ENGINES[engine]
-    heads = {} if heads is None else heads
-    usable = [name for name in tuned if name in known and (name in heads or not methods.find(name).head)]
+    write, known, head_kinds = ENGINES[engine]
+    fitting = {name: head for name, head in ({} if heads is None else heads).items() if head.kind in head_kinds}
+    usable = [name for name in tuned if name in known and (name in fitting or not methods.find(name).head)]
     speeds = {name: tuned[name].measured or tuned[name].predicted for name in usable}
     if not speeds:
         raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
     best = max(speeds, key=lambda name: speeds[name])
     settings = methods.resolve(methods.find(best), tuned[best].settings)
-    method = ExportedMethod(best, settings.policy, settings.values, target, draft, heads.get(best))
+    method = ExportedMethod(best, settings.policy, settings.values, target, draft, fitting.get(best))
     made = write(method)
     notes = [*made.lost, "measured with specgen, one prompt at a time: a server that batches has other costs"]
     if method.adapts_length:
@@ -148,15 +148,17 @@ def _suffix_limits(method: ExportedMethod) -> Mapping[str, Value]:
 
 
 def _lost_in_vllm(method: ExportedMethod) -> tuple[str, ...]:
-    lost = _lost_policy(method, "vLLM")
-    if method.name == "eagle" and method.settings["width"] != 1:
-        width, nodes = method.settings["width"], method.settings["nodes"]
-        lost.append(f"vLLM drafts chains: the tree (width {width}, nodes {nodes}) is left out")
-    if method.name == "medusa":
-        lost.append("vLLM reads Medusa heads in a layout of its own: convert the folder first")
-        if method.settings["nodes"]:
-            lost.append(f"vLLM takes each head's likeliest token: the tree of {method.settings['nodes']} nodes is left out")
+    lost = [*_lost_policy(method, "vLLM"), *_lost_tree(method, "vLLM")]
+    if method.name == "suffix":
+        lost.append("vLLM needs the package arctic-inference for suffix decoding")
     return tuple(lost)
+
+
+def _lost_tree(method: ExportedMethod, engine: str) -> list[str]:
+    """Says that the engine lacks the head's draft tree, if there is one."""
+    if method.name != "eagle" or method.settings["width"] == 1:
+        return []
+    return [f"{engine} drafts chains: the tree (width {method.settings['width']}, nodes {method.settings['nodes']}) is left out"]
 
 
 def _lost_policy(method: ExportedMethod, engine: str) -> list[str]:
@@ -171,7 +173,7 @@ def _lost_policy(method: ExportedMethod, engine: str) -> list[str]:
 
 def _sglang(method: ExportedMethod) -> Export:
     target, draft = method.quoted
-    command, steps = f"python -m sglang.launch_server --model-path {target} --speculative-algorithm", method.length
+    command, steps = f"sglang serve --model-path {target} --speculative-algorithm", method.length
     if method.name == "lookup":
         lost = f"SGLang's n-gram search has settings of its own: ngram {method.settings['ngram']} is left out"
         return Export(f"{command} NGRAM --speculative-num-draft-tokens {steps}", (lost,))
@@ -188,13 +190,52 @@ def _sglang(method: ExportedMethod) -> Export:
     )
 
 
+def _tensorrt_llm(method: ExportedMethod) -> Export:
+    import yaml
+
+    config: dict[str, object] = {"max_draft_len": method.length}
+    lost = _lost_policy(method, "TensorRT-LLM")
+    if method.name == "lookup":
+        # each request searches its own text, and the latest match counts, as here
+        search = {"max_matching_ngram_size": method.settings["ngram"], "is_public_pool": False, "is_use_oldest": False}
+        config = {"decoding_type": "NGram", **config, **search}
+    elif method.head is not None:
+        config = {"decoding_type": "Eagle3", **config, "speculative_model": method.head.folder}
+        width, nodes = int(method.settings["width"]), int(method.settings["nodes"])
+        if width != 1:
+            most = min(max(nodes, method.length), width * method.length)  # the bounds that TensorRT-LLM sets
+            config |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": width, "max_total_draft_tokens": most}
+            lost += [f"TensorRT-LLM's tree of {method.length} levels holds {most} nodes, not {nodes}"] * (most != nodes)
+    else:
+        config = {"decoding_type": "Draft_Target", **config, "speculative_model": method.draft}
+    content = ({} if method.head is not None else {"disable_overlap_scheduler": True}) | {"speculative_config": config}
+    written = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000).rstrip()
+    return Export(f"# config.yaml, for: trtllm-serve {method.quoted[0]} --config config.yaml\n{written}", tuple(lost))
+
+
 def _llama_cpp(method: ExportedMethod) -> Export:
+    convert = "quantised weights have other costs and acceptances"
+    if method.name == "lookup":
+        size = int(method.settings["ngram"])
+        # ngram-simple drops drafts shorter than the n-gram
+        text = f"--spec-ngram-simple-size-n {size} --spec-ngram-simple-size-m {max(size, method.length)}"
+        searched = f"llama.cpp looks for exactly {size} tokens, where specgen goes on to fewer if these did not occur before"
+        lost = (f"convert {method.target} to GGUF first; {convert}", searched)
+        return Export(f"llama-server -m TARGET.gguf --spec-type ngram-simple {text}", lost)
+    if method.head is not None:
+        head = shlex.quote(method.head.folder)
+        target = method.quoted[0]
+        first = (
+            f"convert {method.target} to GGUF first, and the head with convert_hf_to_gguf.py {head} --target-model-dir {target}"
+        )
+        text = f"llama-server -m TARGET.gguf -md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max {method.length}"
+        return Export(text, (f"{first}; {convert}", *_lost_policy(method, "llama.cpp"), *_lost_tree(method, "llama.cpp")))
     least = method.settings["threshold"] if method.name == "confidence" else 0.0
     text = (
         f"llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple "
         f"--spec-draft-n-max {method.length} --spec-draft-n-min 0 --spec-draft-p-min {least:g}"
     )
-    lost = [f"convert {method.target} and {method.draft} to GGUF first; quantised weights have other costs and acceptances"]
+    lost = [f"convert {method.target} and {method.draft} to GGUF first; {convert}"]
     if method.name == "confidence":
         lost.append("llama.cpp drops a token under p-min where transformers and specgen keep it: drafts are one token shorter")
     return Export(text, tuple(lost))
@@ -205,11 +246,20 @@ def _mlx(method: ExportedMethod) -> Export:
     return Export(f"mlx_lm.generate --model {target} --draft-model {draft} --num-draft-tokens {method.length}")
 
 
-# for each engine: the function that writes its options, and the methods that it supports
-ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], Export], tuple[str, ...]]] = {
-    "transformers": (_transformers, ("sd", "heuristic", "confidence", "lookup")),
-    "vllm": (_vllm, ("sd", "lookup", "suffix", "eagle", "medusa")),
-    "sglang": (_sglang, ("sd", "lookup", "eagle")),
-    "llama.cpp": (_llama_cpp, ("sd", "confidence")),
-    "mlx": (_mlx, ("sd",)),
+class Engine(NamedTuple):
+    """The function that writes an engine's options, the methods that it supports, and the kinds of heads that it reads."""
+
+    write: Callable[[ExportedMethod], Export]
+    methods: tuple[str, ...]
+    head_kinds: tuple[str, ...] = ()
+
+
+# tests/check_exports.py compares the options with the engines themselves
+ENGINES: Mapping[str, Engine] = {
+    "transformers": Engine(_transformers, ("sd", "heuristic", "confidence", "lookup")),
+    "vllm": Engine(_vllm, ("sd", "lookup", "suffix", "eagle"), ("eagle", "eagle3")),
+    "sglang": Engine(_sglang, ("sd", "lookup", "eagle"), ("eagle", "eagle3")),
+    "tensorrt-llm": Engine(_tensorrt_llm, ("sd", "lookup", "eagle"), ("eagle3",)),
+    "llama.cpp": Engine(_llama_cpp, ("sd", "confidence", "lookup", "eagle"), ("eagle3",)),
+    "mlx": Engine(_mlx, ("sd",)),
 }

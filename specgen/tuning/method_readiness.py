@@ -129,7 +129,7 @@ def _unlike_llama(prepared: PreparedModel) -> str | None:
     if prepared.config.backend == "native":
         return None
     from specgen.engine.transformers_backend.decoder_layers import missing_part
-    from specgen.engine.transformers_backend.loading import model_without_weights
+    from specgen.engine.transformers_backend.structure import model_without_weights
 
     model = model_without_weights(prepared.config.transformers_config, prepared.source.trust_remote_code)
     return None if model is None or missing_part(model) is None else prepared.shape.model_type

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.device_map import place, stored_tensors
 from specgen.engine.devices import DTYPES, ThreadChoice, free_memory
-from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
@@ -40,10 +38,10 @@ class ModelFacts:
     """Facts about a model, read from its files.
 
     `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
-    with which the model would run. `context_limit` is the largest number of tokens in a context, None if the config names no
-    limit. `table_rows` is the number of rows of the embedding table. `backend` runs the forward pass; `fallback` says why it is
-    transformers, `tokenizer_fallback` why transformers reads the tokenizer, both None otherwise. `dtype_reason` says why `dtype`
-    was chosen.
+    with which the model would run, but for quantised weights, which take as many bytes as their files. `context_limit` is the
+    largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the embedding
+    table. `backend` runs the forward pass; `fallback` says why it is transformers, `tokenizer_fallback` why transformers reads
+    the tokenizer, both None otherwise. `dtype_reason` says why `dtype` was chosen.
     """
 
     name: str
@@ -270,10 +268,10 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
 
 def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFacts:
     shape = prepared.shape
-    weights = choose_dtype(dtype, shape, prepared.folder, device, prepared.config.architecture)
+    weights = prepared.choose_dtype(dtype, device)
     size = weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
-    parameters = _parameters(prepared.folder)
+    parameters, weight_bytes = _weights(prepared, device, size)
     return ModelFacts(
         prepared.name,
         shape.model_type,
@@ -282,7 +280,7 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         shape.hidden_size,
         weights.name,
         str(device),
-        parameters * size,
+        weight_bytes,
         shape.kv_bytes_per_token(size),
         None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,
@@ -293,9 +291,20 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
     )
 
 
-def _parameters(folder: Path) -> int:
-    """Returns the number of parameters, from the headers of the weight files. Tied weights are stored and counted once."""
-    return sum(numbers for _, numbers, _ in stored_tensors(folder))
+def _weights(prepared: PreparedModel, device: torch.device, size: int) -> tuple[int, int]:
+    """Returns the number of a model's parameters, and the bytes of its weights, of which ordinary numbers take `size` bytes each.
+
+    Quantised weights stay as they are in their files, packed, whose shapes say nothing of the number of parameters.
+    """
+    stored = sum(numbers for _, numbers, _ in stored_tensors(prepared.folder))
+    quantisation = prepared.quantisation_on(device)
+    if quantisation is None:
+        return stored, stored * size
+    from specgen.engine.transformers_backend.structure import count_parameters
+
+    parameters = count_parameters(prepared.config.transformers_config, prepared.source.trust_remote_code) or stored
+    in_file = sum(path.stat().st_size for path in prepared.folder.glob("*.safetensors"))
+    return parameters, parameters * size if quantisation.dequantises else in_file
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:

@@ -21,6 +21,7 @@ from specgen.decoding import logits_ops, signals
 from specgen.decoding.length_policy import MODEL_SIGNALS
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import room
 from specgen.errors import SpecgenError
 from specgen.types import Context, SamplingParams
 
@@ -124,8 +125,9 @@ class Recorder:
         """
         if len(reference.token_ids) < 2:
             return RecordedDrafts(reference, [()] * len(reference.token_ids), [])
-        room = self._draft.context_limit - len(reference.prompt_ids) - len(reference.token_ids) - CONTINUATION
-        if room < 0 or max(*reference.prompt_ids, *reference.token_ids) >= self._draft.num_embeddings:
+        whole = Context(reference.prompt_ids)
+        whole.extend(reference.token_ids)
+        if room(self._draft, whole) < CONTINUATION:
             raise SpecgenError("the draft model cannot follow this prompt", "Take shorter prompts: --prompts FILE")
         prefill_seconds = draft_prefill_seconds(self._target, self._draft, reference)
         context, generated = Context(reference.prompt_ids), reference.token_ids[:-1]

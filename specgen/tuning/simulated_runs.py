@@ -98,7 +98,7 @@ class MemoisedRunner:
             if self._bytes < MOST_BYTES and key not in self._outputs:
                 row = ModelOutput(*(None if part is None else part[position].clone() for part in computed))  # type: ignore[arg-type]
                 self._outputs[key] = row
-                self._bytes += row.logits.nbytes * (1 if row.unpenalised is None else 2)
+                self._bytes += sum(part.nbytes for part in (row.logits, row.unpenalised, row.unrestricted) if part is not None)
         return computed
 
 

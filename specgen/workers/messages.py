@@ -16,6 +16,7 @@ from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
     from specgen.engine.generation_config import GenerationConfig
+    from specgen.engine.translation import Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class LoadModel:
     """Asks the worker to load a model. `name` appears in error messages, `folder` holds the weights.
 
     `device` and `dtype` are written as text, such as `cuda:0` and `bfloat16`; `threads` is the number of CPU threads to use.
-    `backend` says whose forward pass to run (see `ModelSource`).
+    `backend` says whose forward pass to run (see `ModelSource`). `translation` is between the target's tokens and the model's;
+    None if both have the same.
     """
 
     name: str
@@ -33,6 +35,7 @@ class LoadModel:
     dtype: str
     threads: int
     backend: str = "auto"
+    translation: Translation | None = None
 
 
 @dataclass(frozen=True, slots=True)

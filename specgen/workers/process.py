@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from specgen.environment import WAIT_PASSIVELY
 from specgen.errors import RunError, SpecgenError
+from specgen.prefill_progress import prefill_reports
 from specgen.workers import heartbeat
 from specgen.workers.shared_flags import SIZE, SharedFlags
 
@@ -129,10 +130,14 @@ class DraftProcess:
     def _wait(self, happened: Callable[[float], bool]) -> None:
         """Waits until `happened` returns True; it waits itself for at most the seconds that it is given.
 
-        However long that takes: only if the worker shows no sign of life for too long, ends it and raises RunError.
+        However long that takes: only if the worker shows no sign of life for too long, ends it and raises RunError. Passes on how
+        far the worker is with a long prompt.
         """
         silence = heartbeat.SilenceWatch(lambda: self.flags.beats)
         while not happened(heartbeat.LOOK):
+            done, total = self.flags.prefilled
+            if done < total:
+                prefill_reports.report(id(self), done, total)
             if silence.is_over():
                 self.close()
                 raise RunError(f"the draft worker gave no sign of life for {heartbeat.LONGEST_SILENCE:g} seconds", WITHOUT)

@@ -24,6 +24,7 @@ from specgen.workers.shared_flags import SIZE
 if TYPE_CHECKING:
     from specgen.engine.generation_config import GenerationConfig
     from specgen.engine.model_loading import LoadedModel, PreparedModel
+    from specgen.engine.translation import Translation
     from specgen.setting_parsing import Settings
 
 
@@ -31,18 +32,27 @@ class ProcessWorker:
     """Runs a draft model in a child process. Implements `DraftWorker`.
 
     `process` is a child that was already started; None starts one when it is first needed. A child that died is started again.
-    `device` and `dtype` are those on which the draft model is to run.
+    `device` and `dtype` are those on which the draft model is to run. `translation` is between the target's tokens and the draft
+    model's; None if both have the same.
     """
 
     kind = "process"
 
-    def __init__(self, process: DraftProcess | None, draft: PreparedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        process: DraftProcess | None,
+        draft: PreparedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        translation: Translation | None = None,
+    ) -> None:
         own, worker_threads = split_threads()
         # a worker on an accelerator uses the CPU only to launch kernels
         self.threads: int | None = own if device.type == "cpu" else None
         names = str(device), str(dtype).removeprefix("torch.")
         source = draft.source
-        self._load = LoadModel(draft.name, str(draft.folder), source.trust_remote_code, *names, worker_threads, source.backend)
+        given = source.trust_remote_code, *names, worker_threads, source.backend, translation
+        self._load = LoadModel(draft.name, str(draft.folder), *given)
         self._process = process
         self._loading = process.send(self._load) if process is not None else 0
         self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None

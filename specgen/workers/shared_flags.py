@@ -15,7 +15,8 @@ from mmap import mmap
 SIZE = 4096
 """Bytes at the start of the shared memory that hold the numbers."""
 
-_ASKED, _ANSWERED, _CUT, _BEATS, _DRAFTED = 0, 1, 2, 3, 8  # the positions of the words; the last is that of the first token
+# the positions of the words; the last is that of the first token
+_ASKED, _ANSWERED, _CUT, _BEATS, _PREFILLED, _DRAFTED = 0, 1, 2, 3, 4, 8
 _LONGEST = SIZE // 8 - _DRAFTED
 _TOKEN_BITS = 32
 _WATCH = 5e-3  # seconds
@@ -50,6 +51,16 @@ class SharedFlags:
     def beats(self) -> int:
         """How many times the worker has called `beat`."""
         return self._words[_BEATS]
+
+    def prefill(self, done: int, total: int) -> None:
+        """The worker has run `done` of a prompt's `total` tokens."""
+        self._words[_PREFILLED] = total << _TOKEN_BITS | done
+
+    @property
+    def prefilled(self) -> tuple[int, int]:
+        """The arguments of the last call of `prefill`; (0, 0) before the first."""
+        word = self._words[_PREFILLED]
+        return word & ((1 << _TOKEN_BITS) - 1), word >> _TOKEN_BITS
 
     def await_request(self, after: int) -> bool:
         """The worker waits a moment for a request later than `after`. Returns whether there is one."""

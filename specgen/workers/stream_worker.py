@@ -18,6 +18,7 @@ from specgen import factory
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import room
 from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class StreamDrafter:
     @inference
     def prefill(self, context: Context) -> None:
         self._streams.draft_waits()  # work of an earlier run may still use the buffers
-        if context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit:
+        if room(self._runner, context) > 0:
             with self._streams.drafting():
                 self._runner.logits(context)
 

@@ -12,6 +12,7 @@ from specgen import factory
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import room
 from specgen.errors import RunError
 from specgen.types import Context, Draft
 
@@ -70,8 +71,7 @@ class ThreadDrafter:
         self._is_cut = False
 
     def prefill(self, context: Context) -> None:
-        fits = context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit
-        if fits:
+        if room(self._runner, context) > 0:
             self._work = self._submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:

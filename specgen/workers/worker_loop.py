@@ -23,8 +23,11 @@ from specgen.decoding.length_policy import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, describe, load_weights
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, room
+from specgen.engine.translated_runner import TranslatedRunner
+from specgen.engine.translation import Translation
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.prefill_progress import prefill_reports
 from specgen.types import Context
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, LoadModel
 from specgen.workers.shared_drafts import SharedDrafts
@@ -63,7 +66,8 @@ class Worker:
     def __init__(self, memory: int, flags: SharedFlags) -> None:
         self._memory, self._flags = memory, flags
         self._model: Any = None
-        self._runner: ModelRunner | None = None
+        self._translation: Translation | None = None
+        self._runner: ModelRunner | TranslatedRunner | None = None
         self._runs: dict[int, _Run] = {}
         self._learned: dict[Hashable, Learned] = {}  # by `AdaptiveInputs.key`
 
@@ -99,6 +103,7 @@ class Worker:
         )
         folder, dtype, device = Path(request.folder), DTYPES[request.dtype], torch.device(request.device)
         self._model = load_weights(folder, source, describe(folder, source), dtype, device)
+        self._translation = request.translation
         runner = ModelRunner(self._model)
 
         def a_draft() -> None:
@@ -116,14 +121,18 @@ class Worker:
             penalties = None
             if request.penalties is not None:
                 penalties = PenaltyProcessor(*request.penalties, components.vocab_size, self._model.device)
-            self._runner = ModelRunner(self._model, penalties)
+            if self._translation is None:
+                self._runner = ModelRunner(self._model, penalties)
+            else:
+                self._runner = TranslatedRunner(ModelRunner(self._model), self._translation, penalties)
         self._runner.reserve(components.capacity)
         shared = SharedDrafts(components, request.window)
         if shared.size:
             shared.map(self._memory, request.offset)
         context = Context(request.prompt_ids)
-        if context.largest_id < self._runner.num_embeddings and len(context) <= self._runner.context_limit:
-            self._runner.logits(context)
+        if room(self._runner, context) > 0:
+            with prefill_reports.to(lambda _, done, total: self._flags.prefill(done, total)):
+                self._runner.logits(context)
         drafter = ModelDrafter(factory.draft_setup(replace(components, draft=self._runner)))
         if (adaptive := components.adaptive) is not None and adaptive.key is not None:
             adaptive = replace(adaptive, learned=self._learned.setdefault(adaptive.key, adaptive.learned))

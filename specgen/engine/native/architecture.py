@@ -12,6 +12,7 @@ from specgen.engine.native.description import Activation, Architecture, LayerKin
 from specgen.engine.native.families import FAMILIES, Family
 from specgen.engine.native.fields import Fields
 from specgen.engine.native.rope_settings import ALL_LAYERS, read_rotary
+from specgen.engine.quantisation import GGUF_HINT
 from specgen.errors import SpecgenError
 
 __all__ = ["Architecture", "LayerKind", "Rotary", "UnsupportedConfig", "read_architecture", "read_config"]
@@ -37,9 +38,8 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise SpecgenError(
-            f"{name} is no Hugging Face model: it has no config.json", "Name a model id or a folder made by save_pretrained"
-        )
+        hint = GGUF_HINT if any(folder.glob("*.gguf")) else "Name a model id or a folder made by save_pretrained"
+        raise SpecgenError(f"{name} is no Hugging Face model: it has no config.json", hint)
     try:
         config = json.loads(path.read_text("utf-8"), object_hook=_special_number)
     except (OSError, ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from torch import nn
 from specgen.errors import SpecgenError
 
 
-def device_map(module: Any, name: str, layer_devices: Sequence[torch.device]) -> dict[str, torch.device]:
+def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]) -> dict[str, torch.device]:
     """Returns the devices of the modules of a model without weights, by the modules' names.
 
     What comes before the layers is on the first layer's device, as are modules without weights (rotary embedding); what comes

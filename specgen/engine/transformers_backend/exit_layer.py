@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import nn
+
 from specgen.engine.exit_parts import check_exit_layers
 from specgen.engine.transformers_backend.decoder_layers import DecoderLayers, check_llama_structure, decoder_of
+from specgen.engine.transformers_backend.structure import dequantised_layer, dequantised_linear, is_quantised
 
 
 class ExitLayer(DecoderLayers):
@@ -20,11 +23,22 @@ class ExitLayer(DecoderLayers):
     def of(cls, model: Any, layers: int = 1) -> ExitLayer:
         """Returns an untrained exit layer for the target `model`: copies of the target's last `layers` layers, norm and LM head.
 
+        The weights are ordinary numbers, even if the target's are quantised.
         Raises SpecgenError for more than `MAX_LAYERS` layers and for a model without Llama's structure (`decoder_layers`).
         """
         check_exit_layers(layers)
         check_llama_structure(model)
-        made = copy.deepcopy(cls.upper(model, len(decoder_of(model).layers) - layers))
+        start = len(decoder_of(model).layers) - layers
+        made = cls.upper(model, start)
+        if is_quantised(model):
+            config = model.config.get_text_config()
+            made.layers = nn.ModuleList(
+                dequantised_layer(layer, index, config, model.dtype) for index, layer in enumerate(made.layers, start)
+            )
+            made.head = dequantised_linear(made.head, model.dtype)
+            made.norm = copy.deepcopy(made.norm)
+        else:
+            made = copy.deepcopy(made)
         for index, layer in enumerate(made.layers):
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):

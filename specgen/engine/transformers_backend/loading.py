@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specgen.engine.extra_tensors import check_no_extra
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.quantisation import Quantisation
 from specgen.engine.tolerances import logits_error
-from specgen.engine.transformers_backend.device_map import device_map
-from specgen.engine.transformers_backend.quiet import quiet_transformers, reading
+from specgen.engine.transformers_backend.device_map import module_devices
+from specgen.engine.transformers_backend.quantisers import device_map, quiet_quantisers
+from specgen.engine.transformers_backend.quiet import reading
+from specgen.engine.transformers_backend.structure import model_without_weights
 from specgen.engine.transformers_backend.transformers_model import TransformersModel
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context
@@ -38,40 +42,31 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
     return config
 
 
-def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
-    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
-
-    `config` is transformers' config. Returns None if building the model fails.
-    """
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception:  # noqa: BLE001  loading the model reports the error
-        return None
-
-
 def load_transformers_model(
     folder: Path,
     name: str,
     trust_remote_code: bool,
     dtype: torch.dtype,
     device: torch.device,
+    quantisation: Quantisation | None = None,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> TransformersModel:
     """Loads the model in `folder`, and checks that cached passes with a rollback give the right logits.
 
-    `layer_devices` has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or
-    missing weights, or without a package that several devices need, and RunError if memory is short.
+    `quantisation` says how its weights are quantised, and whether they stay so on `device`; None: they are not. `layer_devices`
+    has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or missing weights,
+    or without a package that several devices need, and RunError if memory is short.
     """
     placed = None
     if layer_devices is not None:
         config = read_transformers_config(folder, name, trust_remote_code)
-        placed = device_map(model_without_weights(config, trust_remote_code), name, layer_devices)
-    module = load_module(folder, name, trust_remote_code, dtype, device, placed)
-    if getattr(type(module), "_is_stateful", False):
-        raise _recurrent(name, module.config.model_type)
-    model = TransformersModel(module)
-    _check_rollback(model, name)
+        placed = module_devices(model_without_weights(config, trust_remote_code), name, layer_devices)
+    with nullcontext() if quantisation is None else quiet_quantisers():  # some decompress weights at their first pass
+        module = load_module(folder, name, trust_remote_code, dtype, device, quantisation, placed)
+        if getattr(type(module), "_is_stateful", False):
+            raise _recurrent(name, module.config.model_type)
+        model = TransformersModel(module)
+        _check_rollback(model, name, quantisation)
     return model
 
 
@@ -81,14 +76,21 @@ def load_module(
     trust_remote_code: bool,
     dtype: torch.dtype,
     device: torch.device,
+    quantisation: Quantisation | None = None,
     placed: Mapping[str, torch.device] | None = None,
 ) -> Any:
     """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only its tensors.
 
-    `placed` has the devices of its modules by name, if they are on several.
-
+    `quantisation` is as for `load_transformers_model`. `placed` has the devices of its modules by name, if they are on several.
     Raises SpecgenError for damaged, missing or unexpected weights, RunError if memory is short.
     """
+    options: dict[str, Any] = {}
+    if quantisation is not None:
+        config = read_transformers_config(folder, name, trust_remote_code)
+        config.quantization_config = dict(quantisation.settings)
+        options = {"config": config, "device_map": device_map(device)}
+    if placed is not None:
+        options["device_map"] = dict(placed)
     with reading("weights", name):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -98,9 +100,13 @@ def load_module(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
-                **({} if placed is None else {"device_map": dict(placed)}),
+                **options,
             )
-            model = (model.to(device) if placed is None else model).eval()
+            if options.get("device_map") is None:  # some quantised models cannot be moved, not even to where they are
+                model = model.to(device)
+            if quantisation is not None and quantisation.dequantises:  # transformers gives them the dtype of their scales
+                model = model.to(dtype)
+            model = model.eval()
         except (torch.OutOfMemoryError, MemoryError) as error:
             hint = "Try --dtype bfloat16 or a smaller model"
             where = device if placed is None else ", ".join(dict.fromkeys(map(str, placed.values())))
@@ -130,7 +136,7 @@ def _recurrent(name: str, what: str) -> SpecgenError:
 
 
 @inference
-def _check_rollback(model: TransformersModel, name: str) -> None:
+def _check_rollback(model: TransformersModel, name: str, quantisation: Quantisation | None) -> None:
     """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
 
     Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
@@ -145,7 +151,10 @@ def _check_rollback(model: TransformersModel, name: str) -> None:
         return runner.logits(context).logits
 
     if why := logits_error(logits_after_rollback, lambda: model.reference_logits(ids)):
+        quantised = quantisation is not None and not quantisation.dequantises
         raise SpecgenError(
             f"{name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
-            "Take a causal language model with attention in every layer",
+            "Its weights are quantised: try --dtype bfloat16, or another --device"
+            if quantised
+            else "Take a causal language model with attention in every layer",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,18 @@ from transformers.utils import logging as transformers_logging
 
 from specgen.errors import SpecgenError
 
+# transformers imports what it finds of these packages; some warn when they are imported, some at every forward pass
+for _package in (
+    "auto_round",
+    "bitsandbytes",
+    "compressed_tensors",
+    "gptqmodel",
+    "hqq",
+    "optimum",
+    "torchao",
+    "torch.utils._pytree",
+):
+    logging.getLogger(_package).setLevel(logging.ERROR)
 _PYTHON_NAMES = re.compile(r"\b[A-Z]\w*Error: |<class '(?P<type>[\w.]+)'>")  # in texts of errors
 
 

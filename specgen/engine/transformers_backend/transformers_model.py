@@ -27,6 +27,7 @@ from specgen.engine.transformers_backend.decoder_layers import (
 )
 from specgen.engine.transformers_backend.exit_layer import ExitLayer
 from specgen.engine.transformers_backend.kv_cache import KVCache
+from specgen.engine.transformers_backend.structure import count_parameters, is_quantised
 from specgen.errors import SpecgenError
 
 
@@ -46,12 +47,14 @@ class TransformersModel:
         self.dtype: torch.dtype = module.dtype
         self.num_embeddings: int = module.get_input_embeddings().weight.shape[0]
         head = module.get_output_embeddings()
-        self.vocab_size: int = self.num_embeddings if head is None else head.weight.shape[0]
+        rows = getattr(head, "out_features", None) or (head or module.get_input_embeddings()).weight.shape[0]
+        self.vocab_size: int = rows  # a packed weight has another shape
         self.inputs = _InputMaker(module)
 
     @property
     def num_parameters(self) -> int:
-        return sum(weight.numel() for weight in self.module.parameters())
+        counted = count_parameters(self.module.config, False) if is_quantised(self.module) else None
+        return counted or sum(weight.numel() for weight in self.module.parameters())
 
     @property
     def is_placed(self) -> bool:
@@ -157,7 +160,9 @@ class TransformersModel:
     def free_weights(self, kept_layers: int = 0) -> None:
         """Frees the memory of weights; see `engine.model.Model`."""
         if not kept_layers:
-            self.module.to("meta")
+            for module in self.module.modules():  # quantised ones cannot be moved to the meta device
+                module._parameters.clear()
+                module._buffers.clear()
             return
         decoder = decoder_of(self.module)
         decoder.layers = decoder.layers[:kept_layers]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from specgen.compare.runner import BenchmarkStep
 from specgen.ui.theme import one_line_text
+
+if TYPE_CHECKING:
+    from specgen.compare.runner import BenchmarkStep
 
 _BAR = 20  # cells
 

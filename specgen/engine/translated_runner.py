@@ -1,0 +1,172 @@
+"""Runs a draft model with another tokenizer than the target's, and answers in the target's token ids."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import ModelOutput, chain_parents
+from specgen.engine.inference_mode import inference
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_runner import ModelRunner, room
+from specgen.engine.translation import Translation
+from specgen.types import Context
+
+
+class TranslatedRunner:
+    """A runner of a draft model by token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202, Algorithm 4).
+
+    Contexts and drafts come in the target's ids, and logits [n, the target's vocabulary] go back. Tokens that the draft model
+    lacks have the logit -inf, so the softmax is the draft's distribution restricted to the common tokens. If several of its
+    tokens are one token of the target, their probabilities are added. `penalties` are the target's and apply to the result.
+
+    The draft model has a context of its own for each of the target's: the prompt as its own tokenizer would encode it, then each
+    new token as the draft's token with the same bytes, or as several that make them up. It only grows, so the KV cache stays
+    valid. `context_limit` counts the draft's tokens: `room` says how many tokens fit. Every id of the target can be run.
+    """
+
+    num_embeddings = sys.maxsize
+
+    def __init__(self, runner: ModelRunner, translation: Translation, penalties: PenaltyProcessor | None = None) -> None:
+        self.context_limit, self.device = runner.context_limit, runner.device
+        self.vocab_size = translation.width
+        self._runner, self._translation, self._penalties = runner, translation, penalties
+        self._single = {id_: other for id_, other in enumerate(translation.target_to_draft) if other >= 0}
+        self._widening = _Widening(translation, runner.vocab_size, runner.device)
+        self._contexts: WeakKeyDictionary[Context, tuple[Context, int]] = WeakKeyDictionary()  # the draft's, of how many tokens
+        self._last_prompt: tuple[list[int], list[int]] = [], []  # the last prompt, and its translation
+
+    def clear_cache(self) -> None:
+        """Empties the KV cache, so that the next call runs its whole context. For measurements."""
+        self._runner.clear_cache()
+        self._contexts.clear()
+        self._last_prompt = [], []
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV cache's next buffers large enough for `capacity` tokens."""
+        self._runner.reserve(capacity)
+
+    def room(self, context: Context) -> int:
+        """Returns how many tokens can be drafted after the context; see `model_runner.room`."""
+        return room(self._runner, self._translated(context))
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
+
+        Drafts need not consist of common tokens: a token that the draft model lacks is run as the tokens that make up its bytes.
+        `unrestricted` of the output has the logits of the draft's other tokens, too.
+        """
+        own = self._translated(context)
+        find = self._single.get
+        tokens = [find(token, -1) for token in draft]
+        if -1 in tokens:
+            output = self._spelled_logits(own, draft, parents, start)
+        else:
+            output = self._runner.logits(own, tokens, parents, start=start)
+        wide = self._widening(output.logits)
+        logits, unpenalised = wide[:, : self.vocab_size], None
+        if self._penalties is not None:
+            unpenalised, ids = logits, list(draft)
+            logits = self._penalties(logits, context, ids, chain_parents(len(ids)) if parents is None else parents, start)
+            if logits.shape[1] < self.vocab_size:  # narrower than the tokenizer's vocabulary
+                unpenalised = unpenalised[:, : logits.shape[1]]
+            nothing = logits.amax(dim=-1, keepdim=True) == -torch.inf  # all common tokens are forbidden: draft one regardless
+            logits = torch.where(nothing, unpenalised.float(), logits)
+        unrestricted = wide if wide.shape[1] > self.vocab_size else None
+        return ModelOutput(logits, output.hidden_states, unpenalised, unrestricted=unrestricted)
+
+    def _translated(self, context: Context) -> Context:
+        """Returns the draft model's context, after adding the tokens that have joined the target's since the last call."""
+        own, done = self._contexts.get(context) or (Context(self._prompt(context)), context.prompt_length)
+        new = context.ids[done:]
+        if new or done == context.prompt_length:
+            spelled = [id_ for token in new for id_ in self._translation.spelling(token)]
+            if spelled:
+                own.extend(spelled)
+            self._contexts[context] = own, done + len(new)
+        return own
+
+    def _prompt(self, context: Context) -> list[int]:
+        """Returns the draft's ids of the context's prompt: at least one, as a model can run no empty context."""
+        ids = context.ids[: context.prompt_length]
+        if self._last_prompt[0] != ids:
+            self._last_prompt = ids, self._translation.prompt(ids)
+        special = self._translation.draft.special
+        return self._last_prompt[1] or [next((special[role] for role in ("bos", "eos", "unk") if role in special), 0)]
+
+    def _spelled_logits(self, own: Context, draft: Sequence[int], parents: Sequence[int] | None, start: int) -> ModelOutput:
+        """Returns the draft model's output for drafted tokens of which it lacks some, which become several nodes each."""
+        parents = chain_parents(len(draft)) if parents is None else parents
+        nodes: list[int] = []
+        node_parents: list[int] = []
+        levels: list[int] = []
+        ends: list[int] = []  # the last node of each drafted token; its parent's if it has none
+        for token, parent in zip(draft, parents, strict=True):
+            end = ends[parent] if parent >= 0 else -1
+            for id_ in self._translation.spelling(token):
+                nodes.append(id_)
+                node_parents.append(end)
+                levels.append(1 if end < 0 else levels[end] + 1)
+                end = len(nodes) - 1
+            ends.append(end)
+        if len(own) + max(levels, default=0) > self.context_limit:  # one node for each token, its last: there is room for these
+            spelled = [self._translation.spelling(token) for token in draft]
+            nodes, node_parents, ends = (
+                [each[-1] if each else own.ids[-1] for each in spelled],
+                list(parents),
+                list(range(len(draft))),
+            )
+        wanted = [end + 1 for end in [-1, *ends][start:]]
+        first = min(wanted)
+        output = self._runner.logits(own, nodes, node_parents, start=first)
+        rows = upload(torch.tensor([row - first for row in wanted]), self.device)
+        hidden = output.hidden_states
+        return ModelOutput(output.logits[rows], None if hidden is None else hidden[rows])
+
+
+class _Widening:
+    """Moves logits of the draft's vocabulary to columns of the target's, followed by columns for the draft's other tokens."""
+
+    def __init__(self, translation: Translation, columns: int, device: torch.device) -> None:
+        targets = [*translation.draft_to_target[:columns], *[-1] * (columns - len(translation.draft_to_target))]
+        width = translation.width
+        counts: dict[int, int] = {}  # draft tokens so far, by their target token
+        others = 0
+        places: list[int] = []
+        self._added: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tokens that are a target token again: its column, theirs
+        again: dict[int, list[tuple[int, int]]] = {}
+        for target in targets:
+            is_common = 0 <= target < width
+            number = counts.get(target, 0) if is_common else 0
+            if is_common and not number:
+                places.append(target)
+            else:
+                places.append(width + others)
+                others += 1
+            if is_common:
+                counts[target] = number + 1
+                if number:
+                    again.setdefault(number, []).append((target, places[-1]))
+        for pairs in again.values():
+            kept, dropped = torch.tensor(pairs).T.contiguous().to(device)
+            self._added.append((kept, dropped))
+        self._places = torch.tensor(places, device=device)
+        self._buffer = torch.empty(0, width + others, device=device)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens], valid until the next call."""
+        count = logits.shape[0]
+        if self._buffer.shape[0] < count or self._buffer.dtype != logits.dtype:
+            self._buffer = logits.new_full((count, self._buffer.shape[1]), -torch.inf)
+        wide = self._buffer[:count].index_copy_(1, self._places, logits)
+        for kept, dropped in self._added:
+            total = torch.logaddexp(wide.index_select(1, kept), wide.index_select(1, dropped))
+            wide.index_copy_(1, kept, total).index_fill_(1, dropped, -torch.inf)
+        return wide

@@ -1,0 +1,144 @@
+"""The progress bar of a long prompt, and the reports that it shows."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+from cli_helpers import run_main
+
+from specgen.engine import cached_prefix
+from specgen.pair import Pair
+from specgen.prefill_progress import prefill_reports
+from specgen.types import SamplingParams
+from specgen.ui import theme
+from specgen.ui.terminal.prefill_line import DELAY, PrefillLine
+from specgen.workers.process import DraftProcess
+from specgen.workers.shared_flags import SharedFlags
+
+PROMPT = [5 + token % 9 for token in range(23)]
+ERASE = "\x1b[K"
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+    return []
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_target_and_draft_report_their_chunks(
+    pair_of: Callable[..., Pair], reports: list[tuple[int, int, int]], backend: str
+) -> None:
+    pair = pair_of("llama", "near", backend)
+    pair.forget()
+    with prefill_reports.to(lambda *report: reports.append(report)):
+        pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=12, ignore_eos=True))
+        pair.generate(PROMPT[:9], "sd", SamplingParams(max_new_tokens=30, ignore_eos=True))
+    target, draft = reports[0][0], reports[-1][0]
+    assert target != draft
+    assert reports[:4] == [(target, done, 23) for done in (0, 10, 20, 23)]
+    assert reports[4:] == [(draft, done, reports[-1][2]) for done in (0, 10, 20, reports[-1][2])], "one pass each, then none"
+    pair.forget()
+    pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=2))  # after the block: nobody is told
+
+
+@pytest.mark.parametrize("method", ["eagle", "eesd-beta", "pearl"])
+def test_other_runners_report_too(demo_pair: Pair, reports: list[tuple[int, int, int]], method: str) -> None:
+    demo_pair.forget()
+    with prefill_reports.to(lambda *report: reports.append(report)):
+        demo_pair.generate(PROMPT, method, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    ends = {source: (done, total) for source, done, total in reports}
+    assert len(ends) >= 2
+    assert all(done == total for done, total in ends.values())
+
+
+class Screen:
+    """A terminal's stderr, and a clock that the test sets."""
+
+    def __init__(self, *, terminal: bool = True, quiet: bool = False) -> None:
+        self.file, self.now = io.StringIO(), 0.0
+        console = theme.console(file=self.file, force_terminal=terminal, width=80)
+        self.line = PrefillLine(console, quiet=quiet, clock=lambda: self.now)
+
+    @property
+    def written(self) -> str:
+        text = self.file.getvalue()
+        self.file.truncate(0)
+        self.file.seek(0)
+        return text
+
+
+def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
+    screen = Screen()
+    with screen.line.watching():
+        prefill_reports.report(1, 0, 32_000)
+        screen.now = DELAY - 0.01
+        prefill_reports.report(1, 1024, 32_000)
+        assert screen.written == ""
+        screen.now = DELAY
+        prefill_reports.report(1, 2048, 32_000)
+        shown = screen.written
+        assert "reading the prompt" in shown
+        assert "2,048 of 32,000 tokens" in shown
+        assert shown.startswith("\x1b7"), "the cursor is where it was"
+        assert shown.endswith("\x1b8")
+        prefill_reports.report(1, 32_000, 32_000)
+        assert screen.written == ERASE
+        prefill_reports.report(2, 0, 8_000)  # the draft's, at once: the user has waited before
+        assert "0 of 8,000 tokens" in screen.written
+        prefill_reports.report(3, 500, 2_000)
+        assert "500 of 10,000 tokens" in screen.written
+        screen.line.clear()
+        assert screen.written == ERASE
+        prefill_reports.report(2, 8_000, 8_000)
+        assert "8,500 of 10,000 tokens" in screen.written
+    assert screen.written == ERASE, "an interrupted prefill leaves no bar"
+    prefill_reports.report(2, 1, 2)
+    assert screen.written == ""
+
+
+@pytest.mark.parametrize("options", [{"terminal": False}, {"quiet": True}])
+def test_nothing_is_shown_without_a_terminal_or_with_quiet(options: dict[str, bool]) -> None:
+    screen = Screen(**options)
+    with screen.line.watching():
+        for now in (0.0, 9.0, 18.0):
+            screen.now = now
+            prefill_reports.report(1, int(now), 32_000)
+    assert screen.written == ""
+
+
+def test_the_parent_passes_on_what_its_worker_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = object.__new__(DraftProcess)
+
+    monkeypatch.setattr("specgen.workers.shared_flags.mmap", lambda *_: bytearray(4096))
+    process.flags = SharedFlags(0)
+    seen: list[tuple[int, int]] = []
+    answers = iter([False, False, False, True])
+    steps = iter([(1024, 5000), (5000, 5000), (0, 0)])
+
+    def happened(_: float) -> bool:
+        if (step := next(steps, None)) is not None:
+            process.flags.prefill(*step)
+        return next(answers)
+
+    with prefill_reports.to(lambda _, done, total: seen.append((done, total))):
+        process._wait(happened)
+    assert seen == [(1024, 5000)]
+
+
+def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
+    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+
+    def press(_: int, done: int, __: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PrefillLine, "watching", lambda self: prefill_reports.to(press))
+    code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc " * 6, *pair, "-m", "sd")
+    assert (code, out) == (130, "")
+    assert "interrupted" in err
+    assert "Traceback" not in err

@@ -1,0 +1,324 @@
+"""Checkpoints with quantised weights: what is said before they are loaded, and that they decode as plain decoding does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import LETTERS, make_model, make_tokenizer, near_copy, save
+from training_helpers import invoke, refused, train_command
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+import specgen
+from specgen.engine.batch_pass import BatchPass
+from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
+from specgen.engine.quantisation import FORMATS, read_quantisation
+from specgen.engine.transformers_backend import quantisers
+from specgen.engine.transformers_backend.quantisers import quantisation_on
+from specgen.engine.transformers_backend.structure import count_parameters
+from specgen.errors import SpecgenError
+from specgen.pair import Pair
+from specgen.types import SamplingParams
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+TORCHAO = {"quant_method": "torchao"}
+PROMPT = [1, 5, 9, 30, 31, 5, 9, 30]
+COUNT = 16
+METHODS = ("sd", "svip", "adaptive", "lookup", "suffix", "pearl", "sd:width=2", "selfsd:skip=1", "specinfer", "ouroboros")
+
+
+def quantised(settings: Any, **changes: Any) -> dict[str, Any]:
+    return {**changes, "quantization_config": settings}
+
+
+def line(settings: Any, device: torch.device = CPU, *, trust: bool = False) -> str:
+    """The one line with which a checkpoint with this `quantization_config` is refused on a device."""
+
+    def load() -> None:
+        found = read_quantisation(quantised(settings), "org/model")
+        assert found is not None
+        quantisation_on(device, found, "org/model", trust_remote_code=trust)
+
+    with pytest.raises(SpecgenError) as caught:
+        load()
+    message = str(caught.value)
+    assert "org/model" in message
+    assert "\n" not in message
+    return message
+
+
+def edited(folder: Path, out: Path, settings: Any) -> Path:
+    """A copy of a model whose config.json has this `quantization_config`."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(quantised(settings, **config)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny target and its near copy, neither quantised."""
+    folder, target, tokenizer = tmp_path_factory.mktemp("plain"), make_model("llama"), make_tokenizer(LETTERS)
+    models = {"target": target, "draft": near_copy(target)}
+    return {role: Path(save(model, folder / role, tokenizer)) for role, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same in torchao's int8 format, of the weights alone."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    folder, config = tmp_path_factory.mktemp("torchao"), TorchAoConfig(Int8WeightOnlyConfig())
+    saved = {}
+    for role, plain in plain_folders.items():
+        model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.float32)
+        saved[role] = Path(save(model, folder / role, make_tokenizer(LETTERS)))
+    return saved
+
+
+@pytest.fixture(scope="module")
+def int8(folders: dict[str, Path]) -> Iterator[Pair]:
+    with specgen.load(str(folders["target"]), str(folders["draft"]), device="cpu", dtype="float32") as pair:
+        pair._process_worker = None  # PEARL's drafts in a thread
+        yield pair
+
+
+def target_of(folder: Path, **changes: Any) -> PreparedModel:
+    return prepare(ModelSource(str(folder), **changes), lambda _: None)
+
+
+def test_all_formats_that_transformers_loads_are_known() -> None:
+    """A newer transformers may know more; these need a line here, or their packages are named one by one."""
+    assert {re.sub("_[48]bit$", "", name) for name in AUTO_QUANTIZER_MAPPING} - {"gguf"} <= set(FORMATS)
+
+
+@pytest.mark.parametrize("method", sorted(name for name, each in FORMATS.items() if each.packages))
+def test_missing_packages_are_named_in_one_line(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisers, "is_installed", lambda _: False)
+    for device in (CPU, CUDA):
+        message = line({"quant_method": method, "bits": 4}, device)
+        assert FORMATS[method].title in message
+        assert all(package in message for package in FORMATS[method].packages)
+        assert "pip install" in message
+        assert ("a CUDA GPU" in message) == (FORMATS[method].gpu_only and device is CPU)
+
+
+def test_only_the_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisers, "is_installed", lambda module: module != "optimum")
+    assert line({"quant_method": "gptq", "bits": 4}).endswith(
+        "needs the package optimum. Install what is missing: pip install optimum"
+    )
+
+
+@pytest.mark.parametrize("method", sorted(name for name, each in FORMATS.items() if each.gpu_only))
+def test_a_format_without_products_for_a_cpu_names_the_gpu(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisers, "is_installed", lambda _: True)
+    assert "needs a CUDA GPU. Take --device cuda, or another checkpoint" in line({"quant_method": method})
+
+
+def test_code_from_the_hub_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisers, "is_installed", lambda _: True)
+    assert "add --trust-remote-code" in line({"quant_method": "eetq"}, CUDA)
+    assert "add --trust-remote-code" not in line({"quant_method": "eetq"}, CUDA, trust=True)  # transformers' own check follows
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"quant_method": "tomorrow", "bits": 4}, "quantised with tomorrow, which transformers does not know"),
+        ({"quant_method": ["awq"]}, "which transformers does not know"),
+        ({"bits": 4}, "a nameless format, which transformers does not know"),
+        ({}, "which transformers does not know"),
+        ("awq", "which transformers does not know"),
+        ({"quant_method": "gguf"}, "specgen tune --export llama.cpp"),
+    ],
+)
+def test_other_formats_are_refused(settings: Any, part: str) -> None:
+    assert part in line(settings)
+
+
+def test_transformers_own_check_becomes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers' quantiser raises, here for a package that only seems to be there."""
+    monkeypatch.setattr(quantisers, "is_installed", lambda _: True)
+    monkeypatch.setattr("transformers.quantizers.quantizer_awq.is_gptqmodel_available", lambda: False)
+    message = line({"quant_method": "awq", "bits": 4, "group_size": 128})
+    assert "which transformers cannot load here: Loading an AWQ quantized model requires gptqmodel" in message
+
+
+def test_a_text_part_and_older_files_name_the_format() -> None:
+    of_text = read_quantisation({"text_config": quantised({"quant_method": "awq"})}, "m")
+    older = read_quantisation(quantised({"load_in_4bit": True}), "m")
+    assert of_text is not None
+    assert older is not None
+    assert (of_text.format.title, older.format.title) == ("AWQ", "bitsandbytes")
+    assert read_quantisation({"quantization_config": None}, "m") is None
+
+
+def test_commands_refuse_it_before_the_weights_are_read(plain_folders: dict[str, Path], tmp_path: Path) -> None:
+    """A draft too, which is loaded only when it is first needed."""
+    folder = edited(plain_folders["target"], tmp_path / "model", {"quant_method": "vptq"})
+    (folder / "model.safetensors").write_bytes(b"")
+    for named in (["-t", str(folder)], ["-t", str(plain_folders["target"]), "-d", str(folder)]):
+        for command in (["generate", "abc"], ["inspect"], ["compare", "-m", "lookup"], ["tune"]):
+            result = invoke([*command, *named, "--device", "cpu"])
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert "quantised with VPTQ, which needs a CUDA GPU" in " ".join(result.stderr.split())
+
+
+def test_the_native_backend_and_exact_refuse_it(plain_folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = edited(plain_folders["target"], tmp_path / "model", TORCHAO)
+    with pytest.raises(SpecgenError, match=r"^the native backend does not run .*: its weights are quantised with torchao"):
+        target_of(folder, backend="native")
+    with pytest.raises(SpecgenError, match=r"^--exact needs the native backend, .*: its weights are quantised with torchao"):
+        target_of(folder, exact=True)
+
+
+def test_gguf_files_are_sent_to_llama_cpp(plain_folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    config = edited(plain_folders["target"], tmp_path / "with-config", None)
+    (config / "model.safetensors").rename(config / "model.gguf")
+    for name in (tmp_path / "model.gguf", tmp_path, config):
+        result = invoke(["generate", "abc", "-t", str(name), "--device", "cpu"])
+        assert result.exit_code == 2
+        assert "specgen tune --export llama.cpp" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_ids_are_those_of_plain_decoding(int8: Pair, method: str) -> None:
+    name, *settings = method.split(":")
+    given = dict(setting.split("=") for setting in settings)
+    sampling = SamplingParams(max_new_tokens=COUNT, ignore_eos=True)
+    result = int8.generate(PROMPT, name, sampling, **given)
+    assert result.token_ids == expected(int8)
+    assert result.token_ids == int8.generate(PROMPT, "ar", sampling).token_ids
+    assert result.summary["drafted"] or name in ("lookup", "suffix", "adaptive")
+
+
+def expected(pair: Pair) -> list[int]:
+    """The output by transformers' own `generate`."""
+    module: Any = pair.target.model.module  # type: ignore[attr-defined]
+    with torch.no_grad():
+        made = module.generate(
+            torch.tensor([PROMPT]), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, pad_token_id=0
+        )
+    ids: list[int] = made[0, len(PROMPT) :].tolist()
+    return ids
+
+
+def test_the_weights_stay_quantised(int8: Pair, folders: dict[str, Path], plain_folders: dict[str, Path]) -> None:
+    """The parameters are those of the model before, though its file is packed, and the bytes are those of the file."""
+    module: Any = int8.target.model.module  # type: ignore[attr-defined]
+    assert type(module.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    prepared = target_of(folders["target"])
+    assert prepared.choose_dtype("auto", CPU).reason == "the dtype of its weights that are not quantised"
+    found = json.loads(invoke(["inspect", "-t", str(folders["target"]), "--device", "cpu", "--json"]).stdout)["target"]
+    before = json.loads(invoke(["inspect", "-t", str(plain_folders["target"]), "--device", "cpu", "--json"]).stdout)["target"]
+    assert found["parameters"] == before["parameters"] == int8.target.model.num_parameters
+    assert found["weight_bytes"] == (folders["target"] / "model.safetensors").stat().st_size < before["weight_bytes"]
+    assert found["fallback"] == "its weights are quantised with torchao"
+
+
+def test_a_trainable_exit_has_the_quantised_weights_as_numbers(folders: dict[str, Path]) -> None:
+    """It gives the target's own logits when it runs on the hidden states that enter the last layer, and it can be trained."""
+    loaded = load_model(target_of(folders["target"]), CPU, torch.float32, lambda _: None)
+    model, ids = loaded.model, torch.tensor([PROMPT])
+    at = torch.arange(len(PROMPT))[None]
+    batch = BatchPass(ids, at, torch.ones(1, len(PROMPT), len(PROMPT), dtype=torch.bool).tril(), at)
+    exit_layer = model.trainable_exit(folders["target"], 1)
+    with torch.no_grad():
+        hidden = model.batch_layers(batch, model.shape.num_layers - 1).hidden_states
+        assert hidden is not None
+        logits, _ = exit_layer.norm_and_head(exit_layer.run_layers(hidden, batch))
+        torch.testing.assert_close(logits, model.batch_logits(batch), atol=1e-4, rtol=1e-4)
+    assert all(type(weight) is torch.nn.Parameter for weight in exit_layer.module.parameters())
+    exit_layer.module.requires_grad_(True)
+    exit_layer.norm_and_head(exit_layer.run_layers(hidden.clone(), batch))[0].sum().backward()
+    assert all(weight.grad is not None for weight in exit_layer.module.parameters())
+    model.free_weights()
+    assert not list(model.module.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "method", ["eesd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "eagle", "glide"))]
+)
+def test_parts_are_trained_for_it_and_give_its_own_output(
+    int8: Pair, folders: dict[str, Path], corpus: Path, tmp_path: Path, method: str
+) -> None:
+    named = ["-t", str(folders["target"])]
+    result = invoke([*train_command(method, corpus, tmp_path, "--steps", "1", "--self-text", "0"), *named])
+    assert result.exit_code == 0, result.stderr
+    part = {"exit_layer": tmp_path} if method == "eesd" else {"head": tmp_path}
+    with specgen.load(str(folders["target"]), device="cpu", dtype="float32", **part) as pair:  # type: ignore[arg-type]
+        made = pair.generate(PROMPT, method, SamplingParams(max_new_tokens=COUNT, ignore_eos=True))
+    assert made.token_ids == expected(int8)
+
+
+def test_a_quantised_draft_is_not_trained(folders: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
+    named = ["-t", str(folders["target"]), "-d", str(folders["draft"])]
+    message = refused([*train_command("sd", corpus, tmp_path, "--steps", "1"), *named])
+    assert "cannot be trained: its weights are quantised with torchao" in message
+
+
+@pytest.mark.slow
+def test_loading_it_says_nothing_on_stderr(folders: dict[str, Path]) -> None:
+    """torchao warns when it is imported, which is in another process here, as it happens once."""
+    command = [
+        sys.executable,
+        "-m",
+        "specgen",
+        "generate",
+        "abc",
+        "-t",
+        str(folders["target"]),
+        "-n",
+        "2",
+        "-q",
+        "--device",
+        "cpu",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def block_fp8(folder: Path, out: Path, block: int = 16) -> Path:
+    """A copy of a model in DeepSeek's FP8 format: blocks of `block` times `block` numbers, each with a scale."""
+    from safetensors.torch import load_file, save_file
+
+    edited(folder, out, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]})
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "proj" not in name:
+            tensors[name] = weight
+            continue
+        blocks = weight.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+        tensors[name] = (blocks / scale).reshape(weight.shape).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_fp8_is_dequantised_on_a_cpu(plain_folders: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    prepared = target_of(block_fp8(plain_folders["target"], tmp_path / "fp8"))
+    kept = prepared.quantisation_on(CPU)
+    assert kept is not None
+    assert kept.dequantises
+    assert prepared.choose_dtype("auto", CPU).dtype == torch.float32
+    model = load_model(prepared, CPU, torch.float32, lambda _: None).model
+    assert {weight.dtype for weight in model.module.parameters()} == {torch.float32}  # type: ignore[attr-defined]
+    assert model.num_parameters == count_parameters(prepared.config.transformers_config, False)
+    reference = load_model(target_of(plain_folders["target"], backend="transformers"), CPU, torch.float32, lambda _: None).model
+    ours, own = (each.reference_logits(PROMPT) for each in (model, reference))
+    assert float((ours - own).abs().max()) < 0.2 * float(own.abs().max())
