@@ -310,7 +310,7 @@ def load_model(
     penalties = has_penalties(generation, ends, name)
     limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
     own = prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend
-    return LoadedModel(name, model, *own, layer_devices)
+    return LoadedModel(name, model, *own, layer_devices=layer_devices)
 
 
 def load_weights(

@@ -114,8 +114,9 @@ class PlacedInputs:
         """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `PlacedKVCache` for as many."""
 
         def on_device(device: torch.device) -> PassInputs:
-            tensors = (move(tensor, device) for tensor in batch[:4])
-            return self._makers[device].batched(BatchPass(*tensors, None if batch.cache is None else batch.cache.on(device)))
+            ids, positions, visible, key_positions = (move(tensor, device) for tensor in batch[:4])
+            cache = None if batch.cache is None else batch.cache.on(device)
+            return self._makers[device].batched(BatchPass(ids, positions, visible, key_positions, cache))
 
         return _placed(on_device, self._device)
 

@@ -28,7 +28,8 @@ def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]
     if not lists:
         raise SpecgenError(f"the layers of {name} cannot be told from its other modules", "Take --device cuda or cpu")
     tied = bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
-    head, found, seen = module.get_output_embeddings(), {}, False
+    found: dict[str, torch.device] = {}
+    head, seen = module.get_output_embeddings(), False
     for path, part in _parts(module, lists[0]):
         if path == lists[0]:
             found |= {f"{path}.{index}": device for index, device in enumerate(layer_devices)}
