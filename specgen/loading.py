@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from specgen import demo
+from specgen import demo, environment
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.device_map import place
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
@@ -51,13 +51,20 @@ def load(
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
     `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
     alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. The draft model is loaded when it is first needed. Raises SpecgenError.
+    limit; None: that limit. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
+    processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
     if (target is None and revision is not None) or (draft is None and draft_revision is not None):
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
+    launched = environment.launch()
+    if launched is not None:
+        from specgen.engine.tensor_parallel import processes
+
+        processes.follow_unless_first()
+        device = processes.device_of_rank(launched, device)
     target_device = pick_device(device)
     other_device = pick_draft_device(draft_device, device, target_device)
     if exact and target_device.type != "cpu":
@@ -147,7 +154,14 @@ def _load(
         worker = ProcessWorker(process, *placed[1], translation)
     elif process is not None:
         process.close()
-    loaded = load_model(*placed[0], announce, None if placement is None else placement.layer_devices)
+    load_target: WeightLoader | None = None
+    if environment.launch() is not None:
+        if placement is not None:
+            raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
+        from specgen.engine.tensor_parallel.processes import load_distributed
+
+        load_target = load_distributed
+    loaded = load_model(*placed[0], announce, load_target, None if placement is None else placement.layer_devices)
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, DeferredModel(*placed[1], translation, refusal) if len(placed) == 2 else None, worker)

@@ -107,7 +107,9 @@ class PearlCosts:
 
 def conditions(*models: DraftModel) -> dict[str, Any]:
     """Returns everything but the measured work itself that changes how long the models' passes take: a part of cache keys."""
+    translations = [model.translation.digest for model in models if model.translation is not None]
     return {
+        **({"translations": translations} if translations else {}),
         "models": [weights_fingerprint(model.folder) for model in models],
         "devices": [model.device_label for model in models],
         "dtypes": [model.dtype_name for model in models],

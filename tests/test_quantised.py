@@ -292,14 +292,16 @@ def test_loading_it_says_nothing_on_stderr(folders: dict[str, Path]) -> None:
 
 
 def block_fp8(folder: Path, out: Path, block: int = 16) -> Path:
-    """A copy of a model in DeepSeek's FP8 format: blocks of `block` times `block` numbers, each with a scale."""
+    """A copy of a model in DeepSeek's FP8 format: `block` times `block` numbers share a scale, the rest bfloat16."""
     from safetensors.torch import load_file, save_file
 
     edited(folder, out, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if "proj" not in name:
-            tensors[name] = weight
+            tensors[name] = weight.to(torch.bfloat16)
             continue
         blocks = weight.unflatten(1, (-1, block)).unflatten(0, (-1, block))
         scale = blocks.abs().amax((1, 3), keepdim=True) / 448

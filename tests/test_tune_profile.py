@@ -118,7 +118,7 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
         free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
         free |= position[:2] == ("chosen", "settings") and len(position) == 3
         free |= (
-            position[-1] in ("perplexity", "prompt_fingerprints", "learned", "heads")
+            position[-1] in ("perplexity", "prompt_fingerprints", "learned", "heads", "translation")
             or position[-2:] == ("learned", "model")
             or (position[1:-1] in (("machine",), ("versions",)))
         )

@@ -61,7 +61,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     if placement is None:
         target = load_model(prepared, device, dtype, announce)
     else:
-        target = load_model(prepared, placement.device, dtype, announce, placement.layer_devices)
+        target = load_model(prepared, placement.device, dtype, announce, layer_devices=placement.layer_devices)
     if not drafts:
         return LoadedModels(target, None, torch.float32)
     draft = load_model(drafts[0], pick_draft_device(models.draft_device, models.device, device), torch.float32, announce)

@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from specgen.environment import launch
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.setting_parsing import Setting, Value
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from specgen.pair import Pair
     from specgen.types import SamplingParams
 
@@ -53,7 +56,10 @@ def run_baseline(
     """
     import torch
 
+    if (launched := launch()) is not None:
+        raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
     from specgen.engine.transformers_backend.reference import transformers_module
+    from specgen.engine.translation import same_tokens
 
     draft = pair.draft if name == "transformers-assisted" else None
     if name == "transformers-assisted" and draft is None:
@@ -64,6 +70,8 @@ def run_baseline(
     options: dict[str, Any] = {"generation_config": _config(pair, limit, sampling)}
     if draft is not None:
         options["assistant_model"] = assistant
+        if not same_tokens(pair.tokenizer, draft.tokenizer):
+            options |= _tokenizers(pair.target.folder, draft.folder)
     torch.manual_seed(seed)
     with _quiet(), _counted(target) as target_passes, _assistant(assistant, settings) as draft_passes:
         start = time.perf_counter()
@@ -86,6 +94,14 @@ def run_baseline(
         "drafts": passes if drafted else 0,
         "phase_seconds": None,
     }
+
+
+def _tokenizers(target: Path, draft: Path) -> dict[str, Any]:
+    """Returns the options with which transformers drafts with a model that has another tokenizer."""
+    from transformers import AutoTokenizer
+
+    folders = {"tokenizer": target, "assistant_tokenizer": draft}
+    return {name: AutoTokenizer.from_pretrained(folder) for name, folder in folders.items()}
 
 
 def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:

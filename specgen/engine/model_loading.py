@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,6 @@ class LoadedModel:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that have its layers, in their order."""
         return list(dict.fromkeys(self.layer_devices or [self.device]))
 
     @property
@@ -290,22 +290,27 @@ def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSou
     return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
 
+WeightLoader = Callable[[Path, ModelSource, ModelConfig, torch.dtype, torch.device], Model]
+"""Loads the weights in a folder; `load_weights` is one."""
+
+
 def load_model(
     prepared: PreparedModel,
     device: torch.device,
     dtype: torch.dtype,
     announce: Callable[[str], None],
+    load: WeightLoader | None = None,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`; see `LoadedModel` for `layer_devices`.
+    """Loads a prepared model's weights onto `device`, by `load`, or on several; see `LoadedModel` for `layer_devices`.
 
-    Raises SpecgenError if the weights are damaged or no safetensors, or do not work with a KV cache that is rolled back, and
-    RunError if memory is short.
+    Raises SpecgenError for weights that are damaged, no safetensors or unfit for rollbacks, and RunError if memory is short.
     """
     name = prepared.name
     several = "" if layer_devices is None else f" on {len(set(layer_devices))} devices, without CUDA graphs"
     announce(f"loading {name}{several}")
-    model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device, layer_devices)
+    load = load or partial(load_weights, layer_devices=layer_devices)
+    model = load(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation = prepared.eos_ids, prepared.generation
     penalties = has_penalties(generation, ends, name)
     limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
@@ -338,9 +343,10 @@ def load_weights(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        hint = "Try --dtype bfloat16 or a smaller model"
         where = ", ".join(map(str, dict.fromkeys(layer_devices or [device])))
-        raise RunError(f"{source.name} does not fit into the memory of {where}", hint) from error
+        raise RunError(
+            f"{source.name} does not fit into the memory of {where}", "Try --dtype bfloat16 or a smaller model"
+        ) from error
 
 
 def check_weight_files(folder: Path, name: str) -> None:

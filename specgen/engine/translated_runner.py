@@ -135,38 +135,36 @@ class _Widening:
     """Moves logits of the draft's vocabulary to columns of the target's, followed by columns for the draft's other tokens."""
 
     def __init__(self, translation: Translation, columns: int, device: torch.device) -> None:
-        targets = [*translation.draft_to_target[:columns], *[-1] * (columns - len(translation.draft_to_target))]
         width = translation.width
-        counts: dict[int, int] = {}  # draft tokens so far, by their target token
-        others = 0
-        places: list[int] = []
-        self._added: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tokens that are a target token again: its column, theirs
-        again: dict[int, list[tuple[int, int]]] = {}
-        for target in targets:
-            is_common = 0 <= target < width
-            number = counts.get(target, 0) if is_common else 0
-            if is_common and not number:
-                places.append(target)
-            else:
-                places.append(width + others)
-                others += 1
-            if is_common:
-                counts[target] = number + 1
-                if number:
-                    again.setdefault(number, []).append((target, places[-1]))
-        for pairs in again.values():
-            kept, dropped = torch.tensor(pairs).T.contiguous().to(device)
-            self._added.append((kept, dropped))
-        self._places = torch.tensor(places, device=device)
-        self._buffer = torch.empty(0, width + others, device=device)
+        first = [-1] * width  # the draft token of each target token
+        others: list[int] = []  # the draft's other tokens, in the order of their columns
+        again: list[list[tuple[int, int]]] = []  # columns of target tokens, with those of a second, third, ... draft token
+        counts: dict[int, int] = {}
+        for id_ in range(columns):
+            target = translation.draft_to_target[id_] if id_ < len(translation.draft_to_target) else -1
+            if 0 <= target < width:
+                number = counts[target] = counts.get(target, -1) + 1
+                if not number:
+                    first[target] = id_
+                    continue
+                if number > len(again):
+                    again.append([])
+                again[number - 1].append((target, width + len(others)))
+            others.append(id_)
+        missing = [target for target, id_ in enumerate(first) if id_ < 0]
+        self._origins = torch.tensor([*(max(id_, 0) for id_ in first), *others], device=device)
+        self._missing = torch.tensor(missing, device=device) if missing else None
+        self._again = [torch.tensor(pairs, device=device).T.contiguous() for pairs in again]
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens], valid until the next call."""
-        count = logits.shape[0]
-        if self._buffer.shape[0] < count or self._buffer.dtype != logits.dtype:
-            self._buffer = logits.new_full((count, self._buffer.shape[1]), -torch.inf)
-        wide = self._buffer[:count].index_copy_(1, self._places, logits)
-        for kept, dropped in self._added:
-            total = torch.logaddexp(wide.index_select(1, kept), wide.index_select(1, dropped))
-            wide.index_copy_(1, kept, total).index_fill_(1, dropped, -torch.inf)
+        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens].
+
+        If several draft tokens are one token of the target, its column has their sum (of probabilities), and they have none.
+        """
+        wide = logits.index_select(1, self._origins)
+        if self._missing is not None:
+            wide.index_fill_(1, self._missing, -torch.inf)
+        for kept, added in self._again:
+            total = torch.logaddexp(wide.index_select(1, kept), wide.index_select(1, added))
+            wide.index_copy_(1, kept, total).index_fill_(1, added, -torch.inf)
         return wide

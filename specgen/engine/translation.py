@@ -7,8 +7,10 @@ role (beginning and end of text, unknown, padding), then by their text.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from hashlib import sha256
 from itertools import takewhile
 
 from tokenizers import Tokenizer as Pipeline
@@ -110,6 +112,11 @@ class Translation:
     @property
     def draft(self) -> TokenBytes:
         return self._draft.tokens
+
+    @property
+    def digest(self) -> str:
+        """A text that two translations share only if the same tokens are common."""
+        return sha256(array("q", [self.width, *self.draft_to_target]).tobytes()).hexdigest()[:16]
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
         """Returns the draft's ids of a prompt in the target's ids.

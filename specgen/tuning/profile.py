@@ -64,13 +64,15 @@ class ProfileKey(_StrictModel):
     """The conditions under which a profile was made. If any of them has changed, the profile is no longer valid.
 
     `draft` and `exit_layer` (a hash of its files) are None if the pair has none. `heads` has a hash of each kind of trained head;
-    profiles of older versions do not say. `versions` are those of the installed packages.
+    profiles of older versions do not say. `translation` is a hash of the tokens that both models have, None if their tokenizers
+    are the same. `versions` are those of the installed packages.
     """
 
     target: Model
     draft: Model | None
     exit_layer: Word | None
     heads: dict[Word, Word] | None = None
+    translation: Word | None = None
     versions: dict[str, str]
     machine: dict[str, str | int | None]
 
@@ -223,6 +225,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         draft=None if pair.draft is None else described(pair.draft),
         exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
         heads=pair.heads.digests(),
+        translation=None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
         versions=versions(),
         machine=machine(),
     )
@@ -232,6 +235,7 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
     """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
     own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
     parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
+    parts += [f"{ranks}-ranks"] if (ranks := key.machine.get("ranks")) else []
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")
         parts += [f"p{sampling.top_p:g}"] if sampling.top_p < 1 else []

@@ -36,9 +36,7 @@ def load_native(
     is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
-        files = WeightFiles(folder, name, device)
-        names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-        _check_names(files, names)
+        files, names = open_weights(folder, name, architecture, device)
         devices = [device] * len(names) if layer_devices is None else layer_devices
         factories = {on: ProductFactory(on, dtype) for on in dict.fromkeys([*devices, device])}
         gain = _common_gain(architecture, dtype, list(factories))
@@ -53,7 +51,7 @@ def load_native(
             del weights
             files.close()
             if not files.are_copied:
-                _return_free_memory()
+                return_free_memory()
         files.check_all_taken(len(layers))
         return NativeModel(
             architecture,
@@ -69,10 +67,14 @@ def load_native(
         )
 
 
-def _check_names(files: WeightFiles, names: list[LayerTensors]) -> None:
-    """Raises SpecgenError if tensors of layers with these names are missing, or if there are others that may matter."""
+def open_weights(
+    folder: Path, name: str, architecture: Architecture, device: torch.device
+) -> tuple[WeightFiles, list[LayerTensors]]:
+    """Returns a model's weight files and the names of each layer's tensors. Raises SpecgenError if they are not complete."""
+    files = WeightFiles(folder, name, device)
+    names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
     required = _required(names)
-    files.check_complete(required)
+    files.check_complete(required if architecture.tied else [*required, EMBEDDING, HEAD])
     norms = [
         name
         for layer in names
@@ -81,9 +83,15 @@ def _check_names(files: WeightFiles, names: list[LayerTensors]) -> None:
     ]
     known = [*required, *norms, EMBEDDING, HEAD]
     files.check_no_others([*known, *map(bias_of, known)], len(names))
+    return files, names
 
 
-def _return_free_memory() -> None:
+def table_names(files: WeightFiles) -> tuple[str, str]:
+    """Returns the names of the embedding's and of the LM head's table. They are the same if the files have only one table."""
+    return HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, HEAD if HEAD in files else EMBEDDING
+
+
+def return_free_memory() -> None:
     """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a tenth of a model's size."""
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)
@@ -133,9 +141,7 @@ def _parts(
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
     """
     shape = architecture.vocab_size, architecture.hidden_size
-    files.check_complete([] if architecture.tied else [EMBEDDING, HEAD])
-    embedding_name = HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING
-    head_name = HEAD if HEAD in files else EMBEDDING
+    embedding_name, head_name = table_names(files)
     matrix = files.take(head_name, shape).to(dtype)
     head = factory(matrix)
     if head_name == embedding_name and isinstance(head, DenseProduct) and devices[0] == devices[1]:

@@ -1,0 +1,211 @@
+"""The runner of a draft model with another tokenizer: its logits, its contexts, and the target's exact distribution."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, total_variation
+from tokenizer_helpers import LLAMA, load, write
+from tokenizers import Tokenizer as Pipeline
+from tokenizers import decoders, models, pre_tokenizers
+
+from specgen.decoding import signals
+from specgen.engine.forward_pass import ModelOutput
+from specgen.engine.generation_config import GenerationConfig
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.tokenizer import Tokenizer
+from specgen.engine.translated_runner import TranslatedRunner
+from specgen.engine.translation import Translation
+from specgen.types import Context, SamplingParams
+
+TARGET = {"a": 0, "b": 1, "ab": 2}
+DRAFT = {"b": 0, "a": 1, "<0x61>": 2, "c": 3}  # token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`
+END = "</s>"
+
+
+def tokenizer(folder: Path, vocabulary: dict[str, int], merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """Like SentencePiece's, without a space before the text."""
+    pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=list(merges), byte_fallback=True))
+    pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    pipeline.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    named = {"eos_token": END} if END in vocabulary else {}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    return load(write(folder, pipeline.to_str(), settings, LLAMA))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Translation:
+    folder = tmp_path_factory.mktemp("small")
+    return Translation.between(tokenizer(folder / "target", TARGET, [("a", "b")]), tokenizer(folder / "draft", DRAFT))
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> Translation:
+    """Between vocabularies with end-of-sequence tokens; the draft's has another id."""
+    folder = tmp_path_factory.mktemp("ending")
+    target, draft = (
+        tokenizer(folder / "target", {"a": 0, "b": 1, END: 2}),
+        tokenizer(folder / "draft", {END: 0, "b": 1, "c": 2, "a": 3}),
+    )
+    return Translation.between(target, draft)
+
+
+class CountingRunner(SmallRunner):
+    """A table that counts its calls and keeps their arguments."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        super().__init__(seed, size)
+        self.calls: list[tuple[Context, list[int]]] = []
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        self.calls.append((context, list(draft)))
+        return super().logits(context, draft, parents, start=start)
+
+
+def translated(runner: Any, translation: Translation, penalties: PenaltyProcessor | None = None) -> TranslatedRunner:
+    return TranslatedRunner(runner, translation, penalties)
+
+
+def test_rows_are_the_restricted_distribution_and_the_whole_one(small: Translation) -> None:
+    runner = SmallRunner(1, 4)
+    output = translated(runner, small).logits(Context(PROMPT))
+    q = runner.row(small.prompt(PROMPT)).softmax(dim=-1)
+    common = torch.tensor([q[1] + q[2], q[0], 0.0])
+    assert torch.allclose(output.logits[0].softmax(dim=-1), common / common.sum(), atol=1e-6)
+    assert output.unrestricted is not None
+    whole = output.unrestricted[0].softmax(dim=-1)
+    assert torch.allclose(whole[:3], common, atol=1e-6)
+    assert torch.allclose(whole[3:].sum(), q[3], atol=1e-6)
+    assert output.logits.shape[1] == 3
+
+
+def test_signals_are_those_of_the_whole_distribution(small: Translation) -> None:
+    runner = SmallRunner(1, 4)
+    runner.table[..., 3] += 5  # the draft model means a token that the target lacks
+    q = runner.row(small.prompt(PROMPT)).softmax(dim=-1)
+    output = translated(runner, small).logits(Context(PROMPT))
+    own = output.unpenalised_part(3)
+    assert own is not None
+    token = output.logits[0].argmax()
+    names = frozenset({"entropy", "top_prob", "prob"})
+    found = signals.compute(names, output.logits[0], token, unpenalised=own[0])
+    assert found["top_prob"].item() == pytest.approx(q[3].item(), rel=1e-5)
+    merged = torch.tensor([q[1] + q[2], q[0], q[3]])
+    assert found["entropy"].item() == pytest.approx(-(merged * merged.log()).sum().item(), rel=1e-4)
+    assert found["prob"].item() == pytest.approx(max(merged[:2]).item(), rel=1e-4)
+    probs = output.logits[0].softmax(dim=-1)
+    drawn = signals.compute(names, output.logits[0], token, probs, unpenalised=own[0])
+    assert drawn["prob"].item() == pytest.approx(max(merged[:2]).item(), rel=1e-4)
+
+
+def test_any_tree_has_the_rows_of_its_paths(small: Translation) -> None:
+    """Also with tokens that the draft model lacks, which are run as several."""
+    rng = random.Random(0)
+    for seed in range(20):
+        runner = SmallRunner(seed, 4)
+        tokens = [rng.randrange(3) for _ in range(5)]
+        parents = [rng.randrange(-1, node) for node in range(5)]
+        start = rng.randrange(5)
+        rows = translated(runner, small).logits(Context(PROMPT), tokens, parents, start=start).logits
+        for index in range(start, 6):
+            path, node = [], index - 1
+            while node >= 0:
+                path.append(tokens[node])
+                node = parents[node]
+            context = Context(PROMPT)
+            context.extend(path[::-1] or [PROMPT[-1]])
+            wanted = translated(runner, small).logits(context if path else Context(PROMPT)).logits[0]
+            assert torch.equal(rows[index - start], wanted)
+
+
+def test_the_drafts_context_only_grows(small: Translation) -> None:
+    runner = CountingRunner(0, 4)
+    both, context, other = translated(runner, small), Context(PROMPT), Context([1, 1])
+    assert small.prompt(PROMPT) == [1, 0, 0, 1, 0]
+    both.logits(context, [0, 1])
+    both.logits(other)
+    context.extend([2, 0])
+    both.logits(context)
+    (first, drafted), (second, _), (third, _) = runner.calls
+    assert drafted == [1, 0]
+    assert first is third
+    assert first.ids == [1, 0, 0, 1, 0, 1, 0, 1]
+    assert second.ids == [0, 0]
+    del context
+    assert len(both._contexts) == 1, "contexts that are gone are not kept"
+
+
+def test_an_empty_translation_of_a_prompt_is_one_token(ending: Translation) -> None:
+    assert translated(SmallRunner(0, 4), ending)._translated(Context([])).ids == [0]
+
+
+def test_the_drafts_end_of_sequence_token_is_the_targets(ending: Translation) -> None:
+    runner = SmallRunner(3, 4)
+    q = runner.row(ending.prompt(PROMPT)).softmax(dim=-1)
+    row = translated(runner, ending).logits(Context(PROMPT)).logits[0].softmax(dim=-1)
+    assert torch.allclose(row, torch.stack([q[3], q[1], q[0]]) / (1 - q[2]), atol=1e-6)
+
+
+def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:
+    runner = SmallRunner(2, 4)
+    config = GenerationConfig(repetition_penalty=1.5, suppress_tokens=[0])
+    penalties = PenaltyProcessor(config, [], 3, torch.device("cpu"))
+    free = translated(runner, small).logits(Context(PROMPT), [1], start=0)
+    output = translated(runner, small, penalties).logits(Context(PROMPT), [1], start=0)
+    assert output.unpenalised is not None
+    assert torch.equal(output.unpenalised, free.logits)
+    assert torch.equal(output.logits, penalties(free.logits, Context(PROMPT), [1], range(-1, 0), 0))
+    assert output.logits[:, 0].max() == -torch.inf
+    everything = PenaltyProcessor(GenerationConfig(suppress_tokens=[0, 1]), [], 3, torch.device("cpu"))
+    nothing = translated(runner, small, everything).logits(Context(PROMPT))
+    assert torch.equal(nothing.logits, free.logits[:1]), "without an allowed token, the target rejects the drafted one"
+
+
+CASES = [
+    ("sd", {"k": 3}, 3, {}),
+    ("sd", {"k": 2}, 4, {"top_p": 0.8, "temperature": 1.3}),
+    ("sd", {"max_draft": 2, "policy": "confidence", "threshold": 0.3}, 4, {}),
+    ("sd", {"depth": 2, "width": 2}, 4, {"top_k": 2}),
+    ("sd", {"k": 2, "cape": True}, 3, {}),
+    ("adaptive", {"draft_cost": 0.2, "verify_cost": 0.05, "lookup": False}, 3, {}),
+    ("specinfer", {"k": 1, "drafts": 2}, 3, {}),
+    ("spectr", {"k": 1, "drafts": 2}, 3, {}),
+    ("pearl", {"window": 2}, 3, {}),
+    ("pearl", {"window": 3, "pre_verify": False}, 3, {"top_k": 2}),
+    ("ouroboros", {"k": 1, "ngram": 2, "branches": 2, "window": 2}, 3, {}),
+    ("mtad", {"tau": 1, "k": 2, "beams": 2}, 3, {}),
+]
+
+
+def both_ways() -> Iterator[Any]:
+    """The cases with and without an end-of-sequence token, half of them in the slow tests."""
+    for number, (case, with_end) in enumerate(product(CASES, (False, True))):
+        yield pytest.param(*case, with_end, marks=pytest.mark.slow if number % 4 in (1, 2) else ())
+
+
+@pytest.mark.parametrize(("method", "settings", "limit", "warp", "with_end"), list(both_ways()))
+def test_sampling_is_exactly_the_targets(
+    small: Translation,
+    ending: Translation,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    settings: dict[str, Any],
+    limit: int,
+    warp: dict[str, Any],
+    with_end: bool,
+) -> None:
+    target, translation = SmallRunner(0, 3), ending if with_end else small
+    draft: Any = translated(SmallRunner(100, 4), translation)
+    sampling = SamplingParams(**{"max_new_tokens": limit, "temperature": 1.0} | warp)
+    ends = (2,) if with_end else ()
+    with monkeypatch.context() as patch:
+        found = Paths(patch).of_rounds(lambda: states(method, settings, target, draft, sampling, ends))
+    assert total_variation(found, exact(target, sampling, limit, ends)) < ROUNDING
