@@ -307,14 +307,12 @@ def load_model(
     Raises SpecgenError for weights that are damaged, no safetensors or unfit for rollbacks, and RunError if memory is short.
     """
     name = prepared.name
-    several = "" if layer_devices is None else f" on {len(set(layer_devices))} devices, without CUDA graphs"
-    announce(f"loading {name}{several}")
+    announce(f"loading {name}" + (f" on {len(set(layer_devices))} devices, without CUDA graphs" if layer_devices else ""))
     load = load or partial(load_weights, layer_devices=layer_devices)
     model = load(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation = prepared.eos_ids, prepared.generation
-    penalties = has_penalties(generation, ends, name)
     limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
-    own = prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend
+    own = prepared.tokenizer, ends, limit, generation, has_penalties(generation, ends, name), prepared.folder, exact, backend
     return LoadedModel(name, model, *own, layer_devices=layer_devices)
 
 
