@@ -10,8 +10,9 @@ import torch
 
 from specgen import demo, environment
 from specgen.engine.deferred_model import DeferredModel
+from specgen.engine.device_map import place
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype
+from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.exit_files import FoundExit, load_exit
 from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
@@ -44,8 +45,9 @@ def load(
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
-    If `target` is None, the small models that come with specgen are loaded. `draft_device` None means the target's device, or a
-    second GPU if `device` is `auto` and there is one. `announce` is called with a short description of each step. `process` is a
+    If `target` is None, the small models that come with specgen are loaded. `device` `auto-map` spreads a target over all GPUs
+    and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
+    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a
     process started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder
     of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
@@ -77,9 +79,9 @@ def load(
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
     devices = target_device, other_device
-    sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
+    sources = [replace(source, on_mps=each.type == "mps") for source, each in zip(sources, devices, strict=False)]
     try:
-        pair = _load(sources, devices, (dtype, draft_dtype), announce, process)
+        pair = _load(sources, devices, (device, draft_device), (dtype, draft_dtype), announce, process)
     except BaseException:
         if process is not None:
             process.close()
@@ -135,31 +137,44 @@ def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], Non
 def _load(
     sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
+    named: tuple[str, str | None],
     dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     process: DraftProcess | None,
 ) -> Pair:
-    """Loads the models. `dtypes` are that of both models and that of the draft model, if it has one of its own."""
-    target, *drafts = prepare_models(sources, announce)
+    """Loads the models. `named` are the names that the user gave the target's and the draft's device.
+
+    `dtypes` are that of both models and that of the draft model, if it has one of its own.
+    """
+    prepared = prepare_models(sources, announce)
+    choices = choose_dtypes(prepared, devices, dtypes)
+    placement = place(named[0], prepared, [choice.dtype for choice in choices], named[1])
+    if placement is not None:
+        devices = placement.device, placement.draft_device or devices[1]
+        choices = choose_dtypes(prepared, devices, dtypes)
+    target, *drafts = prepared
     draft = worker = None
-    for prepared in drafts:
-        chosen, translation, refusal = choose_draft_dtype(dtypes[1], dtypes[0], prepared, devices[1]), None, None
+    for model in drafts:
+        chosen, translation, refusal = choices[1], None, None
         try:
-            translation = translation_between(target, prepared)
+            translation = translation_between(target, model)
         except NoTokenBytes as error:
             refusal = error
-        draft = DeferredModel(as_chosen(prepared, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+        draft = DeferredModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
     if draft is not None and draft.refusal is None and _needs_process(*devices):
         worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
         process.close()
-    dtype = target.choose_dtype(dtypes[0], devices[0]).dtype
     load_target: WeightLoader | None = None
     if environment.launch() is not None:
+        if placement is not None:
+            raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
         from specgen.engine.tensor_parallel.processes import load_distributed
 
         load_target = load_distributed
-    loaded = load_model(target, devices[0], dtype, announce, load_target)
+    loaded = load_model(
+        target, devices[0], choices[0].dtype, announce, load_target, None if placement is None else placement.layer_devices
+    )
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, draft, worker)

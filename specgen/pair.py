@@ -100,8 +100,8 @@ class Pair:
         self.exits.default = exit_layer
 
     def devices(self, method: Method | None = None) -> list[torch.device]:
-        """The target's device and the draft model's, if there is one and the method uses it (None: any)."""
-        return [model.device for model in self._models(method)]
+        """The target's devices and the draft model's, if there is one and the method uses it (None: any)."""
+        return [device for model in self._models(method) for device in model.devices]
 
     def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
         uses_draft = method is None or method.uses_draft_model

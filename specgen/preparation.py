@@ -18,7 +18,7 @@ from specgen import measurement_cache, methods
 from specgen.cost_model.cost_check import CostCheck
 from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.engine.devices import device_name, device_timer
+from specgen.engine.devices import device_timer
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.environment import machine, thread_settings, versions
@@ -111,7 +111,7 @@ def conditions(*models: DraftModel) -> dict[str, Any]:
     return {
         **({"translations": translations} if translations else {}),
         "models": [weights_fingerprint(model.folder) for model in models],
-        "devices": [device_name(model.device) for model in models],
+        "devices": [model.device_label for model in models],
         "dtypes": [model.dtype_name for model in models],
         "backends": [model.backend for model in models],
         "exact": [isinstance(model, LoadedModel) and model.exact for model in models],

@@ -38,13 +38,13 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     """Returns the report that needs only the models' files, without loading their weights."""
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
-        from specgen.engine.devices import pick_device
+        from specgen.engine.devices import pick_device, pick_draft_device
         from specgen.loading import model_sources
         from specgen.tuning.method_readiness import TrainedParts
         from specgen.tuning.pair_inspection import inspect_files
 
         device = pick_device(models.device)
-        draft_device = pick_device(models.draft_device) if models.draft_device is not None else device
+        draft_device = pick_draft_device(models.draft_device, models.device, device)
         sources = model_sources(
             models.target,
             models.draft,
@@ -56,7 +56,9 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
         )
         target, draft = replace(sources[0], context=models.context), sources[1] if len(sources) > 1 else None
         parts = TrainedParts(models.exit_layer, models.head)
-        return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, parts, models.draft_dtype)
+        named = models.device, models.draft_device
+        dtypes = models.dtype, models.draft_dtype
+        return inspect_files(target, draft, (device, draft_device), dtypes, loading.announce, parts, named)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
@@ -87,7 +89,8 @@ def _next_command(models: ModelOptions, report: PairReport) -> str:
     dtype = models.dtype if models.dtype != "auto" else None
     head = None if models.head is None else str(models.head)
     context = None if models.context is None else str(models.context)
-    named = {"--target": models.target, "--draft": models.draft, "--head": head, "--dtype": dtype, "--context": context}
+    named = {"--target": models.target, "--draft": models.draft, "--head": head}
+    named |= {"--device": None if models.device == "auto" else models.device, "--dtype": dtype, "--context": context}
     named["--draft-dtype"] = models.draft_dtype
     arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
     if report.speedup_model is None:

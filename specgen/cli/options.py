@@ -57,7 +57,13 @@ Draft = Annotated[
     str | None,
     _model("--draft", "-d", metavar="MODEL", help="The draft model: a Hugging Face id or a folder. Some methods need none."),
 ]
-Device = Annotated[str, _model(metavar="auto|cpu|cuda|cuda:N|mps", help="The device that runs the models.")]
+Device = Annotated[
+    str,
+    _model(
+        metavar="auto|cpu|cuda|cuda:N|mps|auto-map",
+        help="The device that runs the models; auto-map: the target over all GPUs and the CPU, as far as needed.",
+    ),
+]
 DraftDevice = Annotated[str | None, _model(metavar="DEVICE", help="The device that runs the draft model. Default: --device.")]
 Dtype = Annotated[
     str,

@@ -37,7 +37,8 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     target."""
     import torch
 
-    from specgen.engine.devices import DTYPES, pick_device
+    from specgen.engine.device_map import place
+    from specgen.engine.devices import DTYPES, pick_device, pick_draft_device
     from specgen.engine.model_loading import load_model, translation_between
     from specgen.loading import model_sources, prepare_models
 
@@ -56,10 +57,14 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
         )
     translations = [translation_between(prepared, draft) for draft in drafts]
     dtype = prepared.choose_dtype(models.dtype, device).dtype
-    target = load_model(prepared, device, dtype, announce)
+    placement = place(models.device, [prepared], [dtype], None)
+    if placement is None:
+        target = load_model(prepared, device, dtype, announce)
+    else:
+        target = load_model(prepared, placement.device, dtype, announce, layer_devices=placement.layer_devices)
     if not drafts:
         return LoadedModels(target, None, torch.float32)
-    draft = load_model(drafts[0], pick_device(models.draft_device or models.device), torch.float32, announce)
+    draft = load_model(drafts[0], pick_draft_device(models.draft_device, models.device, device), torch.float32, announce)
     stored = drafts[0].shape.dtype
     draft = replace(draft, translation=translations[0])
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))

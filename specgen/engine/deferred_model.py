@@ -7,6 +7,7 @@ from threading import Lock
 
 import torch
 
+from specgen.engine.devices import device_name
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, PreparedModel, load_model
@@ -52,6 +53,16 @@ class DeferredModel:
                 loaded = load_model(self.prepared, self.device, self.dtype, lambda _: None)
                 self._loaded = replace(loaded, translation=self.translation)
             return self._loaded
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that have its layers; see `LoadedModel`."""
+        return [self.device]
+
+    @property
+    def device_label(self) -> str:
+        """The device as text; see `LoadedModel`."""
+        return device_name(self.device)
 
     @property
     def model(self) -> Model:

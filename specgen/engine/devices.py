@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from specgen.errors import SpecgenError
 
+AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `device_map.place`
+_NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
@@ -23,16 +26,18 @@ _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 def pick_device(name: str) -> torch.device:
     """Returns the device named `name`: auto, cpu, cuda, cuda:N or mps. `auto` prefers CUDA, then MPS, then the CPU.
 
+    For `auto-map` returns the device that `auto` means: which devices are used is planned when the models' sizes are known.
+
     Raises SpecgenError if the machine does not have the device.
     """
-    if name == "auto":
+    if name in ("auto", AUTO_MAP):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise SpecgenError(f"there is no device {name!r}", "Take auto, cpu, cuda, cuda:N or mps") from None
+        raise SpecgenError(f"there is no device {name!r}", _NAMES) from None
     if device.type not in ("cpu", "cuda", "mps"):
-        raise SpecgenError(f"the device {name!r} is not supported", "Take auto, cpu, cuda, cuda:N or mps")
+        raise SpecgenError(f"the device {name!r} is not supported", _NAMES)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             why = "finds no GPU" if torch.version.cuda else "was built without CUDA"
@@ -54,6 +59,10 @@ def pick_draft_device(name: str | None, target_name: str, target: torch.device) 
 
     `target_name` is the name that `target` was chosen by. Raises SpecgenError as `pick_device`.
     """
+    if name == AUTO_MAP:
+        raise SpecgenError(
+            "the draft model runs on one device, not on a map", "Name it, as in --draft-device cuda:1, or leave it out"
+        )
     if name is not None:
         return pick_device(name)
     if target_name == "auto" and target.type == "cuda" and torch.cuda.device_count() > 1:
@@ -86,6 +95,15 @@ def download(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the tensor on `device`: itself if it is there, or else a copy. The host waits only for a copy to the CPU."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cpu":
+        return download(tensor)
+    return upload(tensor, device) if tensor.is_cpu else tensor.to(device, non_blocking=True)
 
 
 def release(tensor: torch.Tensor) -> None:
@@ -229,7 +247,12 @@ def free_memory(device: torch.device) -> int | None:
     """Free memory of the device in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    with suppress(OSError, ValueError, StopIteration):  # Linux: with what the system keeps of files, and can drop
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else None
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +33,18 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
         return replace(draft.choose_dtype(dtype, device), warning=f"{draft.name} is not quantised: {problem}")
     own = torch.float32 if device.type == "cpu" else DTYPES.get(str(draft.shape.dtype), torch.float32)
     return DtypeChoice(own, "chosen by --draft-dtype", name)
+
+
+def choose_dtypes(
+    models: Sequence[PreparedModel], devices: Sequence[torch.device], dtypes: tuple[str, str | None]
+) -> list[DtypeChoice]:
+    """Returns the dtype of a target and, if there is one, of its draft model.
+
+    `dtypes` are what --dtype and --draft-dtype name. Raises SpecgenError as `choose_draft_dtype` does.
+    """
+    target, *drafts = models
+    of_drafts = [choose_draft_dtype(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts]
+    return [target.choose_dtype(dtypes[0], devices[0]), *of_drafts]
 
 
 def as_chosen(draft: PreparedModel, choice: DtypeChoice) -> PreparedModel:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specgen.engine.devices import DTYPES
+from specgen.engine.devices import DTYPES, device_name
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtype
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import model_folder
@@ -149,7 +151,7 @@ class LoadedModel:
     suppressed tokens). `folder` has its files.
     `exact` and `quantise`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is
     between the tokens of the target and of this draft model; None if they are the same. `refusal` says why there is none where
-    one is needed.
+    one is needed. `layer_devices` has the device of each layer if they are on several; None: all are on `device`.
     """
 
     name: str
@@ -165,6 +167,7 @@ class LoadedModel:
     quantise: str | None = None
     translation: Translation | None = None
     refusal: SpecgenError | None = None
+    layer_devices: Sequence[torch.device] | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         runner = ModelRunner(self.model, penalties)
@@ -198,6 +201,16 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return list(dict.fromkeys(self.layer_devices or [self.device]))
+
+    @property
+    def device_label(self) -> str:
+        """The device as text, for keys of measurements; with several devices, how many layers each has."""
+        counts = Counter(map(device_name, self.layer_devices or ()))
+        return ", ".join(f"{count} layers on {name}" for name, count in counts.items()) or device_name(self.device)
 
     @property
     def dtype_name(self) -> str:
@@ -292,39 +305,50 @@ def load_model(
     dtype: torch.dtype,
     announce: Callable[[str], None],
     load: WeightLoader | None = None,
+    layer_devices: Sequence[torch.device] | None = None,
 ) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`, by `load` (None: `load_weights`).
+    """Loads a prepared model's weights onto `device`, by `load`, or on several; see `LoadedModel` for `layer_devices`.
 
-    Raises SpecgenError if the weights are damaged or no safetensors, or do not work with a KV cache that is rolled back, and
-    RunError if memory is short.
+    Raises SpecgenError for weights that are damaged, no safetensors or unfit for rollbacks, and RunError if memory is short.
     """
     name = prepared.name
-    announce(f"loading {name}")
-    model = (load or load_weights)(prepared.folder, prepared.source, prepared.config, dtype, device)
+    announce(f"loading {name}" + (f" on {len(set(layer_devices))} devices, without CUDA graphs" if layer_devices else ""))
+    load = load or partial(load_weights, layer_devices=layer_devices)
+    model = load(prepared.folder, prepared.source, prepared.config, dtype, device)
     ends, generation, source = prepared.eos_ids, prepared.generation, prepared.source
     given = prepared.context_limit, generation, has_penalties(generation, ends, name), prepared.folder
-    return LoadedModel(name, model, prepared.tokenizer, ends, *given, source.exact, prepared.config.backend, source.quantise)
+    own = prepared.tokenizer, ends, *given, source.exact, prepared.config.backend, source.quantise
+    return LoadedModel(name, model, *own, layer_devices=layer_devices)
 
 
-def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
+def load_weights(
+    folder: Path,
+    source: ModelSource,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layer_devices: Sequence[torch.device] | None = None,
+) -> Model:
     """Loads the weights in `folder` with the backend that `config` names. Raises SpecgenError and RunError as `load_model`."""
     check_weight_files(folder, source.name)
     try:
         if config.architecture is not None:
-            options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise}
+            options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
             native = load_native(folder, source.name, config.architecture, dtype, device, **options)
-            if device.type == "cuda":
+            if device.type == "cuda" and layer_devices is None:  # a graph is of one device
                 use_cuda_graphs(native)
             return native
         from specgen.engine.transformers_backend.loading import load_transformers_model
 
         kept = _quantisation_on(device, config, source)
-        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept)
+        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept, layer_devices)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        hint = "Try --dtype bfloat16 or a smaller model"
-        raise RunError(f"{source.name} does not fit into the memory of {device}", hint) from error
+        where = ", ".join(map(str, dict.fromkeys(layer_devices or [device])))
+        raise RunError(
+            f"{source.name} does not fit into the memory of {where}", "Try --dtype bfloat16 or a smaller model"
+        ) from error
 
 
 def check_weight_files(folder: Path, name: str) -> None:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.engine.device_map import place
 from specgen.engine.devices import ThreadChoice, free_memory
-from specgen.engine.draft_dtype import choose_draft_dtype
-from specgen.engine.dtype_choice import DtypeChoice
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
-from specgen.engine.model_shape import NO_LIMIT
+from specgen.engine.draft_dtype import choose_dtypes
+from specgen.engine.model_loading import ModelSource, PreparedModel, prepare, translation_between
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
-from specgen.engine.native.quantised_products import quantised_bytes
-from specgen.engine.native.tensor_names import EMBEDDING, HEAD
+from specgen.engine.placement import Placement, Stage
 from specgen.engine.timing import time_passes
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.tokenizer import Tokenizer
-from specgen.errors import SpecgenError
 from specgen.pair import Pair
 from specgen.preparation import example_prompts
 from specgen.tuning.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
+from specgen.tuning.model_facts import ModelFacts, model_facts
 from specgen.types import SamplingParams
 
 _PROBES: Sequence[str] = (
@@ -41,34 +36,6 @@ _PROBES: Sequence[str] = (
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
 _OUTPUT_TOKENS = 32  # of the target's output to each of some prompts, on which tokenizers are compared
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts about a model, read from its files.
-
-    `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
-    with which the model would run, but for quantised weights, which take as many bytes as their files. `context_limit` is the
-    largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the embedding
-    table. `backend` runs the forward pass; `fallback` says why it is transformers, `tokenizer_fallback` why transformers reads
-    the tokenizer, both None otherwise. `dtype_reason` says why `dtype` was chosen.
-    """
-
-    name: str
-    family: str
-    parameters: int
-    layers: int
-    hidden: int
-    dtype: str
-    device: str
-    weight_bytes: int
-    cache_bytes: int
-    context_limit: int | None
-    table_rows: int
-    backend: str
-    fallback: str | None
-    dtype_reason: str
-    tokenizer_fallback: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +112,7 @@ class PairReport:
     device, None if the system does not report it. `methods` says for each method whether it can run. `speedup_model` has the pass
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
     as in PEARL; None if not measured or without a usable draft model. `choices` are the engine's, None if not measured.
+    `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
     """
 
     target: ModelFacts
@@ -155,6 +123,7 @@ class PairReport:
     speedup_model: SpeedupModel | None = None
     parallel_costs: ParallelCosts | None = None
     choices: EngineChoices | None = None
+    placement: Placement | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -188,12 +157,23 @@ class PairReport:
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
+            "placement": None if self.placement is None else _placement(self.placement),
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
             "engine": None if self.choices is None else self.choices.as_dict(),
             "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs, kappa),
         }
+
+
+def _placement(placement: Placement) -> dict[str, Any]:
+    def described(stage: Stage) -> dict[str, Any]:
+        layers = [stage.layers.start, stage.layers.stop - 1] if stage.layers else None
+        sizes = {name: getattr(stage, name) for name in ("weight_bytes", "cache_bytes", "working_bytes", "draft_bytes")}
+        return {"device": str(stage.device), "layers": layers, **sizes, "free_bytes": stage.free}
+
+    draft = None if placement.draft_device is None else str(placement.draft_device)
+    return {"context": placement.context, "draft": draft, "devices": [described(stage) for stage in placement.stages]}
 
 
 def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None) -> dict[str, Any]:
@@ -218,29 +198,37 @@ def inspect_files(
     target: ModelSource,
     draft: ModelSource | None,
     devices: tuple[torch.device, torch.device],
-    dtype: str,
+    dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     parts: TrainedParts = NO_PARTS,
-    draft_dtype: str | None = None,
+    named: tuple[str, str | None] = ("auto", None),
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's; `draft_dtype` is the draft's, None for that of both. `parts` are the trained parts
+    `devices` are the target's and the draft's, `named` the names that the user gave them: for `auto-map`, others are planned.
+    `dtypes` are that of both models and that of the draft model, None if it has none of its own. `parts` are the trained parts
     that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be
-    used at all.
+    used at all, and RunError if a planned target does not fit.
     """
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
-    of_target = ours.choose_dtype(dtype, devices[0])
+    models = [model for model in (ours, theirs) if model is not None]
+    choices = choose_dtypes(models, devices, dtypes)
+    placement = place(named[0], models, [choice.dtype for choice in choices], named[1])
+    if placement is not None:
+        devices = placement.device, placement.draft_device or devices[1]
+        choices = choose_dtypes(models, devices, dtypes)
+    facts = [model_facts(*each) for each in zip(models, devices, choices, strict=False)]
     return PairReport(
-        _facts(ours, devices[0], of_target),
-        None if theirs is None else _facts(theirs, devices[1], choose_draft_dtype(draft_dtype, dtype, theirs, devices[1])),
+        facts[0],
+        facts[1] if theirs is not None else None,
         tokenizers,
-        free_memory(devices[0]),
+        free_memory(devices[0]) if placement is None else sum(stage.free for stage in placement.stages),
         readiness(
             ours, parts, has_draft=tokenizers is not None, by_text=tokenizers is not None and tokenizers.refusal is not None
         ),
+        placement=placement,
     )
 
 
@@ -283,66 +271,6 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
         return None
     announce("timing passes with both models running")
     return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
-
-
-def _facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
-    shape, size = prepared.shape, weights.dtype.itemsize
-    check_weight_files(prepared.folder, prepared.name)
-    parameters, weight_bytes = _weights(prepared, device, weights)
-    return ModelFacts(
-        prepared.name,
-        shape.model_type,
-        parameters,
-        shape.num_layers,
-        shape.hidden_size,
-        weights.name,
-        str(device),
-        weight_bytes,
-        shape.kv_bytes_per_token(size),
-        None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
-        shape.vocab_size,
-        prepared.config.backend,
-        prepared.config.fallback,
-        weights.warning or weights.reason,
-        prepared.tokenizer.fallback,
-    )
-
-
-def _weights(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> tuple[int, int]:
-    """Returns the number of a model's parameters, and the bytes of its weights in memory.
-
-    Quantised weights stay as they are in their files, packed, whose shapes say nothing of the number of parameters. If a draft's
-    weights are rounded when they are loaded, its LM head is a table apart from the embedding.
-    """
-    shapes, in_file = _stored(prepared.folder)
-    numbers, size, kind = {name: math.prod(shape) for name, shape in shapes.items()}, weights.dtype.itemsize, weights.quantise
-    stored = sum(numbers.values())
-    if kind is not None:
-        rounded = [name for name, shape in shapes.items() if len(shape) == 2 and not name.endswith(EMBEDDING)]
-        kept = stored - sum(numbers[name] for name in rounded)
-        rounded += [name for name in shapes if name.endswith(EMBEDDING) and HEAD not in shapes]
-        return stored, kept * size + sum(quantised_bytes(kind, numbers[name], shapes[name][0]) for name in rounded)
-    quantisation = prepared.quantisation_on(device)
-    if quantisation is None:
-        return stored, stored * size
-    from specgen.engine.transformers_backend.structure import count_parameters
-
-    parameters = count_parameters(prepared.config.transformers_config, prepared.source.trust_remote_code) or stored
-    return parameters, parameters * size if quantisation.dequantises else in_file
-
-
-def _stored(folder: Path) -> tuple[dict[str, list[int]], int]:
-    """Returns the shapes of the tensors in the weight files, from their headers, and the bytes of the files."""
-    shapes: dict[str, list[int]] = {}
-    size = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  no mapping
-            size += path.stat().st_size
-        except Exception as error:  # safetensors' own exceptions share no base that it exports
-            raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
-    return shapes, size
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:

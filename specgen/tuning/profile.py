@@ -225,13 +225,12 @@ class Profile(_StrictModel):
 
 def profile_key_of(pair: Pair) -> ProfileKey:
     """Returns the present conditions, which a profile of this pair has to match."""
-    from specgen.engine.devices import device_name
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.environment import machine, versions
 
     def described(model: DraftModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)
-        return Model(name=model.name, fingerprint=fingerprint, device=device_name(model.device), dtype=model.dtype_name)
+        return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
 
     return ProfileKey(
         target=described(pair.target),

@@ -39,6 +39,7 @@ class PassInputs(NamedTuple):
     the number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
     `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens. With `slots` [rows],
     int64, the keys and values are written to these indices of the cache, and `LayerEntries.written` is a layer's whole buffer.
+    `placed` returns the same pass's inputs on another device; None for a model on one device.
     """
 
     rows: int
@@ -49,6 +50,12 @@ class PassInputs(NamedTuple):
     first_layer: int = 0
     fused: bool = False
     slots: torch.Tensor | None = None
+    placed: Callable[[torch.device], PassInputs] | None = None
+
+    def on(self, device: torch.device) -> PassInputs:
+        """Returns the inputs of the layers on this device, for a model on several devices."""
+        assert self.placed is not None
+        return self.placed(device)
 
 
 class NativeLayer:

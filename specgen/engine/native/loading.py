@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from math import sqrt
 from pathlib import Path
@@ -28,22 +29,26 @@ def load_native(
     *,
     exact: bool = False,
     quantise: str | None = None,
+    layer_devices: Sequence[torch.device] | None = None,
 ) -> NativeModel:
     """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`.
 
-    Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
+    `layer_devices` has the device of each layer, if they are on several: then the embedding is on the first one's, and `device`
+    is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files, names = open_weights(folder, name, architecture, device)
-        factory = ProductFactory(device, dtype, quantise=quantise)
-        gain = norm_gain(architecture, dtype, device)
-        parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
-        files.close()
+        devices = [device] * len(names) if layer_devices is None else layer_devices
+        factories = {on: ProductFactory(on, dtype, quantise=quantise) for on in dict.fromkeys([*devices, device])}
+        gain = _common_gain(architecture, dtype, list(factories))
+        # before the layers: packing needs the head twice for a moment
+        parts = _parts(architecture, files, factories[device], dtype, gain, (devices[0], device))
         kinds = layer_kinds(architecture)
         layers = []
-        for index, tensors in enumerate(names):
+        for index, (tensors, on) in enumerate(zip(names, devices, strict=True)):
+            files.use_device(on)
             weights = layer_weights(architecture, tensors, files.take, dtype, gain)
-            layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factory))
+            layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factories[on]))
             del weights
             files.close()
             if not files.are_copied:
@@ -55,10 +60,11 @@ def load_native(
             parts,
             dtype,
             norm_gain=gain,
-            min_rows=factory.min_rows,
+            min_rows=max(factory.min_rows for factory in factories.values()),
             exact=exact,
             num_parameters=files.numbers_taken,
-            product_choices=factory.choices,
+            product_choices=[choice for factory in factories.values() for choice in factory.choices],
+            layer_devices=layer_devices,
         )
 
 
@@ -98,6 +104,12 @@ def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.devi
     return sqrt(architecture.hidden_size) if extended else 1.0
 
 
+def _common_gain(architecture: Architecture, dtype: torch.dtype, devices: Sequence[torch.device]) -> float:
+    """Returns the gain of a residual stream that goes through all of these devices."""
+    gains = {norm_gain(architecture, dtype, device) for device in devices}
+    return gains.pop() if len(gains) == 1 else 1.0
+
+
 def _required(names: list[LayerTensors]) -> list[str]:
     """Returns the names of all tensors that a model with these layers has, without its embedding, LM head and biases."""
     required = [FINAL_NORM]
@@ -117,9 +129,14 @@ def _required(names: list[LayerTensors]) -> list[str]:
 
 
 def _parts(
-    architecture: Architecture, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype, gain: float
+    architecture: Architecture,
+    files: WeightFiles,
+    factory: ProductFactory,
+    dtype: torch.dtype,
+    gain: float,
+    devices: tuple[torch.device, torch.device],
 ) -> NativeParts:
-    """Returns the embedding, the final norm and the LM head.
+    """Returns the embedding, on the first of the devices, and the final norm and the LM head, on the second one.
 
     A tied model's files have one of the two tables, which serves as both, or both, and then each serves its own purpose, as in
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
@@ -128,11 +145,13 @@ def _parts(
     embedding_name, head_name = table_names(files)
     matrix = files.take(head_name, shape).to(dtype)
     head = factory(matrix)
-    if head_name == embedding_name and isinstance(head, DenseProduct):
+    if head_name == embedding_name and isinstance(head, DenseProduct) and devices[0] == devices[1]:
         embedding = matrix
     else:
         del matrix
-        files.close()  # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
+        # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
+        files.use_device(devices[0])
         embedding = files.take(embedding_name, shape)
         embedding = embedding.to(dtype) if files.are_copied else embedding
+        files.use_device(devices[1])
     return NativeParts(embedding, *final_norm(architecture, files.take, dtype, gain), head)

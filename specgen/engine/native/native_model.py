@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.devices import upload
+from specgen.engine.devices import move, upload
 from specgen.engine.exit_parts import check_exit_layers
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
@@ -20,6 +20,7 @@ from specgen.engine.native.inputs import EXACT_ROWS, InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, PassInputs
 from specgen.engine.native.layer_weights import final_norm, layer_weights
+from specgen.engine.native.placed_layers import PlacedInputs, PlacedKVCache, PlacedLayer
 from specgen.engine.native.products import DenseProduct, Product, ProductChoice, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
 from specgen.engine.native.tensor_names import EXIT_HEAD, layer_tensors
@@ -47,7 +48,8 @@ class NativeModel:
     pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have the same
     bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed, and why.
     `wrap` makes the functions that the methods return out of eager ones, see `static_forward.use_static_passes`; None returns the
-    eager ones.
+    eager ones. `layer_devices` has the device of each layer if they are on several; the embedding may be on another one than the
+    norm and the head, whose device is the model's: all outputs are there.
     """
 
     backend = "native"
@@ -64,8 +66,9 @@ class NativeModel:
         exact: bool = False,
         num_parameters: int = 0,
         product_choices: Sequence[ProductChoice] = (),
+        layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        self.architecture, self.layers, self.parts = architecture, layers, parts
+        self.architecture, self.parts = architecture, parts
         self.shape: ModelShape = of_architecture(architecture)
         self.dtype, self.device = dtype, parts.norm.device
         self.num_embeddings = parts.embedding.shape[0]
@@ -74,20 +77,33 @@ class NativeModel:
         self.product_choices = product_choices
         self.min_rows, self.exact = max(min_rows, EXACT_ROWS if exact else 1), exact
         self.inputs = InputMaker(architecture, dtype, self.device, min_rows=self.min_rows, exact=exact)
+        self.layers: Sequence[NativeLayer | PlacedLayer] = layers
+        self.pass_inputs: InputMaker | PlacedInputs = self.inputs
+        self._layer_devices = layer_devices
+        if layer_devices is not None:
+            self.layers = [PlacedLayer(*placed) for placed in zip(layers, layer_devices, strict=True)]
+            others = {*layer_devices} - {self.device}
+            makers = {on: InputMaker(architecture, dtype, on, min_rows=self.min_rows, exact=exact) for on in others}
+            self.pass_inputs = PlacedInputs({**makers, self.device: self.inputs}, self.device)
         self.wrap: Callable[[NativeForward], ForwardFunction] | None = None
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
-    def new_cache(self, layers: range | None = None) -> KVBuffer:
-        """Returns an empty KV cache for the layers with these indices; None: all."""
+    def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer | PlacedKVCache:
+        """Returns an empty KV cache for the layers with these indices (None: all), and for so many sequences."""
         layers = range(len(self.layers)) if layers is None else layers
-        return KVBuffer(
-            len(layers),
-            self.architecture.num_kv_heads,
-            self.architecture.head_size,
-            self.dtype,
-            self.device,
-            first_layer=layers.start,
-        )
+        if self._layer_devices is None:
+            return self.new_buffer(layers, self.device, sequences)
+        devices = self._layer_devices[layers.start : layers.stop]
+        parts = []
+        for device in dict.fromkeys(devices):
+            first = layers.start + devices.index(device)
+            parts.append(self.new_buffer(range(first, first + devices.count(device)), device, sequences))
+        return parts[0] if len(parts) == 1 else PlacedKVCache(parts, self.device)
+
+    def new_buffer(self, layers: range, device: torch.device, sequences: int = 1) -> KVBuffer:
+        """Returns an empty KV cache on one device for layers like this model's, counted as `layers`."""
+        heads, size = self.architecture.num_kv_heads, self.architecture.head_size
+        return KVBuffer(len(layers), heads, size, self.dtype, device, first_layer=layers.start, sequences=sequences)
 
     def forward(self) -> ForwardFunction:
         return self.layers_forward([LayerPart(index) for index in range(len(self.layers))])
@@ -110,13 +126,17 @@ class NativeModel:
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`."""
         table = self.parts.embedding
-        rows = table[ids[0]][None] if len(ids) == 1 else table.index_select(0, upload(torch.tensor(ids), self.device))
+        rows = table[ids[0]][None] if len(ids) == 1 else table.index_select(0, upload(torch.tensor(ids), table.device))
         return self.scaled(rows.to(self.dtype))
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
-        rows = self.parts.embedding.index_select(0, ids.flatten())
-        return self.scaled(rows.to(self.dtype)).view(*ids.shape, -1)
+        return move(self._embedded(ids), self.device).view(*ids.shape, -1)
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings [n, width] of n token ids of any shape, on the embedding's device."""
+        table = self.parts.embedding
+        return self.scaled(table.index_select(0, move(ids.flatten(), table.device)).to(self.dtype))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
@@ -159,16 +179,15 @@ class NativeModel:
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         boundary = self.shape.rope_boundary
-        inputs = self.inputs.without_cache(len(ids), long_rope=boundary is not None and len(ids) > boundary)
+        inputs = self.pass_inputs.without_cache(len(ids), long_rope=boundary is not None and len(ids) > boundary)
         residual = self.residual(self.embed(ids))
         for layer in self.layers:
             layer(residual, inputs)
+        residual.move_to(self.device)
         return self.norm_and_head(residual, self.parts).logits
 
-    def batch_cache(self, sequences: int) -> KVBuffer:
-        heads = self.architecture.num_kv_heads
-        layers, size = len(self.layers), self.architecture.head_size
-        return KVBuffer(layers, heads, size, self.dtype, self.device, sequences=sequences)
+    def batch_cache(self, sequences: int) -> KVBuffer | PlacedKVCache:
+        return self.new_cache(sequences=sequences)
 
     def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
         sequences, tokens = batch.ids.shape
@@ -201,12 +220,12 @@ class NativeModel:
         residual, inputs = self._start_batch(batch)
         for layer in self.layers[:layers]:
             layer(residual, inputs)
+        residual.move_to(self.device)
         return residual
 
     def _start_batch(self, batch: BatchPass) -> tuple[Residual, PassInputs]:
         """Returns the residual stream before the first layer, with one row per token of all sequences, and the layers' inputs."""
-        embeddings = self.parts.embedding.index_select(0, batch.ids.flatten())
-        return self.residual(self.scaled(embeddings.to(self.dtype))), self.inputs.batched(batch)
+        return self.residual(self._embedded(batch.ids)), self.pass_inputs.batched(batch)
 
     def trainable_exit(self, folder: Path, count: int) -> NativeTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
@@ -233,7 +252,7 @@ class NativeForward:
     def __init__(
         self,
         model: NativeModel,
-        layers: Sequence[NativeLayer],
+        layers: Sequence[NativeLayer | PlacedLayer],
         parts: NativeParts | None,
         inputs: HiddenSource | None,
         parts_run: Sequence[LayerPart] | None = None,
@@ -245,7 +264,7 @@ class NativeForward:
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model = self.model
         count = forward_pass.last - forward_pass.first
-        inputs = model.inputs(forward_pass)
+        inputs = model.pass_inputs(forward_pass)
         residual = model.residual(self._hidden(forward_pass, inputs.rows))
         features = self.run_layers(residual, inputs)
         if self.parts is None:
@@ -265,16 +284,18 @@ class NativeForward:
         if self._parts_run is not None:
             for layer, part in zip(self._layers, self._parts_run, strict=True):
                 layer(residual, inputs, attention=part.attention, mlp=part.mlp)
+            residual.move_to(self.model.device)
             return None
         found: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             if index in self.taps:
                 found[index] = residual.values.clone()  # the layers change the stream in place
             layer(residual, inputs)
+        residual.move_to(device := self.model.device)
         if not self.taps:
             return None
         found[len(self._layers)] = self.model.final_norm(residual)
-        return torch.cat([found[index] for index in self.taps], dim=-1)
+        return torch.cat([move(found[index], device) for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
         """Returns the hidden states [`rows`, width] that enter the first layer; rows after the pass's tokens are padding."""
@@ -315,7 +336,7 @@ class NativeExit:
             raise ValueError(f"the exit layer has unknown tensors: {', '.join(sorted(left))}")
 
     def new_cache(self) -> KVBuffer:
-        return self._model.new_cache(range(len(self._layers)))
+        return self._model.new_buffer(range(len(self._layers)), self._model.device)
 
     def forward(self, inputs: HiddenSource) -> ForwardFunction:
         return self._model.wrapped(NativeForward(self._model, self._layers, self._parts, inputs))

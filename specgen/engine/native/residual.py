@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from specgen.engine.devices import move
 from specgen.engine.native.products import Product
 
 
@@ -28,6 +29,10 @@ class Residual(Protocol):
         """Adds `branch` times `scale`."""
         ...
 
+    def move_to(self, device: torch.device) -> None:
+        """Moves the hidden states to another device; does nothing if they are there."""
+        ...
+
 
 class PlainResidual:
     """A residual stream with torch's norms, which also works where gradients are computed. Its gain is 1."""
@@ -46,6 +51,9 @@ class PlainResidual:
     def add(self, branch: torch.Tensor, scale: float) -> None:
         self.values = self.values.add(branch, alpha=scale)
 
+    def move_to(self, device: torch.device) -> None:
+        self.values = move(self.values, device)
+
 
 class ExtendedResidual:
     """A residual stream whose RMSNorm takes two operations, for float32 on a CPU, where torch's own takes eight.
@@ -60,6 +68,11 @@ class ExtendedResidual:
         self._buffer.select(1, width).fill_(sqrt(width * eps))
         self.values = self._buffer[:, :width]
         self.values.copy_(hidden)
+
+    def move_to(self, device: torch.device) -> None:
+        if self._buffer.device != device:
+            self._buffer = move(self._buffer, device)
+            self.values = self._buffer[:, :-1]
 
     def normed(self) -> torch.Tensor:
         normed: torch.Tensor = self.values / torch.linalg.vector_norm(self._buffer, dim=1, keepdim=True)

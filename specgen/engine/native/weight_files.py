@@ -31,14 +31,20 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, name: str, device: torch.device) -> None:
-        self._name, self._device = name, device
+        self._name = name
         self._open: dict[Path, Any] = {}
-        self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
+        self.use_device(device)
         with reading_weights(self._name):
             self._paths = tensor_files(folder)
             self.bytes = sum(path.stat().st_size for path in set(self._paths.values()))
         self._taken: dict[str, int] = {}  # how many numbers each tensor has that was taken; some are taken twice
         self._prefix = _PREFIX if any(key.startswith(_PREFIX) for key in self._paths) else ""
+
+    def use_device(self, device: torch.device) -> None:
+        """Makes `device` the one that tensors are put on from now on."""
+        self.close()
+        self._device = device
+        self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
 
     def __contains__(self, name: str) -> bool:
         return self._key(name) in self._paths

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from specgen.engine.devices import move
 from specgen.engine.inference_mode import inference
 from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers_backend.attention_masks import AttentionMasks, Mask
@@ -137,7 +138,7 @@ def check_llama_structure(model: Any, feature: str = "early exit") -> None:
         positions = torch.arange(len(ids), device=model.device)
         mask = AttentionMasks(model)(0, positions, None, embeddings.dtype)
         rotary = decoder.rotary_emb(embeddings, positions[None])
-        return DecoderLayers.upper(model, 0).forward(embeddings, rotary, mask)[0][0]
+        return move(DecoderLayers.upper(model, 0).forward(embeddings, rotary, mask)[0][0], model.device)
 
     def reference() -> torch.Tensor:
         own: torch.Tensor = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]

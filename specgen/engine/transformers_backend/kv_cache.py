@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from specgen.engine.devices import release, upload
+from specgen.engine.devices import move, release, upload
 
 
 class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -41,6 +41,7 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         """Moves the entries at the indices `source` [n] to the indices `start`, `start + 1`, ..."""
         for buffer in (self.keys, self.values):
             if buffer is not None:
+                source = move(source, buffer.device)  # of one layer: others may be on other devices
                 buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
 
     def get_seq_length(self) -> int:
@@ -55,15 +56,16 @@ class KVCache(Cache):  # type: ignore[misc]
     are written again.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.length = 0
+    def __init__(self, layers: int, device: torch.device) -> None:
+        self.length, self._device = 0, device
         self.capacity = 64
         super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
-        entries = self.layers[layer]
-        return entries.keys[:, :, :count].flatten(0, 1), entries.values[:, :, :count].flatten(0, 1)
+        entries, device = self.layers[layer], self._device
+        keys, values = (move(part[:, :, :count].flatten(0, 1), device) for part in (entries.keys, entries.values))
+        return keys, values
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""

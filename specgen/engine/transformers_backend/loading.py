@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.quantisation import Quantisation
 from specgen.engine.tolerances import logits_error
+from specgen.engine.transformers_backend.device_map import module_devices
 from specgen.engine.transformers_backend.quantisers import device_map, quiet_quantisers
 from specgen.engine.transformers_backend.quiet import reading
+from specgen.engine.transformers_backend.structure import model_without_weights
 from specgen.engine.transformers_backend.transformers_model import TransformersModel
 from specgen.errors import RunError, SpecgenError
 from specgen.types import Context
@@ -47,14 +49,20 @@ def load_transformers_model(
     dtype: torch.dtype,
     device: torch.device,
     quantisation: Quantisation | None = None,
+    layer_devices: Sequence[torch.device] | None = None,
 ) -> TransformersModel:
     """Loads the model in `folder`, and checks that cached passes with a rollback give the right logits.
 
-    `quantisation` says how its weights are quantised, and whether they stay so on `device`; None: they are not. Raises
-    SpecgenError if the check fails, or for damaged or missing weights, and RunError if memory is short.
+    `quantisation` says how its weights are quantised, and whether they stay so on `device`; None: they are not. `layer_devices`
+    has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or missing weights,
+    or without a package that several devices need, and RunError if memory is short.
     """
+    placed = None
+    if layer_devices is not None:
+        config = read_transformers_config(folder, name, trust_remote_code)
+        placed = module_devices(model_without_weights(config, trust_remote_code), name, layer_devices)
     with nullcontext() if quantisation is None else quiet_quantisers():  # some decompress weights at their first pass
-        module = load_module(folder, name, trust_remote_code, dtype, device, quantisation)
+        module = load_module(folder, name, trust_remote_code, dtype, device, quantisation, placed)
         if getattr(type(module), "_is_stateful", False):
             raise _recurrent(name, module.config.model_type)
         model = TransformersModel(module)
@@ -69,17 +77,20 @@ def load_module(
     dtype: torch.dtype,
     device: torch.device,
     quantisation: Quantisation | None = None,
+    placed: Mapping[str, torch.device] | None = None,
 ) -> Any:
     """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only its tensors.
 
-    `quantisation` is as for `load_transformers_model`. Raises SpecgenError for damaged, missing or unexpected weights, RunError
-    if memory is short.
+    `quantisation` is as for `load_transformers_model`. `placed` has the devices of its modules by name, if they are on several.
+    Raises SpecgenError for damaged, missing or unexpected weights, RunError if memory is short.
     """
     options: dict[str, Any] = {}
     if quantisation is not None:
         config = read_transformers_config(folder, name, trust_remote_code)
         config.quantization_config = dict(quantisation.settings)
         options = {"config": config, "device_map": device_map(device)}
+    if placed is not None:
+        options["device_map"] = dict(placed)
     with reading("weights", name):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -98,7 +109,8 @@ def load_module(
             model = model.eval()
         except (torch.OutOfMemoryError, MemoryError) as error:
             hint = "Try --dtype bfloat16 or a smaller model"
-            raise RunError(f"{name} does not fit into the memory of {device}", hint) from error
+            where = device if placed is None else ", ".join(dict.fromkeys(map(str, placed.values())))
+            raise RunError(f"{name} does not fit into the memory of {where}", hint) from error
     _check_report(report, model.config.get_text_config(), name)
     return model
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from specgen.engine.batch_pass import BatchPass
+from specgen.engine.devices import move
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import of_transformers
@@ -31,7 +32,11 @@ from specgen.errors import SpecgenError
 
 
 class TransformersModel:
-    """A causal language model of transformers. Implements `engine.model.Model`; `module` is transformers' own object."""
+    """A causal language model of transformers. Implements `engine.model.Model`; `module` is transformers' own object.
+
+    Its modules may be on several devices, between which accelerate's hooks move their inputs. Then `device` is the embedding's,
+    to which the outputs are moved.
+    """
 
     backend = "transformers"
 
@@ -52,6 +57,11 @@ class TransformersModel:
         return counted or sum(weight.numel() for weight in self.module.parameters())
 
     @property
+    def is_placed(self) -> bool:
+        """Whether the modules are on several devices."""
+        return getattr(self.module, "hf_device_map", None) is not None and len(set(self.module.hf_device_map.values())) > 1
+
+    @property
     def architecture(self) -> Architecture:
         """What config.json describes; see `engine.model.Model`."""
         config = json.loads(self.module.config.get_text_config().to_json_string(use_diff=False))
@@ -59,7 +69,7 @@ class TransformersModel:
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""
-        return KVCache(self.shape.num_layers)
+        return KVCache(self.shape.num_layers, self.device)
 
     def forward(self) -> ForwardFunction:
         return _FullModelForward(self.module, self.inputs)
@@ -91,7 +101,7 @@ class TransformersModel:
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's logits; see `engine.model.Model`."""
-        return self._decoder_layers([], with_head=True).head_logits(hidden)
+        return move(self._decoder_layers([], with_head=True).head_logits(hidden), self.device)
 
     def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> TransformersExit:
         """Returns a trained exit layer; see `engine.model.Model`."""
@@ -108,7 +118,7 @@ class TransformersModel:
 
     def batch_cache(self, sequences: int) -> KVCache:
         """Returns an empty KV cache; its first pass decides for how many sequences."""
-        return KVCache(self.shape.num_layers)
+        return KVCache(self.shape.num_layers, self.device)
 
     def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
         """Runs the model's own `forward` on several sequences; see `engine.model.Model`."""
@@ -128,7 +138,8 @@ class TransformersModel:
         decoder = decoder_of(self.module)
         hidden = decoder.embed_tokens(batch.ids)
         parts = self._decoder_layers([LayerPart(index) for index in range(layers)], with_head=with_head)
-        return ModelOutput(*parts(hidden, *self.inputs.batched(batch, hidden), batch.cache))
+        logits, states = parts(hidden, *self.inputs.batched(batch, hidden), batch.cache)
+        return ModelOutput(move(logits, self.device), move(states, self.device))
 
     def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
         """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
@@ -138,10 +149,12 @@ class TransformersModel:
         layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
         inputs: list[torch.Tensor] = []
         inputs.append(layers.norm(layers.run_layers(hidden, rotary, masks, batch.cache, inputs)))
-        return torch.cat([inputs[tap] for tap in taps], dim=-1)
+        return torch.cat([move(inputs[tap], self.device) for tap in taps], dim=-1)
 
     def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
         """Returns an untrained exit layer; see `engine.model.Model`."""
+        if self.is_placed:
+            raise SpecgenError("transformers cannot train parts of a target on several devices", "Take --device cuda or cpu")
         return TransformersTrainableExit(self, ExitLayer.of(self.module, count))
 
     def free_weights(self, kept_layers: int = 0) -> None:
@@ -188,7 +201,7 @@ class TransformersExit:
         self._model, self.layer = model, layer
 
     def new_cache(self) -> KVCache:
-        return KVCache(len(self.layer.layers))
+        return KVCache(len(self.layer.layers), self._model.device)
 
     def forward(self, inputs: HiddenSource) -> ForwardFunction:
         return _LayersForward(self._model, self.layer, inputs)
@@ -265,7 +278,7 @@ class _LayersForward:
     def __init__(
         self, model: TransformersModel, layers: DecoderLayers, inputs: HiddenSource | None, taps: Sequence[int] = ()
     ) -> None:
-        self._taps = taps
+        self._taps, self._device = taps, model.device
         decoder = decoder_of(model.module)
         self._make_inputs, self._layers, self._rotary = model.inputs, layers, decoder.rotary_emb
         self._hidden = inputs or (lambda forward_pass: decoder.embed_tokens(model.inputs.ids(forward_pass))[0])
@@ -276,12 +289,12 @@ class _LayersForward:
         rotary = self._rotary(hidden_states, at[None])
         if not self._taps:
             logits, hidden_states = self._layers(hidden_states, rotary, mask, forward_pass.cache, logits_to_keep=logits_to_keep)
-            return ModelOutput(logits[0], hidden_states[0])
+            return ModelOutput(move(logits[0], self._device), move(hidden_states[0], self._device))
         found: list[torch.Tensor] = []
         found.append(self._layers.norm(self._layers.run_layers(hidden_states, rotary, mask, forward_pass.cache, found)))
-        kept = found[-1][0, -logits_to_keep:]
-        features = torch.cat([found[tap][0] for tap in self._taps], dim=-1)
-        return ModelOutput(self._layers.head_logits(kept), kept, features=features)
+        kept = move(found[-1][0, -logits_to_keep:], self._device)
+        features = torch.cat([move(found[tap][0], self._device) for tap in self._taps], dim=-1)
+        return ModelOutput(move(self._layers.head_logits(kept), self._device), kept, features=features)
 
 
 class _NoAttention(nn.Module):
@@ -301,6 +314,8 @@ def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
     """
     if part.attention and part.mlp:
         return layer
+    if hasattr(layer, "_hf_hook"):  # a copy of a layer would still call the original
+        raise SpecgenError("transformers skips no parts of layers on several devices", "Skip whole layers, or take --device cuda")
     reduced = copy.copy(layer)
     reduced._modules = dict(layer._modules)
     name, empty = ("mlp", _NoMLP()) if part.attention else ("self_attn", _NoAttention())

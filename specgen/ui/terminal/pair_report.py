@@ -17,7 +17,8 @@ from specgen.ui.terminal.text_layout import labelled
 if TYPE_CHECKING:
     from specgen.engine.token_overlap import TokenOverlap
     from specgen.tuning.method_readiness import Readiness
-    from specgen.tuning.pair_inspection import ModelFacts, PairReport, TokenizerFacts
+    from specgen.tuning.model_facts import ModelFacts
+    from specgen.tuning.pair_inspection import PairReport, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column
@@ -40,6 +41,7 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
     if report.tokenizers is not None and report.draft is not None:
         yield from _tokenizers(report.tokenizers, report.target, report.draft, report.speedup_model, width)
     yield from _line(*_memory(report), width)
+    yield from _placement(report, width)
     yield from _line("✓ context", _context(report), width)
     yield from _engine(report, width)
     if report.speedup_model is not None:
@@ -118,6 +120,8 @@ def _memory(report: PairReport) -> tuple[str, str]:
     text = f"{_size(report.weight_bytes)} of weights"
     if report.cache_bytes is not None and report.context_limit is not None:
         text += f" and {_size(report.cache_bytes)} of cache for {report.context_limit:,} tokens"
+    if report.placement is not None and len(report.placement.stages) > 1:
+        return "✓ memory", f"{text}; the plan for {report.placement.context:,} tokens on {len(report.placement.stages)} devices:"
     if report.free_bytes is None:
         return "· memory", text
     text += f"; {report.target.device} has {_size(report.free_bytes)} free"
@@ -128,6 +132,26 @@ def _memory(report: PairReport) -> tuple[str, str]:
         token_bytes = report.target.cache_bytes + (report.draft.cache_bytes if report.draft else 0)
         text += f": room for about {room // max(token_bytes, 1):,} tokens"
     return "✓ memory", text
+
+
+def _placement(report: PairReport, width: int) -> Iterator[Text]:
+    """Yields a line for each device of a plan for several, and what follows from there being several."""
+    if report.placement is None or len(report.placement.stages) == 1:
+        return
+    count, last = report.target.layers, report.placement.device
+    for stage in report.placement.stages:
+        parts = []
+        if stage.layers:
+            ends = [", embedding"] * (stage.layers.start == 0) + [", norm, head"] * (stage.layers.stop == count)
+            parts.append(f"layers {stage.layers.start} to {stage.layers.stop - 1}{''.join(ends)}: {_size(stage.weight_bytes)}")
+            parts.append(f"cache {_size(stage.cache_bytes)}, for passes {_size(stage.working_bytes)}")
+        if stage.draft_bytes:
+            parts.append(f"draft {_size(stage.draft_bytes)}")
+        yield from _line("", f"{stage.device}: {', '.join(parts)}; {_size(stage.left)} of {_size(stage.free)} left", width)
+    if report.placement.layer_devices is not None:
+        text = "passes go through these devices one after the other, without CUDA graphs"
+        slow = "; the layers on the CPU take most of the time" if str(last) == "cpu" else ""
+        yield from _line("", text + slow, width, style="quiet")
 
 
 def _context(report: PairReport) -> str:
