@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,28 @@ keep their cores busy, and on a machine with other work to do a pass can take te
 
 
 _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How torchrun started this process: as number `rank` of `ranks`, number `local_rank` of `local_ranks` on its machine."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+
+
+def launch() -> Launch | None:
+    """Returns how torchrun started this process; None if it did not, and if this is its only process."""
+    values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not all(value.isdecimal() for value in values[:2]) or "MASTER_ADDR" not in os.environ:
+        return None
+    rank, ranks = int(values[0]), int(values[1])
+    local_rank, local_ranks = (
+        int(value) if value.isdecimal() else default for value, default in zip(values[2:], (rank, ranks), strict=True)
+    )
+    return Launch(rank, ranks, local_rank, local_ranks) if ranks > 1 else None
 
 
 def versions() -> dict[str, str]:
@@ -32,8 +55,9 @@ def _libraries() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """Returns what identifies this machine (name, processor, number of cores) in cached measurements and in tuning profiles,
-    because several machines may share their folders."""
-    return {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    because several machines may share their folders. Under torchrun, the number of its processes too."""
+    named = {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    return named if (launched := launch()) is None else named | {"ranks": launched.ranks}
 
 
 def thread_settings() -> dict[str, Any]:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
-from specgen import demo
+from specgen import demo, environment
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
+from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype
 from specgen.engine.exit_files import FoundExit, load_exit
-from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
 from specgen.pair import Pair
-from specgen.types import check_backend
+from specgen.types import check_backend, check_draft_dtype
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.process_worker import ProcessWorker
 
@@ -28,6 +29,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     draft_device: str | None = None,
+    draft_dtype: str | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
     trust_remote_code: bool = False,
@@ -49,13 +51,23 @@ def load(
     folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
     `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
     alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. The draft model is loaded when it is first needed. Raises SpecgenError.
+    limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and `int4` round its
+    weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it is first needed.
+    Under torchrun, the target is split over its processes; in all but the first this function ends the process when the first
+    one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
     if (target is None and revision is not None) or (draft is None and draft_revision is not None):
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
+    check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
+    launched = environment.launch()
+    if launched is not None:
+        from specgen.engine.tensor_parallel import processes
+
+        processes.follow_unless_first()
+        device = processes.device_of_rank(launched, device)
     target_device = pick_device(device)
     other_device = pick_draft_device(draft_device, device, target_device)
     if exact and target_device.type != "cpu":
@@ -67,7 +79,7 @@ def load(
     devices = target_device, other_device
     sources = [replace(source, on_mps=device.type == "mps") for source, device in zip(sources, devices, strict=False)]
     try:
-        pair = _load(sources, devices, dtype, announce, process)
+        pair = _load(sources, devices, (dtype, draft_dtype), announce, process)
     except BaseException:
         if process is not None:
             process.close()
@@ -123,26 +135,56 @@ def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], Non
 def _load(
     sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
-    dtype: str,
+    dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     process: DraftProcess | None,
 ) -> Pair:
-    prepared = prepare_models(sources, announce)
-    placed = [(model, device, model.choose_dtype(dtype, device).dtype) for model, device in zip(prepared, devices, strict=False)]
-    translation = refusal = worker = None
-    if len(placed) == 2:
+    """Loads the models. `dtypes` are that of both models and that of the draft model, if it has one of its own."""
+    target, *drafts = prepare_models(sources, announce)
+    draft = worker = None
+    for prepared in drafts:
+        chosen, translation, refusal = choose_draft_dtype(dtypes[1], dtypes[0], prepared, devices[1]), None, None
         try:
-            translation = translation_between(*prepared)
+            translation = translation_between(target, prepared)
         except NoTokenBytes as error:
             refusal = error
-    if len(placed) == 2 and refusal is None and _needs_process(*devices):
-        worker = ProcessWorker(process, *placed[1], translation)
+        draft = DeferredModel(as_chosen(prepared, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+    if draft is not None and draft.refusal is None and _needs_process(*devices):
+        worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
         process.close()
-    loaded = load_model(*placed[0], announce)
+    dtype = target.choose_dtype(dtypes[0], devices[0]).dtype
+    load_target: WeightLoader | None = None
+    if environment.launch() is not None:
+        from specgen.engine.tensor_parallel.processes import load_distributed
+
+        load_target = load_distributed
+    loaded = load_model(target, devices[0], dtype, announce, load_target)
     if worker is not None:
         worker.follow(loaded)
-    return Pair(loaded, DeferredModel(*placed[1], translation, refusal) if len(placed) == 2 else None, worker)
+    return Pair(loaded, draft, worker)
+
+
+def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None) -> Pair:
+    """Returns another pair of the same target, trained parts and draft model, whose weights are rounded to `int8` or `int4`.
+
+    `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
+    SpecgenError if the draft model cannot be quantised.
+    """
+    assert isinstance(pair.draft, DeferredModel)
+    device = pair.draft.device
+    chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
+    if chosen.warning is not None:
+        raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
+    translation = pair.draft.translation
+    draft = DeferredModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
+    worker = None
+    if draft.refusal is None and _needs_process(pair.target.device, device):
+        worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)
+        worker.follow(pair.target)
+    other = Pair(pair.target, draft, worker)
+    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    return other
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:

@@ -228,17 +228,19 @@ class Pair:
             run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
         elif (check := self.knowledge.check(request)) is not None:
             run.schedule = Checked(check)
+        draft = self.draft if chosen.uses_draft_model else None
         info = RunInfo(
             chosen.name,
             settings.as_dict(with_policy=chosen.any_policy),
             chosen.lossless,
             self.target.name,
-            self.draft.name if self.draft is not None and chosen.uses_draft_model else None,
+            None if draft is None else draft.name,
             str(self.target.device),
             self.target.dtype_name,
             prompt_ids,
             replace(sampling, seed=seed),
             None if measured is None else measured.costs,
+            None if draft is None else draft.dtype_name,
         )
         return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
 
@@ -339,8 +341,6 @@ class Pair:
         assert worker is not None
         components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
         return self._pearl_costs.measure(worker, replace(components, record=record), context_length).costs
-
-    # measuring and judging outputs
 
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
         """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at temperature 1 and without penalties.

@@ -16,6 +16,8 @@ Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
 LARGEST = 1 << 40  # tokens that `SamplingParams` may name
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
+QUANTISED = ("int8", "int4")  # what a draft model's weights can be rounded to
+DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --draft-dtype
 # The phases of a round, by which its seconds are reported.
 # - prefill: the target's pass over the prompt.
 # - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for drafts.
@@ -30,6 +32,16 @@ def check_backend(name: str) -> None:
     """Raises SpecgenError unless `name` is one of `BACKENDS`."""
     if name not in BACKENDS:
         raise SpecgenError(f"there is no backend {name!r}", f"Take {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+
+
+def check_draft_dtype(name: str | None, *, has_draft: bool) -> None:
+    """Raises SpecgenError unless `name` is None, or one of `DRAFT_DTYPES` and there is a draft model."""
+    if name is None:
+        return
+    if name not in DRAFT_DTYPES:
+        raise SpecgenError(f"there is no draft dtype {name!r}", f"Take {', '.join(DRAFT_DTYPES[:-1])} or {DRAFT_DTYPES[-1]}")
+    if not has_draft:
+        raise SpecgenError(f"--draft-dtype {name} is given without --draft", "Name the draft model too")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Drafts for the bundled target that have tokenizers of their own, made from the bundled draft.
 
-Three folders: `permuted` has the bundled draft's vocabulary in another order; `merges` a byte-level BPE vocabulary trained on
+Four folders: `permuted` has the bundled draft's vocabulary in another order; `merges` a byte-level BPE vocabulary trained on
 other text, with digits in groups; `sentencepiece` a BPE vocabulary made like SentencePiece's (a mark for spaces, tokens for
-bytes). The last two have the bundled draft's layers, and as a token's embedding the mean of those of the pieces of its bytes.
+bytes). These two have the bundled draft's layers, and as a token's embedding the mean of those of the pieces of its bytes.
+`independent` has the last one's tokenizer, and was trained from nothing in that tokenization.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specgen import demo
 from specgen.demo.corpus.documents import sample
+from specgen.demo.recipe.hyperparameters import BUNDLED
+from specgen.demo.recipe.train import train
 from specgen.engine.translation import Translation
 from specgen.training.corpus import demo_corpus
 from specgen.training.distillation import distill
 from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
 
-NAMES = ("permuted", "merges", "sentencepiece")
+NAMES = ("permuted", "merges", "sentencepiece", "independent")
 SEED = 7_000_000  # outside the range of the seeds that the demo models and their tokenizer were trained with
 CHARACTERS = 2_000_000
 _SPACE = "\u2581"
@@ -40,6 +43,9 @@ _EMBEDDINGS = "model.embed_tokens.weight"
 
 def make_draft(name: str, out: Path, vocabulary_size: int = 4096) -> None:
     """Writes one of the drafts NAMES, before any distillation, to the folder `out`."""
+    if name == "independent":
+        _train_independent(out, vocabulary_size)
+        return
     source = demo.folder("draft")
     shutil.copytree(source, out, dirs_exist_ok=True)
     weights = load_file(source / "model.safetensors")
@@ -57,6 +63,15 @@ def make_draft(name: str, out: Path, vocabulary_size: int = 4096) -> None:
     config["vocab_size"] = len(weights[_EMBEDDINGS])
     (out / "config.json").write_text(json.dumps(config, indent=2))
     save_file(weights, out / "model.safetensors", {"format": "pt"})
+
+
+def _train_independent(out: Path, vocabulary_size: int) -> None:
+    """Trains a draft of the bundled draft's shape on the demo corpus, with the same recipe but fewer steps."""
+    made = out.with_name(f"{out.name}-training")
+    _sentencepiece(vocabulary_size).save_pretrained(made / "draft")
+    train("draft", replace(BUNDLED["draft"], minutes=None, steps=1200), made, device="cpu")
+    shutil.copytree(made / "draft", out)
+    shutil.rmtree(made)
 
 
 def _write_permuted_tokenizer(folder: Path, order: Sequence[int]) -> None:

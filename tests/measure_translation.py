@@ -1,9 +1,8 @@
 """Speed of drafts with tokenizers of their own for the bundled target. Not a test: `python tests/measure_translation.py`.
 
-Makes the drafts of `foreign_drafts.py` in the folder `--folder`, unless they are there: `permuted`, `merges` and
-`sentencepiece`. The last two are distilled from the target with `--steps` steps, on one thread, always from the same seeds. Then,
-on each prompt in turn, all methods run with each draft and with the bundled draft (`bundled`), so that a drifting machine is fair
-to all.
+Makes the drafts of `foreign_drafts.py` in the folder `--folder`, unless they are there. All but `permuted` are distilled from the
+target with `--steps` steps, on one thread, always from the same seeds; NAME-before is the draft before. Then, on each prompt in
+turn, all methods run with each draft and with the bundled draft (`bundled`), so that a drifting machine is fair to all.
 
 kappa is the share of the target's output whose tokens are also single tokens in the draft's tokenization of it, and `common` the
 share that the draft's vocabulary has. Acceptance is accepted / drafted. The speedup is the median over the prompts of plain
@@ -51,7 +50,7 @@ class Printer(Recorder):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("foreign-drafts"))
-    parser.add_argument("--steps", type=int, default=150, help="of distillation")
+    parser.add_argument("--steps", type=int, default=120, help="of distillation")
     parser.add_argument("--drafts", nargs="+", default=[BUNDLED, *NAMES], help="folders in --folder, and bundled")
     parser.add_argument("--methods", default=METHODS, help="with settings as in compare, between commas")
     parser.add_argument("--prompts", type=int, default=8)

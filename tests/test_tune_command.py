@@ -42,6 +42,7 @@ def test_the_json_line_by_hand(tmp_path: Path) -> None:
         "pays_from": pytest.approx(0.4),
         "costs": {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}},
         "left_out": {"pearl": "no time"},
+        "draft_dtype": None,
         "profile": str(tmp_path / "profile.yaml"),
     }
     assert json_line(found, tmp_path / "profile.yaml") == expected

@@ -19,7 +19,7 @@ from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
-from specgen.environment import WAIT_PASSIVELY, __version__
+from specgen.environment import WAIT_PASSIVELY, __version__, launch
 
 _NAMES = ("FOLDER", "FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
 
@@ -85,7 +85,28 @@ def program() -> None:
 
 
 def main() -> None:
-    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands."""
+    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands.
+
+    Of the processes that torchrun starts, the first one runs it, and the others do what it tells them.
+    """
+    if launch() is not None:
+        sys.exit(_main_of_ranks())
+    sys.exit(_main())
+
+
+def _main_of_ranks() -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
+    from specgen.engine.tensor_parallel import processes
+
+    processes.follow_unless_first()
+    try:
+        return _main()
+    finally:
+        processes.end()
+
+
+def _main() -> int:
+    """Runs the `specgen` command and returns its exit code."""
     _prepare_streams()
     _remove_impossible_sizes()
     try:
@@ -98,7 +119,7 @@ def main() -> None:
         if not hasattr(error, "format_message"):
             raise
         code = usage_error(error)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 def _remove_impossible_sizes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -90,7 +91,9 @@ def compare(
         )
         parallel = any(spec.is_parallel for spec in specs)
         sequential = any(spec.needs_draft_model and not spec.is_parallel for spec in specs)
-        loading = open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential)
+        runs = {"parallel": parallel, "sequential": sequential}
+        tuned_draft = partial(profile_lookup.with_tuned_draft, sampling=config.sampling, folder=profile)
+        loading = open_pair(models, err, quiet=display.quiet, tuned_draft=tuned_draft, **runs)
         pair = opened.enter_context(loading)
         quiet = display.quiet or recorded is not None
         found = profile_lookup.find(pair, config.sampling, profile, err, quiet=quiet)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specgen import methods
@@ -74,7 +75,9 @@ def generate(
     sequential = chosen.uses_draft_model and not parallel
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
-        loading_pair = open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential, chat=chat)
+        runs = {"parallel": parallel, "sequential": sequential, "chat": chat}
+        tuned_draft = None if settings else partial(profile_lookup.with_tuned_draft, sampling=params, folder=profile)
+        loading_pair = open_pair(models, err, quiet=quiet, tuned_draft=tuned_draft, **runs)
         pair = opened.enter_context(loading_pair)
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, method, given)

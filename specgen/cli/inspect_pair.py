@@ -56,7 +56,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
         )
         target, draft = replace(sources[0], context=models.context), sources[1] if len(sources) > 1 else None
         parts = TrainedParts(models.exit_layer, models.head)
-        return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, parts)
+        return inspect_files(target, draft, (device, draft_device), models.dtype, loading.announce, parts, models.draft_dtype)
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
@@ -64,7 +64,7 @@ def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: 
     from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel
 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
-    if len(dtypes) == 1:  # already measured
+    if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
         models = replace(models, dtype=dtypes.pop())
     with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(
@@ -88,5 +88,6 @@ def _next_command(models: ModelOptions, report: PairReport) -> str | None:
     head = None if models.head is None else str(models.head)
     context = None if models.context is None else str(models.context)
     named = {"--target": models.target, "--draft": models.draft, "--head": head, "--dtype": dtype, "--context": context}
+    named["--draft-dtype"] = models.draft_dtype
     arguments = "".join(f" {option} {shlex.quote(value)}" for option, value in named.items() if value is not None)
     return f"specgen inspect{arguments} --measure" if report.speedup_model is None else f"specgen compare{arguments}"

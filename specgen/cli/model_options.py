@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ from specgen.cli.interrupts import interrupt_watch
 from specgen.errors import SpecgenError
 from specgen.methods import METHODS
 from specgen.paths import kept_exit, kept_head
-from specgen.types import check_backend
+from specgen.types import check_backend, check_draft_dtype
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.pair import Pair
+    from specgen.workers.process import DraftProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class ModelOptions:
     """Which models to load, and onto which devices.
 
     If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if --draft or --revision is given
-    without --target, or --draft-revision without --draft, and for an unknown --backend.
+    without --target, or --draft-revision or --draft-dtype without a draft model, and for an unknown --backend or --draft-dtype.
     """
 
     target: options.Target = None
@@ -35,6 +37,7 @@ class ModelOptions:
     device: options.Device = "auto"
     draft_device: options.DraftDevice = None
     dtype: options.Dtype = "auto"
+    draft_dtype: options.DraftDtype = None
     revision: options.Revision = None
     draft_revision: options.DraftRevision = None
     trust_remote_code: options.TrustRemoteCode = False
@@ -52,6 +55,7 @@ class ModelOptions:
             raise SpecgenError("--draft-revision is given without --draft", "Name the draft model too")
         if self.revision is not None and self.target is None:
             raise SpecgenError("--revision is given without --target", "Name the target too: --target MODEL")
+        check_draft_dtype(self.draft_dtype, has_draft=self.has_draft)
 
     @property
     def has_draft(self) -> bool:
@@ -113,14 +117,22 @@ class DecodingOptions(ModelOptions):
 
 
 def open_pair(
-    models: ModelOptions, err: Console, *, quiet: bool, parallel: bool = False, sequential: bool = True, chat: bool = False
+    models: ModelOptions,
+    err: Console,
+    *,
+    quiet: bool,
+    parallel: bool = False,
+    sequential: bool = True,
+    chat: bool = False,
+    tuned_draft: Callable[[Pair, DraftProcess | None], Pair] | None = None,
 ) -> Pair:
     """Loads the models and runs them once to warm them up, with a spinner on the console `err`.
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
     That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
     run the draft model too; if none does, the draft model's weights are not loaded in this process. `chat` says that the chat
-    template will be used at once: its process, too, starts first.
+    template will be used at once: its process, too, starts first. `tuned_draft` returns the pair with the draft's dtype
+    that a profile says, if --draft-dtype is not given; its other argument is the process for the draft.
     """
     from rich.text import Text
 
@@ -138,6 +150,8 @@ def open_pair(
 
         interrupt_watch.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
+        if tuned_draft is not None and models.draft_dtype is None and models.has_draft:
+            pair = tuned_draft(pair, process)
         if templates is not None:
             pair.tokenizer.templates = templates
         if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):
@@ -146,8 +160,9 @@ def open_pair(
         loading.still("warming up")
         pair.warm_up()
         interrupt_watch.check()
-    if pair.heads.warning is not None and not quiet:
-        err.print(Text(f"warning: {pair.heads.warning}"), soft_wrap=True)
+    for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):
+        if warning is not None and not quiet:
+            err.print(Text(f"warning: {warning}"), soft_wrap=True)
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
         gc.freeze()
         gc.enable()

@@ -66,6 +66,13 @@ Dtype = Annotated[
         help="The dtype of both models. auto: the dtype of the weights, on a CPU the one that is measured to be faster.",
     ),
 ]
+DraftDtype = Annotated[
+    str | None,
+    _model(
+        metavar="auto|float32|...|int8|int4",
+        help="The draft model's dtype; int8 and int4 round its weights. Default: what tune has found to be faster, else --dtype.",
+    ),
+]
 Revision = Annotated[str | None, _model(metavar="REV", help="The target's branch, tag or commit on the hub.")]
 DraftRevision = Annotated[str | None, _model(metavar="REV", help="The draft model's branch, tag or commit on the hub.")]
 TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Allow models to run the Python code in their repository.")]

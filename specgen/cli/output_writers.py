@@ -12,7 +12,7 @@ from specgen.errors import RunError
 from specgen.json_lines import print_json
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
-from specgen.types import Round
+from specgen.types import QUANTISED, Round
 from specgen.ui import theme
 from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
 from specgen.ui.terminal.footer import footer
@@ -138,6 +138,8 @@ class OutputWriter:
         notes = []
         if not plan.method.lossless:
             notes.append("lossy")
+        if plan.info.draft_dtype in QUANTISED and (rounded := f"{plan.info.draft_dtype} draft") not in self._tuned:
+            notes.append(rounded)
         if plan.info.costs is not None:
             notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
             if plan.info.costs.take_turns:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specgen.pair import Pair
     from specgen.tuning.profile import Profile
     from specgen.types import SamplingParams
+    from specgen.workers.process import DraftProcess
 
 Options = TypeVar("Options", bound="ModelOptions")
 
@@ -53,12 +54,30 @@ def with_exit(models: Options, folder: Path | None) -> Options:
     return replace(models, exit_layer=folder)
 
 
-def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console, *, quiet: bool) -> Profile | None:
+def with_tuned_draft(pair: Pair, process: DraftProcess | None, *, sampling: SamplingParams, folder: Path | None) -> Pair:
+    """Returns the pair with its draft's weights rounded if the profile that `find` will find was made so, else `pair` itself.
+
+    `process` is the one that was started for PEARL's draft model, which keeps running.
+    """
+    from specgen.loading import with_draft_dtype
+
+    console = Console(quiet=True)
+    with suppress(SpecgenError):
+        profile = find(pair, sampling, folder, console, quiet=True, any_draft_dtype=True)
+        if profile is not None and profile.draft_dtype is not None:
+            return with_draft_dtype(pair, profile.draft_dtype, process)
+    return pair
+
+
+def find(
+    pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console, *, quiet: bool, any_draft_dtype: bool = False
+) -> Profile | None:
     """Returns the profile (the result of `specgen tune`) for this pair and sampling; None where there is none that can be used.
 
     The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default. A
     profile made for another machine, pair or sampling is not used, and a note on the console `err` says why; `quiet` omits the
-    note. Raises SpecgenError where `folder` is given and its profile cannot be read.
+    note. With `any_draft_dtype`, one that was made with rounded draft weights also fits a pair whose draft is as it is stored.
+    Raises SpecgenError where `folder` is given and its profile cannot be read.
     """
     from specgen.tuning import profile as profiles
 
@@ -74,7 +93,8 @@ def find(pair: Pair, sampling: SamplingParams, folder: Path | None, err: Console
             raise
         _note(err, f"{error.message}; it is not used. {error.hint}", quiet)
         return None
-    if (why := profile.mismatch(key)) is not None:
+    why = profile.mismatch(key.with_draft_dtype(profile.draft_dtype))
+    if (why := why or (None if any_draft_dtype else profile.mismatch(key))) is not None:
         _note(err, f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}", quiet)
     elif (why := _other_sampling(profile, sampling)) is not None:
         _note(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
@@ -116,7 +136,8 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
     if tuned is None:
         return Choice(name, settings)
     unconfirmed = ", not confirmed" if profile.verdict == "unconfirmed" else ""
-    return Choice(name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}")
+    rounded = f", {profile.draft_dtype} draft" if profile.draft_dtype and methods.find(name).uses_draft_model else ""
+    return Choice(name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}")
 
 
 def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, *, quiet: bool) -> list[MethodSpec]:
@@ -133,6 +154,8 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
             notes.append(written(spec.name, settings))
             spec = replace(spec, settings={name: str(value) for name, value in settings.items()})
         completed.append(spec)
+    if notes and profile.draft_dtype is not None:
+        notes.append(f"{profile.draft_dtype} draft")
     if notes:
         _note(err, f"tuned: {'; '.join(notes)}", quiet)
     return completed

@@ -14,6 +14,7 @@ from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions
 from specgen.cli.train_request import DEFAULT_MINUTES, TrainRequest
+from specgen.environment import launch
 from specgen.errors import SpecgenError
 
 _METHODS = "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."
@@ -101,9 +102,13 @@ def tune(
     err = theme.console(stderr=True, no_color=display.no_color)
     _check_given(called, train=train)
     if train:
+        if launch() is not None:
+            raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
         if models.head is not None:
             hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
             raise SpecgenError("--head cannot be combined with --train", hint)
+        if models.draft_dtype is not None:
+            raise SpecgenError("--draft-dtype cannot be combined with --train", "Leave it out: training needs whole weights")
         task = TrainRequest(
             methods=tuning.methods,
             prompts=tuning.prompts,

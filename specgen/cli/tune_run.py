@@ -6,6 +6,8 @@ With `--export` it prints the tuned settings as options of another engine.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +132,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
     parallel = models.has_draft and (names is None or any(methods.find(name).is_parallel for name in names))
     with open_pair(models, err, quiet=quiet, parallel=parallel) as pair:
         if request.export is not None and may_reuse:
-            existing = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet)
+            existing = profile_lookup.find(pair, sampling, request.out, err, quiet=quiet, any_draft_dtype=True)
             if existing is not None:
                 _export(request.export, pair, existing, err, quiet)
                 return
@@ -146,7 +148,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
             progress.done(_headline(pair, sampling))
             task = TuningRequest(prompts, sampling, deadline, names, request.chat, request.goal)
-            outcome = tune(pair, task, progress)
+            with _rounded(models, pair) as rounded:
+                outcome = tune(pair, task, progress, rounded)
         profile = profiles.from_outcome(outcome, key, prompts)
         path, failure = None, None
         try:
@@ -163,6 +166,23 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
             print_result(outcome.chosen.written)
         if failure is not None:
             raise failure
+
+
+@contextmanager
+def _rounded(models: ModelOptions, pair: Pair) -> Iterator[Pair | None]:
+    """Yields the pair with its draft's weights rounded to int8; None if the user chose the draft's dtype, or it cannot gain."""
+    from specgen.loading import with_draft_dtype
+    from specgen.tuning.draft_dtypes import worth_rounding
+
+    rounded = None
+    if models.draft_dtype is None and worth_rounding(pair):
+        with suppress(SpecgenError):  # transformers runs it, or this machine has no products for it
+            rounded = with_draft_dtype(pair, "int8")
+    try:
+        yield rounded
+    finally:
+        if rounded is not None:
+            rounded.close()
 
 
 def _headline(pair: Pair, sampling: SamplingParams) -> str:
@@ -191,6 +211,7 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "pays_from": outcome.break_even_acceptance,
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
+        "draft_dtype": outcome.draft_dtype,
         "profile": None if path is None else str(path),
     }
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from specgen.environment import launch
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.setting_parsing import Setting, Value
 
@@ -55,6 +56,8 @@ def run_baseline(
     """
     import torch
 
+    if (launched := launch()) is not None:
+        raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
     from specgen.engine.transformers_backend.reference import transformers_module
     from specgen.engine.translation import same_tokens
 

@@ -21,8 +21,9 @@ class DeferredModel:
 
     A pair may never need the draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
     of its own. Everything else is known without weights: `name`, `folder`, `tokenizer`, `device`, `dtype_name`,
-    `backend`, and `context_limit`, the longest context in tokens. `translation` is between the target's tokens and the model's;
-    None if both have the same, and if there is none: then `refusal` says why, which `draft_runner` raises.
+    `backend`, and `context_limit`, the longest context in tokens. `dtype` is that of its computations; `dtype_name` is `int8` or
+    `int4` if the weights are quantised. `translation` is between the target's tokens and the model's; None if both have the same,
+    and if there is none: then `refusal` says why, which `draft_runner` raises. `warning` is for the user, None if there is none.
     """
 
     def __init__(
@@ -32,12 +33,13 @@ class DeferredModel:
         dtype: torch.dtype,
         translation: Translation | None = None,
         refusal: SpecgenError | None = None,
+        warning: str | None = None,
     ) -> None:
         self.name, self.folder, self.tokenizer = prepared.name, prepared.folder, prepared.tokenizer
-        self.device, self.dtype_name = device, str(dtype).removeprefix("torch.")
+        self.device, self.dtype_name = device, prepared.source.quantise or str(dtype).removeprefix("torch.")
         self.context_limit, self.backend = prepared.context_limit, prepared.config.backend
-        self.translation, self.refusal = translation, refusal
-        self._prepared, self._dtype = prepared, dtype
+        self.translation, self.refusal, self.warning = translation, refusal, warning
+        self.prepared, self.dtype = prepared, dtype
         self._loaded: LoadedModel | None = None
         self._lock = Lock()
 
@@ -46,7 +48,7 @@ class DeferredModel:
         """The model with its weights. Raises SpecgenError or RunError, as `load_model` does, if it cannot be loaded."""
         with self._lock:
             if self._loaded is None:
-                loaded = load_model(self._prepared, self.device, self._dtype, lambda _: None)
+                loaded = load_model(self.prepared, self.device, self.dtype, lambda _: None)
                 self._loaded = replace(loaded, translation=self.translation)
             return self._loaded
 

@@ -38,14 +38,20 @@ _CONTEXT = 32  # cached tokens of its passes
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The dtype of a model's weights and computations, and why it was chosen."""
+    """The dtype of a model's weights and computations, and why it was chosen.
+
+    `quantise` (`int8`, `int4`) is what the weights are rounded to, None if they are not. `warning` says why they are not although
+    the user wanted it.
+    """
 
     dtype: torch.dtype
     reason: str
+    quantise: str | None = None
+    warning: str | None = None
 
     @property
     def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return self.quantise or str(self.dtype).removeprefix("torch.")
 
 
 def pass_seconds(run: Callable[[], object]) -> float:

@@ -39,6 +39,7 @@ class ModelSource:
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
+    `quantise` (`int8`, `int4`): the weights are rounded to that when they are loaded, which only the native decoder does.
     """
 
     location: str
@@ -50,6 +51,7 @@ class ModelSource:
     exact: bool = False
     on_mps: bool = False
     context: int | None = None
+    quantise: str | None = None
 
     @property
     def name(self) -> str:
@@ -145,8 +147,8 @@ class LoadedModel:
     `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
     model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
     suppressed tokens). `folder` has its files.
-    `exact`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is between the tokens
-    of the target and of this draft model; None if they are the same.
+    `exact` and `quantise`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is
+    between the tokens of the target and of this draft model; None if they are the same.
     """
 
     name: str
@@ -159,6 +161,7 @@ class LoadedModel:
     folder: Path
     exact: bool = False
     backend: str = "native"
+    quantise: str | None = None
     translation: Translation | None = None
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
@@ -196,7 +199,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
+        return self.quantise or str(self.model.dtype).removeprefix("torch.")
 
     def max_tokens(self, prompt_length: int) -> int:
         """Returns the maximum of tokens in prompt and output together, for a prompt of `prompt_length` tokens.
@@ -277,19 +280,28 @@ def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSou
     return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
 
-def load_model(prepared: PreparedModel, device: torch.device, dtype: torch.dtype, announce: Callable[[str], None]) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`.
+WeightLoader = Callable[[Path, ModelSource, ModelConfig, torch.dtype, torch.device], Model]
+"""Loads the weights in a folder; `load_weights` is one."""
+
+
+def load_model(
+    prepared: PreparedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    announce: Callable[[str], None],
+    load: WeightLoader | None = None,
+) -> LoadedModel:
+    """Loads a prepared model's weights onto `device`, by `load` (None: `load_weights`).
 
     Raises SpecgenError if the weights are damaged or no safetensors, or do not work with a KV cache that is rolled back, and
     RunError if memory is short.
     """
     name = prepared.name
     announce(f"loading {name}")
-    model = load_weights(prepared.folder, prepared.source, prepared.config, dtype, device)
-    ends, generation = prepared.eos_ids, prepared.generation
-    penalties = has_penalties(generation, ends, name)
-    limit, exact, backend = prepared.context_limit, prepared.source.exact, prepared.config.backend
-    return LoadedModel(name, model, prepared.tokenizer, ends, limit, generation, penalties, prepared.folder, exact, backend)
+    model = (load or load_weights)(prepared.folder, prepared.source, prepared.config, dtype, device)
+    ends, generation, source = prepared.eos_ids, prepared.generation, prepared.source
+    given = prepared.context_limit, generation, has_penalties(generation, ends, name), prepared.folder
+    return LoadedModel(name, model, prepared.tokenizer, ends, *given, source.exact, prepared.config.backend, source.quantise)
 
 
 def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
@@ -297,7 +309,8 @@ def load_weights(folder: Path, source: ModelSource, config: ModelConfig, dtype: 
     check_weight_files(folder, source.name)
     try:
         if config.architecture is not None:
-            native = load_native(folder, source.name, config.architecture, dtype, device, exact=source.exact)
+            options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise}
+            native = load_native(folder, source.name, config.architecture, dtype, device, **options)
             if device.type == "cuda":
                 use_cuda_graphs(native)
             return native

@@ -23,9 +23,9 @@ _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What the start line of a trace says about a run (one generation). `draft` is None if no draft model was used. `sampling`
-    contains the seed that was really used. `costs` are the measured pass times that determined PEARL's window, None if no window
-    was computed from them."""
+    """What the start line of a trace says about a run (one generation). `draft` is None if no draft model was used, and so is
+    `draft_dtype`, its dtype, which the line has only if it is not `dtype`. `sampling` contains the seed that was really used.
+    `costs` are the measured pass times that determined PEARL's window, None if no window was computed from them."""
 
     method: str
     settings: Mapping[str, Any]
@@ -37,12 +37,15 @@ class RunInfo:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     costs: ParallelCosts | None = None
+    draft_dtype: str | None = None
 
 
 def start_line(run: RunInfo) -> dict[str, Any]:
     """The first line of a recorded run: method, models, prompt, settings and the installed versions."""
     line = {"type": "start", **asdict(run), "sampling": asdict(run.sampling) | {"stop": list(run.sampling.stop)}}
     del line["costs"]
+    if run.draft_dtype in (None, run.dtype):
+        del line["draft_dtype"]
     return line | {"versions": versions()} | ({} if run.costs is None else {"costs": run.costs.as_dict()})
 
 

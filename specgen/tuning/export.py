@@ -220,8 +220,8 @@ def _llama_cpp(method: ExportedMethod) -> Export:
         # ngram-simple drops drafts shorter than the n-gram
         text = f"--spec-ngram-simple-size-n {size} --spec-ngram-simple-size-m {max(size, method.length)}"
         searched = f"llama.cpp looks for exactly {size} tokens, where specgen goes on to fewer if these did not occur before"
-        lost = (f"convert {method.target} to GGUF first; {convert}", searched)
-        return Export(f"llama-server -m TARGET.gguf --spec-type ngram-simple {text}", lost)
+        notes = f"convert {method.target} to GGUF first; {convert}", searched
+        return Export(f"llama-server -m TARGET.gguf --spec-type ngram-simple {text}", notes)
     if method.head is not None:
         head = shlex.quote(method.head.folder)
         target = method.quoted[0]

@@ -71,6 +71,7 @@ class TuningOutcome:
     without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token, given that it
     accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that was not
     tuned. `learned` is what the length policy `adaptive` has learned in its simulation (`Learned.as_dict`), by drafter.
+    `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were not.
     """
 
     methods: Sequence[Candidate]
@@ -81,6 +82,7 @@ class TuningOutcome:
     acceptance_probability: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     learned: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    draft_dtype: str | None = None
 
     @property
     def plain(self) -> Candidate:

@@ -14,10 +14,14 @@ from safetensors import safe_open
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.cost_model.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice, free_memory
+from specgen.engine.draft_dtype import choose_draft_dtype
+from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_tokenizers_match, check_weight_files, prepare
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
+from specgen.engine.native.quantised_products import quantised_bytes
+from specgen.engine.native.tensor_names import EMBEDDING, HEAD
 from specgen.engine.timing import time_passes
 from specgen.engine.tokenizer import Tokenizer
 from specgen.errors import SpecgenError
@@ -197,18 +201,21 @@ def inspect_files(
     dtype: str,
     announce: Callable[[str], None],
     parts: TrainedParts = NO_PARTS,
+    draft_dtype: str | None = None,
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's. `parts` are the trained parts that the user named. A draft model with another
-    tokenizer is reported, not refused. Raises SpecgenError if a model cannot be used at all.
+    `devices` are the target's and the draft's; `draft_dtype` is the draft's, None for that of both. `parts` are the trained parts
+    that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be
+    used at all.
     """
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
+    of_target = ours.choose_dtype(dtype, devices[0])
     return PairReport(
-        _facts(ours, devices[0], dtype),
-        None if theirs is None else _facts(theirs, devices[1], dtype),
+        _facts(ours, devices[0], of_target),
+        None if theirs is None else _facts(theirs, devices[1], choose_draft_dtype(draft_dtype, dtype, theirs, devices[1])),
         tokenizers,
         free_memory(devices[0]),
         readiness(
@@ -245,12 +252,10 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
 
 
-def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFacts:
-    shape = prepared.shape
-    weights = prepared.choose_dtype(dtype, device)
-    size = weights.dtype.itemsize
+def _facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
+    shape, size = prepared.shape, weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
-    parameters, weight_bytes = _weights(prepared, device, size)
+    parameters, weight_bytes = _weights(prepared, device, weights)
     return ModelFacts(
         prepared.name,
         shape.model_type,
@@ -265,17 +270,25 @@ def _facts(prepared: PreparedModel, device: torch.device, dtype: str) -> ModelFa
         shape.vocab_size,
         prepared.config.backend,
         prepared.config.fallback,
-        weights.reason,
+        weights.warning or weights.reason,
         prepared.tokenizer.fallback,
     )
 
 
-def _weights(prepared: PreparedModel, device: torch.device, size: int) -> tuple[int, int]:
-    """Returns the number of a model's parameters, and the bytes of its weights, of which ordinary numbers take `size` bytes each.
+def _weights(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> tuple[int, int]:
+    """Returns the number of a model's parameters, and the bytes of its weights in memory.
 
-    Quantised weights stay as they are in their files, packed, whose shapes say nothing of the number of parameters.
+    Quantised weights stay as they are in their files, packed, whose shapes say nothing of the number of parameters. If a draft's
+    weights are rounded when they are loaded, its LM head is a table apart from the embedding.
     """
-    stored, in_file = _stored(prepared.folder)
+    shapes, in_file = _stored(prepared.folder)
+    numbers, size, kind = {name: math.prod(shape) for name, shape in shapes.items()}, weights.dtype.itemsize, weights.quantise
+    stored = sum(numbers.values())
+    if kind is not None:
+        rounded = [name for name, shape in shapes.items() if len(shape) == 2 and not name.endswith(EMBEDDING)]
+        kept = stored - sum(numbers[name] for name in rounded)
+        rounded += [name for name in shapes if name.endswith(EMBEDDING) and HEAD not in shapes]
+        return stored, kept * size + sum(quantised_bytes(kind, numbers[name], shapes[name][0]) for name in rounded)
     quantisation = prepared.quantisation_on(device)
     if quantisation is None:
         return stored, stored * size
@@ -285,17 +298,18 @@ def _weights(prepared: PreparedModel, device: torch.device, size: int) -> tuple[
     return parameters, parameters * size if quantisation.dequantises else in_file
 
 
-def _stored(folder: Path) -> tuple[int, int]:
-    """Returns how many numbers the weight files hold, from their headers, and the files' bytes. Tied weights are stored once."""
-    total = size = 0
+def _stored(folder: Path) -> tuple[dict[str, list[int]], int]:
+    """Returns the shapes of the tensors in the weight files, from their headers, and the bytes of the files."""
+    shapes: dict[str, list[int]] = {}
+    size = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  no mapping
             size += path.stat().st_size
         except Exception as error:  # safetensors' own exceptions share no base that it exports
             raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
-    return total, size
+    return shapes, size
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:

@@ -22,6 +22,7 @@ from specgen.files import load_yaml, write_whole
 from specgen.paths import pair_folder, readable
 from specgen.setting_parsing import Value
 from specgen.tuning.outcome import TuningOutcome, Verdict
+from specgen.types import QUANTISED
 
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
@@ -75,6 +76,12 @@ class ProfileKey(_StrictModel):
     translation: Word | None = None
     versions: dict[str, str]
     machine: dict[str, str | int | None]
+
+    def with_draft_dtype(self, dtype: str | None) -> ProfileKey:
+        """Returns the same conditions with a draft model of this dtype; None changes nothing."""
+        if dtype is None or self.draft is None:
+            return self
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"dtype": dtype})})
 
 
 class Sampling(_StrictModel):
@@ -185,6 +192,11 @@ class Profile(_StrictModel):
             drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
         }
 
+    @property
+    def draft_dtype(self) -> str | None:
+        """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that, else None."""
+        return self.fits.draft.dtype if self.fits.draft is not None and self.fits.draft.dtype in QUANTISED else None
+
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
         """Returns the tuned settings of a method, None if it was not tuned.
 
@@ -236,6 +248,7 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
     """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
     own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
     parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
+    parts += [f"{ranks}-ranks"] if (ranks := key.machine.get("ranks")) else []
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")
         parts += [f"p{sampling.top_p:g}"] if sampling.top_p < 1 else []
@@ -253,7 +266,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prom
         chosen=Choice(method=outcome.chosen.name, settings=dict(outcome.chosen.settings)),
         speedup=outcome.speedup_of(outcome.chosen),
         sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
-        fits=key,
+        fits=key.with_draft_dtype(outcome.draft_dtype),
         methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
         measured=Measured(
             prompts=outcome.prompts,

@@ -15,6 +15,7 @@ from specgen.cost_model.speedup import SpeedupModel
 from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
 from specgen.missing_parts import head_training_command
+from specgen.tuning import draft_dtypes
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
 from specgen.tuning.outcome import PLAIN, Candidate, TuningOutcome, by_speed, counted, plain_of, shortlist
@@ -65,8 +66,8 @@ class Selection:
         )
 
 
-def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> TuningOutcome:
-    """Finds the pair's fastest method and settings.
+def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: Pair | None = None) -> TuningOutcome:
+    """Finds the pair's fastest method and settings. `rounded` is the same pair with a draft of rounded weights, None to try none.
 
     Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
     mostly before anything is measured.
@@ -74,9 +75,20 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver) -> Tuning
     _check_named(request.names, select_methods(pair, request.names).left_out)
     selection, measurements = measure_pair(pair, request, observer)
     _check_named(request.names, selection.left_out)
+    draft_dtype = None
+    if rounded is not None and (names := draft_dtypes.methods_with_draft(selection.simulated)):
+        again = replace(request, names=names, deadline=request.deadline.share(draft_dtypes.SHARE))
+        assert rounded.draft is not None
+        try:
+            _, with_rounded = measure_pair(rounded, again, observer, measurements.references)
+            if draft_dtypes.is_faster(with_rounded, measurements, names, request.deadline, observer, rounded.draft.dtype_name):
+                pair, draft_dtype = rounded, rounded.draft.dtype_name
+                measurements = draft_dtypes.merged(measurements, with_rounded)
+        except SpecgenError as error:
+            selection = replace(selection, left_out={**selection.left_out, f"{rounded.draft.dtype_name} draft": error.message})
     outcome = choose_method(pair, request, selection, measurements, observer)
     _check_named(request.names, outcome.left_out)
-    return outcome
+    return replace(outcome, draft_dtype=draft_dtype)
 
 
 def _check_named(names: Sequence[str] | None, left_out: Mapping[str, str]) -> None:
@@ -116,8 +128,10 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
     return None
 
 
-def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -> tuple[Selection, PairMeasurements]:
-    """Records the target's output and the drafts, and measures the costs of rounds.
+def measure_pair(
+    pair: Pair, request: TuningRequest, observer: TuningObserver, references: Sequence[ReferenceOutput] | None = None
+) -> tuple[Selection, PairMeasurements]:
+    """Records the target's output and the drafts, and measures the costs of rounds. `references` are outputs recorded before.
 
     Returns the methods to tune, without those that could not be measured, and the measurements.
     """
@@ -128,9 +142,10 @@ def measure_pair(pair: Pair, request: TuningRequest, observer: TuningObserver) -
             pair.prepare([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
         except SpecgenError as error:
             selection = selection.without({"parallel": error.message})
-    references = record_references(pair, request, observer)
-    tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
-    observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {counted(len(references), 'prompt')}")
+    if references is None:
+        references = record_references(pair, request, observer)
+        tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
+        observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {counted(len(references), 'prompt')}")
     observer.doing("recording what the draft model drafts")
     drafts, failures = record_drafts(pair, selection, references, sampling)
     selection = selection.without(failures)

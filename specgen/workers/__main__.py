@@ -11,7 +11,7 @@ import sys
 from multiprocessing.connection import Connection
 from threading import Thread
 
-from specgen.workers.heartbeat import beat_while_parent_lives
+from specgen.heartbeat import beat_while_parent_lives
 from specgen.workers.shared_flags import SharedFlags
 
 
@@ -20,7 +20,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, parent, memory = map(int, sys.argv[1:])
     flags = SharedFlags(memory)
-    Thread(target=beat_while_parent_lives, args=(flags, parent), daemon=True).start()  # before the imports, which take seconds
+    Thread(
+        target=beat_while_parent_lives, args=(flags.beat, parent), daemon=True
+    ).start()  # before the imports, which take seconds
     gc.disable()  # a tenth of the time that the imports take
     from specgen.workers.worker_loop import serve
 

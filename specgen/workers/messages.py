@@ -24,8 +24,8 @@ class LoadModel:
     """Asks the worker to load a model. `name` appears in error messages, `folder` holds the weights.
 
     `device` and `dtype` are written as text, such as `cuda:0` and `bfloat16`; `threads` is the number of CPU threads to use.
-    `backend` says whose forward pass to run (see `ModelSource`). `translation` is between the target's tokens and the model's;
-    None if both have the same.
+    `backend` says whose forward pass to run, `quantise` what to round the weights to (see `ModelSource`). `translation` is
+    between the target's tokens and the model's; None if both have the same.
     """
 
     name: str
@@ -36,6 +36,7 @@ class LoadModel:
     threads: int
     backend: str = "auto"
     translation: Translation | None = None
+    quantise: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

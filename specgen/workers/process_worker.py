@@ -51,7 +51,7 @@ class ProcessWorker:
         self.threads: int | None = own if device.type == "cpu" else None
         names = str(device), str(dtype).removeprefix("torch.")
         source = draft.source
-        given = source.trust_remote_code, *names, worker_threads, source.backend, translation
+        given = source.trust_remote_code, *names, worker_threads, source.backend, translation, source.quantise
         self._load = LoadModel(draft.name, str(draft.folder), *given)
         self._process = process
         self._loading = process.send(self._load) if process is not None else 0

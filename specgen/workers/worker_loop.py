@@ -100,8 +100,10 @@ class Worker:
             trust_remote_code=request.trust_remote_code,
             backend=request.backend,
             on_mps=request.device.startswith("mps"),
+            quantise=request.quantise,
         )
         folder, dtype, device = Path(request.folder), DTYPES[request.dtype], torch.device(request.device)
+        self._runner = None  # of a model loaded before
         self._model = load_weights(folder, source, describe(folder, source), dtype, device)
         self._translation = request.translation
         runner = ModelRunner(self._model)

@@ -20,26 +20,22 @@ from specgen.engine.native.weight_files import WeightFiles
 
 
 def load_native(
-    folder: Path, name: str, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    folder: Path,
+    name: str,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    quantise: str | None = None,
 ) -> NativeModel:
-    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`.
+    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`.
 
     Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
-        files = WeightFiles(folder, name, device)
-        names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-        required = _required(names)
-        files.check_complete(required)
-        norms = [
-            name
-            for layer in names
-            for each in (layer.q_norm, layer.k_norm)
-            for name in ((each,) if isinstance(each, str) else each or ())
-        ]
-        known = [*required, *norms, EMBEDDING, HEAD]
-        files.check_no_others([*known, *map(bias_of, known)], len(names))
-        factory = ProductFactory(device, dtype)
+        files, names = open_weights(folder, name, architecture, device)
+        factory = ProductFactory(device, dtype, quantise=quantise)
         gain = norm_gain(architecture, dtype, device)
         parts = _parts(architecture, files, factory, dtype, gain)  # before the layers: packing needs the head twice for a moment
         files.close()
@@ -51,7 +47,7 @@ def load_native(
             del weights
             files.close()
             if not files.are_copied:
-                _return_free_memory()
+                return_free_memory()
         files.check_all_taken(len(layers))
         return NativeModel(
             architecture,
@@ -66,7 +62,31 @@ def load_native(
         )
 
 
-def _return_free_memory() -> None:
+def open_weights(
+    folder: Path, name: str, architecture: Architecture, device: torch.device
+) -> tuple[WeightFiles, list[LayerTensors]]:
+    """Returns a model's weight files and the names of each layer's tensors. Raises SpecgenError if they are not complete."""
+    files = WeightFiles(folder, name, device)
+    names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
+    required = _required(names)
+    files.check_complete(required if architecture.tied else [*required, EMBEDDING, HEAD])
+    norms = [
+        name
+        for layer in names
+        for each in (layer.q_norm, layer.k_norm)
+        for name in ((each,) if isinstance(each, str) else each or ())
+    ]
+    known = [*required, *norms, EMBEDDING, HEAD]
+    files.check_no_others([*known, *map(bias_of, known)], len(names))
+    return files, names
+
+
+def table_names(files: WeightFiles) -> tuple[str, str]:
+    """Returns the names of the embedding's and of the LM head's table. They are the same if the files have only one table."""
+    return HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, HEAD if HEAD in files else EMBEDDING
+
+
+def return_free_memory() -> None:
     """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a tenth of a model's size."""
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)
@@ -105,9 +125,7 @@ def _parts(
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
     """
     shape = architecture.vocab_size, architecture.hidden_size
-    files.check_complete([] if architecture.tied else [EMBEDDING, HEAD])
-    embedding_name = HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING
-    head_name = HEAD if HEAD in files else EMBEDDING
+    embedding_name, head_name = table_names(files)
     matrix = files.take(head_name, shape).to(dtype)
     head = factory(matrix)
     if head_name == embedding_name and isinstance(head, DenseProduct):

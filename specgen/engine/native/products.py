@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specgen.engine.devices import one_thread
+from specgen.engine.native.quantised_products import OPERATOR_ERRORS, QuantisedProduct, quantised_product
 
 PADDED_ROWS = 4
 _TIMED_ROWS = (1, PADDED_ROWS)
@@ -25,7 +26,6 @@ _SAMPLES = 5
 _MAX_LOSS = 1.3  # packed products are refused if they take this many times as long: above the noise of measurements
 _MIN_BYTES = {torch.float32: 1 << 20}  # smaller weights are not packed: a call costs 10 us more than torch's
 _SAMPLE_BYTES = 1 << 20  # of a larger weight, this much is timed
-_PACKING_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
 
 
@@ -120,8 +120,8 @@ class ProductChoice:
     """What was chosen for the weights of one shape, and why.
 
     `dense_seconds` and `packed_seconds` are the seconds of one call by number of rows, with the whole weight or the first rows of
-    a large one; empty if it was not timed. `reason` says why weights are not packed, None if they are. `count` is the number of
-    weights.
+    a large one; empty if it was not timed. `reason` says why weights are not packed, or not quantised as was asked for; None if
+    they are. `quantised` is `int8` or `int4` if weights are stored so. `count` is the number of weights.
     """
 
     out_features: int
@@ -131,6 +131,7 @@ class ProductChoice:
     dense_seconds: Mapping[int, float] = field(default_factory=dict)
     packed_seconds: Mapping[int, float] = field(default_factory=dict)
     count: int = 0
+    quantised: str | None = None
 
 
 def call_seconds(product: Product, x: Tensor) -> float:
@@ -146,7 +147,7 @@ class ProductFactory:
     Weights are packed on a CPU, in float32 from 1 MB on, unless the operators fail, give wrong results, or are measured to be
     clearly slower here: the choice does not depend on how busy the machine is. `pack` True packs wherever it is possible, False
     nowhere; then nothing is timed. `timer` returns the seconds of one call of a product, `cache_bytes` is the size of the
-    processor's last-level cache.
+    processor's last-level cache. `quantise` (`int8`, `int4`) rounds all weights, where this torch has products for it that work.
     """
 
     def __init__(
@@ -157,8 +158,9 @@ class ProductFactory:
         pack: bool | None = None,
         timer: Callable[[Product, Tensor], float] = call_seconds,
         cache_bytes: int | None = None,
+        quantise: str | None = None,
     ) -> None:
-        self._dtype, self._pack, self._timer = dtype, pack, timer
+        self._dtype, self._pack, self._timer, self._quantise = dtype, pack, timer, quantise
         self._is_cpu = device.type == "cpu"
         self._cache_bytes = cache_bytes
         self._by_shape: dict[tuple[int, int], ProductChoice] = {}
@@ -167,10 +169,15 @@ class ProductFactory:
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
         """Returns the product with `weight` [out, in] and `bias` [out]."""
         shape = (weight.shape[0], weight.shape[1])
+        product, refusal = self._quantised(weight, bias, scale)
         if shape not in self._by_shape:
-            self._by_shape[shape] = self._choose(weight.detach())
+            self._by_shape[shape] = ProductChoice(*shape) if product is not None else self._choose(weight.detach())
         choice = self._by_shape[shape]
         choice.count += 1
+        if self._quantise is not None:
+            choice.quantised, choice.reason = None if product is None else product.kind, refusal
+        if product is not None:
+            return product
         if choice.packed:
             return PackedProduct(weight, bias, scale)
         by_columns = self._is_cpu and self._is_small(weight) and not weight.requires_grad
@@ -196,6 +203,10 @@ class ProductFactory:
         if 2 * packed <= total:
             return 1
         return PADDED_ROWS if total > (self._cache_bytes or last_level_cache()) else 1
+
+    def _quantised(self, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[QuantisedProduct | None, str | None]:
+        """Returns the product with the quantised weight, or None; and why there is none where one was asked for."""
+        return (None, None) if self._quantise is None else quantised_product(self._quantise, weight, bias, scale)
 
     def _is_small(self, weight: Tensor) -> bool:
         return weight.nbytes < _MIN_BYTES.get(self._dtype, 0)
@@ -229,7 +240,7 @@ class ProductFactory:
                 x = self._random_rows(rows, sample.shape[1])
                 if not _is_close(packed(x), torch.nn.functional.linear(x, sample), sample.shape[1]):
                     return None, "packing gives wrong results"
-        except _PACKING_ERRORS as error:
+        except OPERATOR_ERRORS as error:
             return None, f"packing failed: {str(error).partition(chr(10))[0]}"
         return packed, None
 

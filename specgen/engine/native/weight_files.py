@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,37 @@ class WeightFiles:
         key = self._key(name)
         with reading_weights(self._name):
             tensor: torch.Tensor = self._file(self._paths[key]).get_tensor(key)
-        if tuple(tensor.shape) != shape:
-            stored, expected = (" x ".join(map(str, sizes)) for sizes in (tensor.shape, shape))
-            raise SpecgenError(f"{self._name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
-        if tensor.dtype not in WEIGHT_DTYPES:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise SpecgenError(f"{self._name}: {key} is stored as {dtype}", "Take weights in float32, bfloat16 or float16")
-        self._taken[key] = tensor.numel()
+        self._check(key, tuple(tensor.shape), shape, tensor.dtype)
         if self._device.type != "cpu":
             return tensor.to(self._device)
         return tensor.clone() if self.are_copied else tensor
+
+    def take_part(self, name: str, shape: tuple[int, ...], dimension: int, ranges: Sequence[range]) -> torch.Tensor:
+        """Returns some rows (`dimension` 0) or columns (1) of the tensor, those of all `ranges`, as a copy. Reads nothing else.
+
+        `shape` is the whole tensor's. Raises SpecgenError as `take`.
+        """
+        self.check_complete([name])
+        key = self._key(name)
+        with reading_weights(self._name):
+            stored = self._file(self._paths[key]).get_slice(key)
+            found = tuple(stored.get_shape())
+            parts = []
+            if found == shape:
+                slices = (slice(part.start, part.stop) for part in ranges)
+                parts = [stored[part] if dimension == 0 else stored[:, part] for part in slices]
+        self._check(key, found, shape, parts[0].dtype if parts else None)
+        return torch.cat(parts).to(self._device) if dimension == 0 else torch.cat(parts, dim=1).to(self._device)
+
+    def _check(self, key: str, found: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        """Counts a tensor as taken. Raises SpecgenError if its shape is not what the config says, or its dtype unsuitable."""
+        if found != shape:
+            stored, expected = (" x ".join(map(str, sizes)) for sizes in (found, shape))
+            raise SpecgenError(f"{self._name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
+        if dtype not in WEIGHT_DTYPES:
+            named = str(dtype).removeprefix("torch.")
+            raise SpecgenError(f"{self._name}: {key} is stored as {named}", "Take weights in float32, bfloat16 or float16")
+        self._taken[key] = math.prod(shape)
 
     def check_all_taken(self, layers: int) -> None:
         """Raises SpecgenError if the files have tensors that were not taken and may matter. `layers` is the number of layers."""

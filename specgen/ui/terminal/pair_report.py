@@ -140,7 +140,9 @@ def _engine(report: PairReport, width: int) -> Iterator[Text]:
     for role, choices in report.choices.products.items():
         packed = [choice for choice in choices if choice.packed]
         reasons = dict.fromkeys(choice.reason for choice in choices if choice.reason is not None)
-        text = f"{role}: weights of {len(packed)} of {len(choices)} shapes packed for oneDNN" + (
+        rounded = [choice for choice in choices if choice.quantised is not None]
+        done = f"{len(rounded)} of {len(choices)} shapes rounded to {rounded[0].quantised}" if rounded else ""
+        text = f"{role}: weights of {done or f'{len(packed)} of {len(choices)} shapes packed for oneDNN'}" + (
             f" (the others: {', '.join(reasons)})" if reasons else ""
         )
         if (rows := report.choices.padded_to[role]) > 1:

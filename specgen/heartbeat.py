@@ -1,6 +1,7 @@
-"""Signs of life: the draft worker counts in the shared memory as long as it lives, and its parent notices when the count stops.
+"""Signs of life: a worker counts, where its parent can read it, as long as it lives; the parent notices when the count stops.
 
-A live worker may take minutes for an answer, so the parent sets no limit on answers. Imports no torch.
+Workers are the draft worker and torchrun's processes, whose parent here is the first of them. A live worker may take minutes for
+an answer, so the parent sets no limit on answers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,20 +10,18 @@ import os
 import time
 from collections.abc import Callable
 
-from specgen.workers.shared_flags import SharedFlags
-
 INTERVAL = 0.5  # seconds between two beats
 LONGEST_SILENCE = 120.0  # seconds; a call into a library that keeps Python's other threads waiting may take long, too
 LOOK = 1.0  # seconds between two looks of the parent
 
 
-def beat_while_parent_lives(flags: SharedFlags, parent: int) -> None:
-    """Counts beats, and ends this process when the process with the id `parent` is no longer its parent.
+def beat_while_parent_lives(beat: Callable[[], object], parent: int) -> None:
+    """Calls `beat` regularly, and ends this process when the process with the id `parent` is no longer its parent.
 
     For a thread of the worker: whatever its main thread does or waits for, the worker ends with its parent.
     """
     while os.getppid() == parent:
-        flags.beat()
+        beat()
         time.sleep(INTERVAL)
     os._exit(0)
 

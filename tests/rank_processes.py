@@ -1,0 +1,141 @@
+"""Two processes as torchrun starts them, forked from a server that has imported the libraries."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from processes import _FORKSERVER, Forked
+
+from specgen.types import SamplingParams
+
+SIZE = 2
+
+
+def environments() -> list[dict[str, str]]:
+    """What torchrun would add to the environment of each process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(SIZE)]
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def commands(*arguments: str) -> list[Forked]:
+    """`specgen` with these arguments, as process 0 and as process 1."""
+    started = []
+    for environment in environments():
+        with changed_environment(environment):
+            started.append(Forked(*arguments))
+    return started
+
+
+def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
+    """Loads pairs and generates with them as the requests say. Process 1 never gets any: `specgen.load` does not return."""
+    os.environ.update(environment)
+    import torch
+
+    import specgen
+
+    torch.set_num_threads(1)
+    pairs: dict[Any, specgen.Pair] = {}
+    if requests is None:
+        if "TEST_PASSES" in environment:
+            _run_out_of_memory(int(environment["TEST_PASSES"]))
+        specgen.load()
+        raise AssertionError("process 1 has returned from load")
+    while (request := requests.recv()) is not None:
+        models, what, *arguments = request
+        try:
+            if models not in pairs:
+                pairs[models] = specgen.load(*models, device="cpu", dtype="float32")
+            requests.send(getattr(_Answers, what)(pairs[models], *arguments))
+        except specgen.SpecgenError as error:
+            requests.send(error)
+    for pair in pairs.values():
+        pair.close()
+
+
+def _run_out_of_memory(passes: int) -> None:
+    """Lets this process fail at a forward pass after some of them, as torch does where memory is short."""
+    from specgen.engine.tensor_parallel.sharded_model import ShardedLayer
+
+    left, run = iter(range(passes)), ShardedLayer.__call__
+
+    def run_or_fail(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+        run(*arguments, **options)
+
+    ShardedLayer.__call__ = run_or_fail  # type: ignore[method-assign]
+
+
+class _Answers:
+    @staticmethod
+    def generate(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> Any:
+        pair.prepare(prompt, method, sampling, **settings)
+        return pair.generate(prompt, method, sampling, **settings).token_ids
+
+    @staticmethod
+    def likelihood(pair: Any, prompt: Any, ids: list[int]) -> float:
+        return float(pair.log_likelihood(prompt, ids))
+
+    @staticmethod
+    def facts(pair: Any) -> dict[str, Any]:
+        """The size of rank 0's weights and KV cache, and of the models' in words."""
+        model, cache = pair.target.model, pair._target_runner.cache
+        return {
+            "parameters": model.num_parameters,
+            "kv_heads": cache.local.data.shape[2],
+            "heads": model.local.architecture.num_heads,
+            "embedding": list(model.local.parts.embedding.shape),
+        }
+
+
+class RankPair:
+    """Two processes that hold targets together. Each request names the models as (target, draft).
+
+    `of_second` are further environment variables of the second process.
+    """
+
+    def __init__(self, **of_second: str) -> None:
+        self._requests, theirs = _FORKSERVER.Pipe()
+        first, second = environments()
+        second |= of_second
+        self.processes = [
+            _FORKSERVER.Process(target=_serve, args=(environment, requests))
+            for environment, requests in ((first, theirs), (second, None))
+        ]
+        for process in self.processes:
+            process.start()
+        theirs.close()
+
+    def ask(self, models: tuple[str | None, str | None], what: str, *arguments: Any) -> Any:
+        self._requests.send((models, what, *arguments))
+        assert self._requests.poll(60), "no answer"
+        answer = self._requests.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> list[int | None]:
+        self._requests.send(None)
+        for process in self.processes:
+            process.join(20)
+        return [process.exitcode for process in self.processes]

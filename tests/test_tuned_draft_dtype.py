@@ -1,0 +1,140 @@
+"""`specgen tune` measures a draft with rounded weights too, and what it chose is what `generate` and `compare` load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from test_tune import TEXTS, finished
+from test_tune_profile import generated
+from tuning_helpers import COSTS, GREEDY, outcome
+from typer.testing import CliRunner
+
+import specgen
+from specgen.cli import tune_run
+from specgen.cli.app import app
+from specgen.cli.model_options import ModelOptions
+from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.engine.native.quantised_products import refusal
+from specgen.loading import with_draft_dtype
+from specgen.pair import Pair
+from specgen.tuning import draft_dtypes, tuner
+from specgen.tuning import profile as profiles
+from specgen.tuning.request import Deadline, TuningRequest
+from specgen.tuning.round_timing import MeasuredCosts
+
+pytestmark = pytest.mark.skipif(
+    refusal("int8", __import__("torch").device("cpu")) is not None, reason="this torch or this processor has no int8 products"
+)
+
+
+@pytest.fixture(scope="module")
+def both(pair: tuple[str, ...]) -> Iterator[tuple[Pair, Pair]]:
+    with specgen.load(pair[1], pair[3], device="cpu", dtype="float32") as stored, with_draft_dtype(stored, "int8") as rounded:
+        for each in (stored, rounded):
+            each._process_worker = None  # PEARL's drafts in a thread
+        yield stored, rounded
+
+
+def costing(pair: Pair, draft_seconds: float) -> RoundCosts:
+    """The costs of rounds whose drafts take so many seconds a token, and the target's passes ten."""
+    return replace(COSTS, draft_cost=CostTable({8: Curve({0: 0.0, 1: draft_seconds, 2: 2 * draft_seconds})}))
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "int8"), (1.0, None), (4.0, None)])
+def test_the_draft_with_the_larger_expected_speedup_is_taken(
+    both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, seconds: float, chosen: str | None
+) -> None:
+    """What is drafted and what it costs is given: the stored draft's tokens, each of which takes it 2.0 s."""
+    stored, rounded = both
+    record = tuner.record_drafts
+    monkeypatch.setattr(tuner, "record_drafts", lambda _, *arguments: record(stored, *arguments))
+    ran: list[Pair] = []
+
+    def given(pair: Pair, kinds: Any, *_: Any) -> MeasuredCosts:
+        costs = costing(pair, seconds * 2.0 if pair is rounded else 2.0)
+        return MeasuredCosts({kind: costs if kind != "echo" else COSTS for kind in kinds}, 1.0, {})
+
+    def choose(pair: Pair, *arguments: Any) -> Any:
+        ran.append(pair)
+        assert arguments[2].costs["model"].draft_cost.at(1, 8) == (seconds * 2.0 if chosen else 2.0)
+        return outcome()
+
+    monkeypatch.setattr(tuner, "measure_costs", given)
+    monkeypatch.setattr(tuner, "choose_method", choose)
+    steps = Mock()
+    request = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd", "svip"])
+    found = tuner.tune(stored, request, steps, rounded)
+    assert found.draft_dtype == chosen
+    assert ran == [rounded if chosen else stored]
+    (said,) = [step for step in finished(steps) if step.startswith("int8 draft:")]
+    assert said.endswith(": taken" if chosen else ": not taken")
+
+
+def test_a_rounded_draft_that_fails_is_left_out(both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, rounded = both
+
+    def fails(*_: object) -> None:
+        raise specgen.SpecgenError("no room for it", "")
+
+    measure = tuner.measure_pair
+    monkeypatch.setattr(tuner, "measure_pair", lambda pair, *given: fails() if pair is rounded else measure(pair, *given))
+    found = tuner.tune(stored, TuningRequest(TEXTS, GREEDY, Deadline.after(0, count().__next__), ["sd"]), Mock(), rounded)
+    assert found.draft_dtype is None
+    assert found.left_out["int8 draft"] == "no room for it"
+
+
+def test_small_drafts_and_dtypes_of_the_users_choice_are_not_tried(
+    pair: tuple[str, ...], both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ModelOptions(pair[1], pair[3])
+    with tune_run._rounded(options, both[0]) as rounded:
+        assert rounded is None
+    monkeypatch.setattr(draft_dtypes, "LEAST_BYTES", 1)
+    with tune_run._rounded(options, both[0]) as rounded:
+        assert rounded is not None
+        assert rounded.draft is not None
+        assert rounded.draft.dtype_name == "int8"
+        assert rounded.target is both[0].target
+    with tune_run._rounded(replace(options, draft_dtype="float32"), both[0]) as rounded:
+        assert rounded is None
+
+
+@pytest.fixture
+def folder(both: tuple[Pair, Pair], tmp_path: Path) -> Path:
+    """The profile of a tuning that chose the rounded draft."""
+    found = profiles.from_outcome(replace(outcome(), draft_dtype="int8"), profiles.profile_key_of(both[0]))
+    assert found.draft_dtype == "int8"
+    profiles.save(found, tmp_path)
+    assert profiles.load(tmp_path).draft_dtype == "int8"
+    return tmp_path
+
+
+def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
+    pair: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    named = ("--profile", str(folder))
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft  6 tokens" in generated(pair, *named)
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft" in generated(pair, *named, "--draft-dtype", "int8")
+    said = generated(pair, *named, "--draft-dtype", "float32")
+    assert "is stale: the draft's dtype was int8, and is float32; it is not used" in said
+    assert "int8 draft" not in said
+    assert "int8 draft" not in generated(pair, *named, "-m", "sd", "--set", "k=2")  # own settings: no profile
+    given = [*pair, "--device", "cpu", "--dtype", "float32", *named, "-n", "4", "--limit", "1", "--repeats", "1"]
+    result = CliRunner().invoke(app, ["compare", "-m", "sd,ar", *given, "--html", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.stderr
+    assert "tuned: sd:k=3; int8 draft" in result.stderr
+    assert "int8)" in (tmp_path / "page.html").read_text()
+
+
+def test_a_stale_profile_changes_no_draft(pair: tuple[str, ...], folder: Path) -> None:
+    path = folder / profiles.FILE
+    path.write_text(path.read_text().replace("node: ", "node: other"))
+    said = generated(pair, "--profile", str(folder))
+    assert "the machine's node was other" in said
+    assert "int8 draft" not in said
