@@ -34,7 +34,8 @@ def tokenizer(folder: Path, vocabulary: dict[str, int], merges: Sequence[tuple[s
     pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=list(merges), byte_fallback=True))
     pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     pipeline.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    named = {"eos_token": END} if END in vocabulary else {}
+    ends = [end for end in (END, "<end>") if end in vocabulary]
+    named = {"eos_token": ends[0]} if ends else {}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     return load(write(folder, pipeline.to_str(), settings, LLAMA))
 
@@ -51,7 +52,7 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Translation:
     folder = tmp_path_factory.mktemp("ending")
     target, draft = (
         tokenizer(folder / "target", {"a": 0, "b": 1, END: 2}),
-        tokenizer(folder / "draft", {END: 0, "b": 1, "c": 2, "a": 3}),
+        tokenizer(folder / "draft", {"<end>": 0, "b": 1, "c": 2, "a": 3}),
     )
     return Translation.between(target, draft)
 
@@ -134,9 +135,10 @@ def test_the_drafts_context_only_grows(small: Translation) -> None:
     both.logits(other)
     context.extend([2, 0])
     both.logits(context)
-    (first, drafted), (second, _), (third, _) = runner.calls
+    (first, drafted), (second, _), (third, _) = runner.calls[:3]
     assert drafted == [1, 0]
     assert first is third
+    both.logits(context)
     assert first.ids == [1, 0, 0, 1, 0, 1, 0, 1]
     assert second.ids == [0, 0]
     del context
@@ -156,16 +158,17 @@ def test_the_drafts_end_of_sequence_token_is_the_targets(ending: Translation) ->
 
 def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:
     runner = SmallRunner(2, 4)
-    config = GenerationConfig(repetition_penalty=1.5, suppress_tokens=[0])
+    config = GenerationConfig(repetition_penalty=1.5, suppress_tokens=[2])
     penalties = PenaltyProcessor(config, [], 3, torch.device("cpu"))
-    free = translated(runner, small).logits(Context(PROMPT), [1], start=0)
-    output = translated(runner, small, penalties).logits(Context(PROMPT), [1], start=0)
+    context = Context([1, 1])  # in the draft's ids these are 0
+    free = translated(runner, small).logits(context, [1])
+    output = translated(runner, small, penalties).logits(context, [1])
     assert output.unpenalised is not None
     assert torch.equal(output.unpenalised, free.logits)
-    assert torch.equal(output.logits, penalties(free.logits, Context(PROMPT), [1], range(-1, 0), 0))
-    assert output.logits[:, 0].max() == -torch.inf
+    assert torch.equal(output.logits, penalties(free.logits, context, [1], range(-1, 0), 0))
+    assert not torch.equal(output.logits[:, 1], free.logits[:, 1])
     everything = PenaltyProcessor(GenerationConfig(suppress_tokens=[0, 1]), [], 3, torch.device("cpu"))
-    nothing = translated(runner, small, everything).logits(Context(PROMPT))
+    nothing = translated(runner, small, everything).logits(context)
     assert torch.equal(nothing.logits, free.logits[:1]), "without an allowed token, the target rejects the drafted one"
 
 
