@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_the_report_names_the_backend_and_the_reason_for_it(tmp_path: Path) -> None:
     target, draft = save(make_model("llama"), tmp_path / "llama"), save(make_model("gpt2"), tmp_path / "gpt2")
-    report = inspect_files(ModelSource(target), ModelSource(draft), (CPU, CPU), "auto", lambda _: None)
+    report = inspect_files(ModelSource(target), ModelSource(draft), (CPU, CPU), ("auto", None), lambda _: None)
     assert (report.target.backend, report.target.fallback) == ("native", None)
     assert report.draft is not None
     assert report.draft.backend == "transformers"
@@ -36,7 +36,7 @@ def test_the_report_names_the_backend_and_the_reason_for_it(tmp_path: Path) -> N
 
 def test_the_choices_of_loading_are_shown_with_their_reasons(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
-    report = inspect_files(ModelSource(folder), None, (CPU, CPU), "auto", lambda _: None)
+    report = inspect_files(ModelSource(folder), None, (CPU, CPU), ("auto", None), lambda _: None)
     packed = ProductChoice(4096, 1024, packed=True, dense_seconds={1: 0.5}, packed_seconds={1: 0.25}, count=3)
     products = {"target": [packed, ProductChoice(8, 8, reason="too small")]}
     threads = ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01})

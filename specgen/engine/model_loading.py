@@ -390,15 +390,3 @@ def translation_between(target: PreparedModel, draft: PreparedModel) -> Translat
 def _untranslatable(reason: str) -> NoTokenBytes:
     message = f"the tokenizers differ, and their tokens cannot be translated: {reason}"
     return NoTokenBytes(message, "Take -m sd --set translation=text, or a method without a draft model: -m lookup")
-
-
-def check_tokenizers_match(target: PreparedModel | LoadedModel, draft: PreparedModel | LoadedModel) -> None:
-    """Raises SpecgenError unless the two tokenizers have the same tokens with the same ids; see `same_tokens`."""
-    if same_tokens(target.tokenizer, draft.tokenizer):
-        return
-    of_target, of_draft = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
-    raise SpecgenError(
-        f"the tokenizers differ: {target.name} has {len(of_target):,} tokens, {draft.name} has {len(of_draft):,}"
-        + (", some of them with other ids" if len(of_target) == len(of_draft) else ""),
-        "Take a draft of the target's family, or a method without one: -m lookup",
-    )

@@ -15,7 +15,8 @@ from specgen.demo import ROLES
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.recipe.fresh_prompts import SEED, FreshPrompt, fresh_prompts
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_loading import LoadedModel, ModelSource, check_tokenizers_match, load_model, prepare
+from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.engine.translation import same_tokens
 from specgen.training.batched_generation import continuations
 
 _NEW_TOKENS = 160
@@ -59,7 +60,8 @@ def evaluate(
     Raises SpecgenError if a model cannot be loaded or the tokenizers differ.
     """
     models = {role: _load(folders[role], role) for role in ROLES}
-    check_tokenizers_match(models["target"], models["draft"])
+    if not same_tokens(models["target"].tokenizer, models["draft"].tokenizer):
+        raise SystemExit("the tokenizers of target and draft differ")
     prompts = fresh_prompts(count, seed)
     answers: dict[str, list[list[int]]] = {}
     for role, model in models.items():
