@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_inspect_shows_the_plan(machine: list[Room]) -> None:
 def test_the_planned_bytes_are_those_of_the_files(machine: list[Room]) -> None:
     target = prepare(ModelSource(str(demo.folder("target"))), lambda _: None)
     found = model_memory(target, torch.float32, 100)
-    numbers = sum(count for _, count, _ in device_map.stored_tensors(target.folder))
+    numbers = sum(math.prod(shape) for _, shape, _ in device_map.stored_tensors(target.folder))
     assert found.weights_on_one_device() == 4 * numbers
     assert found.cache == 100 * target.shape.kv_bytes_per_token(4) // target.shape.num_layers
     assert model_memory(target, torch.bfloat16, 100).weights_on_one_device() == 2 * numbers

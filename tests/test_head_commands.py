@@ -158,7 +158,7 @@ def test_inspect_checks_a_head_as_loading_does(pair: tuple[str, ...], heads: Pat
     """Published heads have no description: their tensors must fit the target."""
     code, out, err = called("inspect", *pair, "--head", str(heads / "glide"))
     assert code == 0, err
-    assert f"--head {heads}/glide --dtype" in " ".join(out.split())
+    assert f"--head {heads}/glide --device cpu --dtype" in " ".join(out.split())
     code, _, err = called("inspect", "--pair", "--head", str(heads / "other"))
     assert (code, len(err.splitlines())) == (2, 1)
     assert "other was made for another target" in err

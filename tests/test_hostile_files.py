@@ -396,7 +396,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path
         (("-m", "ar, svip,sd"), "svip needs a draft model, and there is none"),
         (("-m", "svip", "--export", "vllm"), "svip needs a draft model, and there is none"),
         (("-m", "selfsd", "--export", "vllm"), "vllm has none of the methods that can be tuned without a draft model"),
-        *((("--export", engine), f"{engine} has none of the methods") for engine in ("mlx", "llama.cpp")),
+        *((("--export", engine), f"{engine} has none of the methods") for engine in ("mlx",)),
         (("-m", "bild", "--export", "mlx", "-d", "{}"), "mlx has none of the methods that can be tuned. It has sd"),
     ],
 )

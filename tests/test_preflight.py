@@ -98,7 +98,7 @@ def bytes_per_token(runner: ModelRunner) -> int:
 def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
     module = make_model(family)
     folder = save(module, tmp_path / family)
-    report = pair_inspection.inspect_files(ModelSource(folder, backend=backend), None, (CPU, CPU), "auto", lambda _: None)
+    report = pair_inspection.inspect_files(ModelSource(folder, backend=backend), None, (CPU, CPU), ("auto", None), lambda _: None)
     pair = specgen.load(folder, device="cpu", dtype="float32", backend=backend)
     parameters = sum(weight.numel() for weight in module.parameters())
     assert report.target.parameters == pair.target.model.num_parameters == parameters
@@ -122,7 +122,8 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: 
 def test_bfloat16_takes_half_the_memory() -> None:
     source = ModelSource(str(demo.folder("target")))
     wide, narrow = (
-        pair_inspection.inspect_files(source, None, (CPU, CPU), dtype, lambda _: None) for dtype in ("float32", "bfloat16")
+        pair_inspection.inspect_files(source, None, (CPU, CPU), (dtype, None), lambda _: None)
+        for dtype in ("float32", "bfloat16")
     )
     assert wide.weight_bytes == 2 * narrow.weight_bytes
     assert wide.cache_bytes is not None
@@ -153,7 +154,7 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     assert "the tokenizers differ: take a draft of the target's family" in " ".join(out.split())
     assert "--measure" in out.partition("next")[2]
     measured, _ = inspect("-t", strangers[0], "-d", strangers[1], "--measure", width=200)
-    assert "--methods sd:translation=text,lookup,suffix" in measured.partition("next")[2]
+    assert "--methods sd:translation=text,lookup,suffix" in " ".join(measured.split())
     assert re.search(r"✓ sd +ready; with translation=text", measured)
     assert "PEARL's window" not in measured
     line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])

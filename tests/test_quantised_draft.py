@@ -12,9 +12,9 @@ import pytest
 import torch
 from cli_helpers import parsed, run_main
 from families import NATIVE, make_model, near_copy, plain, prompt, save
-from scripted_models import scripted_run
+from runner_checks import uncached
+from scripted_models import PROMPT, scripted_run
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
-from test_distributions import PROMPT, uncached
 from worker_helpers import posix
 
 import specgen

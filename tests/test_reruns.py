@@ -280,7 +280,7 @@ def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.Mon
     """The report, --json and the profile have plain decoding's perplexity beside the lossy method's."""
     objectives = []
 
-    def tuned(pair: Pair, request: TuningRequest, observer: object) -> TuningOutcome:
+    def tuned(pair: Pair, request: TuningRequest, observer: object, rounded: object) -> TuningOutcome:
         objectives.append((request.objective, {prompt.for_tuning for prompt in request.prompts}))
         lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, 9, perplexity=1.07)
         return TuningOutcome([lossy, Candidate("ar", {}, 80.0, perplexity=1.12)], request.sampling, 8, {})

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_tokenizers import TEXTS, other_model
-from tokenizer_helpers import CORPUS, LLAMA, byte_level, load, metaspace, write
+from tokenizer_helpers import CORPUS, LLAMA, TEXTS, byte_level, load, metaspace, other_model, write
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 

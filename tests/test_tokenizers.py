@@ -6,14 +6,11 @@ import json
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_helpers import CASES, CORPUS, FILES, LLAMA, NAMES, byte_level, load, metaspace, write
-from tokenizers import Tokenizer as Pipeline
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizer_helpers import CASES, FILES, LLAMA, TEXTS, byte_level, load, metaspace, other_model, write
 from transformers import AutoTokenizer
 
 from specgen import demo
@@ -21,45 +18,6 @@ from specgen.engine import model_loading
 from specgen.engine.tokenizer import Tokenizer
 from specgen.engine.tokenizer_class import CLASS_OF_MODEL_TYPE, CLASSES
 from specgen.errors import SpecgenError
-
-TEXTS = [
-    "",
-    " ",
-    "The quick fox",
-    "  two leading spaces and a trailing one ",
-    "\n\n\n\tlines\r\n\r\n  \n end",
-    "I'LL we've 12345 67 3.14 x2y",
-    "e\u0301te\u0301 A\u030angstro\u0308m \u00e9t\u00e9",
-    "\u65e5\u672c\u8a9e \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \u0e20\u0e32\u0e29\u0e32 \u202btest",
-    "<s>Hi</s> there<pad> <unk>",
-    "a<|endoftext|>b <|endoftext|> c<|user|>d <|user|> e",
-    "<bos>x<eos> <extra> y <new>z<mask><CLS>",
-    "fibonacci(n - 1) \u2581 \u2581x \u0120y <0x41>",
-    "quick" * 40,
-    "a </s> b <unk> c <eos> d",
-    "\x00\x07 \ufffd \ud7ff",
-]
-
-
-@cache
-def other_model(kind: str) -> str:
-    """A tokenizer whose model is none of byte pairs."""
-    words = dict.fromkeys(" ".join(CORPUS).split())
-    pipeline = Pipeline(models.WordLevel({word: id_ for id_, word in enumerate([*NAMES, *words])}, unk_token="<unk>"))
-    pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
-    if kind != "WordLevel":
-        pipeline = Pipeline(getattr(models, kind)())
-        trainer = getattr(trainers, f"{kind}Trainer")
-        pipeline.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "Unigram" else pre_tokenizers.Whitespace()
-        pipeline.decoder = decoders.Metaspace() if kind == "Unigram" else decoders.WordPiece()
-        options = {"unk_token": "<unk>"} if kind == "Unigram" else {}
-        pipeline.train_from_iterator(CORPUS, trainer(vocab_size=150, special_tokens=NAMES, show_progress=False, **options))
-        if kind == "WordPiece":
-            pipeline.model.unk_token = "<unk>"
-    pipeline.enable_padding(pad_token="<pad>", pad_id=3, length=8)
-    pipeline.enable_truncation(5)
-    text: str = pipeline.to_str()
-    return text
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:

@@ -104,7 +104,7 @@ def test_the_drafts_context_limit_is_counted_in_its_own_tokens(
     prompt = demo_pair.tokenizer.encode(PROMPTS[1] * 2)
     own = runner._translated(Context(prompt))
     assert len(own) > len(prompt) + 3, "the draft needs more tokens for this text"
-    monkeypatch.setattr(runner._runner, "context_limit", len(own) + 3)
+    monkeypatch.setattr(runner.own, "context_limit", len(own) + 3)
     for method in ("sd:k=6", "sd:width=2:depth=6", "pearl:window=3", "ouroboros", "specinfer:drafts=2"):
         result = run(pair, method, prompt)
         assert result.token_ids == run(demo_pair, "ar", prompt).token_ids

@@ -10,10 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 from families import EOS
-from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
+from tuning_helpers import COSTS, GREEDY, PROMPTS, TEXTS, PairOf, finished, really
 
 from specgen import factory
-from specgen.compare.prompts import Prompt
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration
 from specgen.decoding.adaptive import AdaptiveInputs
@@ -278,14 +277,6 @@ def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.Mon
         for drafted, tokens, _ in rounds
     )
     assert expected == pytest.approx(taken) if costs.synchronisation_overhead else expected >= taken
-
-
-TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]
-
-
-def finished(observer: Mock) -> list[str]:
-    """The steps that were reported as done."""
-    return [call.args[0] for call in observer.done.call_args_list]
 
 
 def request(readings: float, names: list[str] | None = None) -> TuningRequest:

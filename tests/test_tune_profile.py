@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
-from tuning_helpers import CURVES, outcome
+from tuning_helpers import CURVES, generated, outcome
 from typer.testing import CliRunner
 
 import specgen
@@ -180,12 +180,6 @@ def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, mo
                 profiles.save(found, folder)
         assert (folder / "profile.yaml").read_text() == before
     assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
-
-
-def generated(pair: tuple[str, ...], *more: str) -> str:
-    result = CliRunner().invoke(app, ["generate", "abcabc", *pair, "--device", "cpu", "--dtype", "float32", "-n", "6", *more])
-    assert result.exit_code == 0, result.stderr
-    return result.stderr
 
 
 def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from test_tune import TEXTS, finished
-from test_tune_profile import generated
-from tuning_helpers import COSTS, GREEDY, outcome
+from tuning_helpers import COSTS, GREEDY, TEXTS, finished, generated, outcome
 from typer.testing import CliRunner
 
 import specgen

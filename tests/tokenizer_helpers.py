@@ -21,6 +21,23 @@ CORPUS = [
 ] * 4
 NAMES = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<|endoftext|>"]
 LLAMA = {"model_type": "llama"}
+TEXTS = [
+    "",
+    " ",
+    "The quick fox",
+    "  two leading spaces and a trailing one ",
+    "\n\n\n\tlines\r\n\r\n  \n end",
+    "I'LL we've 12345 67 3.14 x2y",
+    "e\u0301te\u0301 A\u030angstro\u0308m \u00e9t\u00e9",
+    "\u65e5\u672c\u8a9e \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \u0e20\u0e32\u0e29\u0e32 \u202btest",
+    "<s>Hi</s> there<pad> <unk>",
+    "a<|endoftext|>b <|endoftext|> c<|user|>d <|user|> e",
+    "<bos>x<eos> <extra> y <new>z<mask><CLS>",
+    "fibonacci(n - 1) \u2581 \u2581x \u0120y <0x41>",
+    "quick" * 40,
+    "a </s> b <unk> c <eos> d",
+    "\x00\x07 \ufffd \ud7ff",
+]
 
 
 @cache
@@ -114,3 +131,24 @@ CASES = [  # file, declared class, model type
     ("byte-level, NFC, template", None, "gpt_neox"),
     ("byte-level", "BloomTokenizerFast", "bloom"),
 ]
+
+
+@cache
+def other_model(kind: str) -> str:
+    """A tokenizer whose model is none of byte pairs."""
+    words = dict.fromkeys(" ".join(CORPUS).split())
+    pipeline = Pipeline(models.WordLevel({word: id_ for id_, word in enumerate([*NAMES, *words])}, unk_token="<unk>"))
+    pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
+    if kind != "WordLevel":
+        pipeline = Pipeline(getattr(models, kind)())
+        trainer = getattr(trainers, f"{kind}Trainer")
+        pipeline.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "Unigram" else pre_tokenizers.Whitespace()
+        pipeline.decoder = decoders.Metaspace() if kind == "Unigram" else decoders.WordPiece()
+        options = {"unk_token": "<unk>"} if kind == "Unigram" else {}
+        pipeline.train_from_iterator(CORPUS, trainer(vocab_size=150, special_tokens=NAMES, show_progress=False, **options))
+        if kind == "WordPiece":
+            pipeline.model.unk_token = "<unk>"
+    pipeline.enable_padding(pad_token="<pad>", pad_id=3, length=8)
+    pipeline.enable_truncation(5)
+    text: str = pipeline.to_str()
+    return text

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
+from typer.testing import CliRunner
+
+from specgen.cli.app import app
+from specgen.compare.prompts import Prompt
 from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.learned_drafting import Learned
@@ -18,6 +23,7 @@ GREEDY = SamplingParams(max_new_tokens=24, seed=3)
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6], [8, 8, 13, 30, 31]]
 COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
 PairOf = Callable[[str, str], Pair]
+TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]
 
 
 def really(
@@ -47,3 +53,14 @@ def outcome() -> TuningOutcome:
     costs = {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}
     learned = {"model": Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0).as_dict()}
     return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8, learned=learned)
+
+
+def finished(observer: Mock) -> list[str]:
+    """The steps that were reported as done."""
+    return [call.args[0] for call in observer.done.call_args_list]
+
+
+def generated(pair: tuple[str, ...], *more: str) -> str:
+    result = CliRunner().invoke(app, ["generate", "abcabc", *pair, "--device", "cpu", "--dtype", "float32", "-n", "6", *more])
+    assert result.exit_code == 0, result.stderr
+    return result.stderr

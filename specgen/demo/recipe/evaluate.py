@@ -17,6 +17,7 @@ from specgen.demo.recipe.fresh_prompts import SEED, FreshPrompt, fresh_prompts
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.engine.translation import same_tokens
+from specgen.errors import SpecgenError
 from specgen.training.batched_generation import continuations
 
 _NEW_TOKENS = 160
@@ -61,7 +62,7 @@ def evaluate(
     """
     models = {role: _load(folders[role], role) for role in ROLES}
     if not same_tokens(models["target"].tokenizer, models["draft"].tokenizer):
-        raise SystemExit("the tokenizers of target and draft differ")
+        raise SpecgenError("the tokenizers differ: the prompts' answers are compared token by token")
     prompts = fresh_prompts(count, seed)
     answers: dict[str, list[list[int]]] = {}
     for role, model in models.items():
