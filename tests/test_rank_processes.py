@@ -150,9 +150,6 @@ def test_the_first_process_killed_leaves_none() -> None:
 
 def test_bad_input_is_one_line() -> None:
     started = commands("generate", "-t", "/nonexistent/model", "hello")
-    started[1].send_signal(signal.SIGSTOP)  # it connects late
-    wait_until(lambda: started[0].poll() is not None, 2)
-    started[1].send_signal(signal.SIGCONT)
     code, out, err = started[0].wait(15), *started[0].communicate(1)
     assert (code, out, err.count(b"\n")) == (2, b"", 1)
     assert started[1].wait(5) == 0, "process 1 does not wait for a store that process 0 no longer serves"
@@ -165,6 +162,17 @@ def test_a_process_that_runs_out_of_memory_is_one_line(pair_of: Callable[..., Pa
         with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: process 1: out of memory"):
             pair.ask(models, "generate", PROMPT, "ar", GREEDY, {})
     assert pair.close() == [0, 0]
+
+
+@pytest.mark.slow
+def test_bad_input_is_passed_on_to_a_process_that_is_late() -> None:
+    started = commands("generate", "-t", "/nonexistent/model", "hello")
+    started[1].send_signal(signal.SIGSTOP)
+    stderr: Any = started[0].stderr
+    assert os.read(stderr.fileno(), 6) == b"error:"
+    assert not wait_until(lambda: started[0].poll() is not None, 2), "process 0 waits for process 1"
+    started[1].send_signal(signal.SIGCONT)
+    assert [process.wait(15) for process in started] == [2, 0]
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def inspect_files(
     tokenizers = None if theirs is None else _compared(ours, theirs)
     models = [model for model in (ours, theirs) if model is not None]
     choices = choose_dtypes(models, devices, dtypes)
-    placement = place(named[0], models, [choice.dtype for choice in choices], named[1])
+    placement = place(named[0], models, choices, named[1])
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(models, devices, dtypes)
