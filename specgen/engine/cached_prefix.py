@@ -100,10 +100,7 @@ class CachedPrefix:
         is_reported = missing > PREFILL_CHUNK
         if is_reported:
             prefill_reports.report(id(self), 0, missing)
-        while length - self.committed > PREFILL_CHUNK and self.committed < last:
-            size = self._chunk_size(context)
-            if length - self.committed <= size:
-                break
+        while length - self.committed > (size := self._chunk_size(context)) and self.committed < last:
             yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
             self.committed += size
             if is_reported and self.committed < begin + missing:
@@ -144,7 +141,7 @@ class CachedPrefix:
         longer than this boundary, already its first pass has to reach beyond it.
         """
         if self._rope_boundary is not None and self.uses_long_rope(context):
-            return max(PREFILL_CHUNK, self._rope_boundary + 1 - self.committed)
+            return max(chunk_size(self.committed), self._rope_boundary + 1 - self.committed)
         return chunk_size(self.committed)
 
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:

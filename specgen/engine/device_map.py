@@ -59,8 +59,8 @@ def place(
 def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeChoice, context: int) -> ModelMemory:
     """Returns the memory that a model takes with a KV cache for `context` tokens, by the headers of its files.
 
-    `weights` is the dtype that it is run in; quantised ones may be dequantised on `device`. Raises SpecgenError if the files cannot
-    be read.
+    `weights` is the dtype that it is run in; quantised ones may be dequantised on `device`. Raises SpecgenError if the files
+    cannot be read.
     """
     check_weight_files(prepared.folder, prepared.name)
     shape, size = prepared.shape, weights.dtype.itemsize
