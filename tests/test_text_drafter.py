@@ -325,7 +325,7 @@ def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_
     """Its tokenizer may have more tokens than it has embeddings, and the last words may need one."""
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
     narrow = Oracle(theirs, TEXT)
-    narrow.num_embeddings = max(*theirs.opening, *theirs.encode_plain("T")) + 1
+    narrow.num_embeddings = max([*theirs.opening, *theirs.encode_plain("T")]) + 1
     drafter = TextDrafter(DraftSetup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
     context = Context(ours.encode("T"))
     assert drafter.propose(context, Fixed(4), 4).tokens
