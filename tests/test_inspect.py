@@ -302,6 +302,8 @@ def test_malformed_traces_get_one_line(inspect: Inspect, tmp_path: Path) -> None
         (("t.jsonl", "--pair"), "--pair is for a pair of models"),
         (("t.jsonl", "--target", "x"), "--target is for a pair of models"),
         (("t.jsonl", "--measure"), "--measure is for a pair of models"),
+        (("t.jsonl", "--draft-dtype", "int8"), "--draft-dtype is for a pair of models"),
+        (("--methods", "--device", "cpu"), "--methods lists the methods, and --device is given too"),
         (("--pair", "--html", "x.html"), "--html is given without a trace"),
         (("--pair", "--rounds", "3"), "--rounds is given without a trace"),
         (("--pair", "--target", "x"), "--pair is the bundled pair"),

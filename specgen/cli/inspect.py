@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -54,8 +55,9 @@ def inspect(
     display: options.OutputOptions,
 ) -> None:
     """Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods)."""
-    pair_options = {"--target": models.target, "--draft": models.draft, "--pair": pair, "--measure": measure}
-    pair_option = next((name for name, value in pair_options.items() if value), None)
+    named = {f"--{field.name.replace('_', '-')}": getattr(models, field.name) != field.default for field in fields(models)}
+    pair_options = {**named, "--pair": pair, "--measure": measure}
+    pair_option = next((name for name, is_given in pair_options.items() if is_given), None)
     if not (traces or pair_option or list_methods):
         raise SpecgenError(
             "nothing to inspect",
