@@ -64,21 +64,9 @@ def load(
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
     check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
-    launched = environment.launch()
-    if launched is not None:
-        from specgen.engine.tensor_parallel import processes
-
-        processes.follow_unless_first()
-        device = processes.device_of_rank(launched, device)
-    target_device = pick_device(device)
-    other_device = pick_draft_device(draft_device, device, target_device)
-    if exact and target_device.type != "cpu":
-        raise SpecgenError(
-            f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
-        )
+    devices = _devices(device, draft_device, exact=exact)
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
-    devices = target_device, other_device
     sources = [replace(source, on_mps=each.type == "mps") for source, each in zip(sources, devices, strict=False)]
     try:
         pair = _load(sources, devices, (device, draft_device), (dtype, draft_dtype), announce, process)
@@ -86,23 +74,45 @@ def load(
         if process is not None:
             process.close()
         raise
-    try:
-        _add_trained_parts(pair, exit_layer, head, is_bundled=target is None)
-    except BaseException:
-        pair.close()
-        raise
+    _add_trained_parts(pair, exit_layer, head, is_bundled=target is None)
     return pair
 
 
+def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
+    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` needs another.
+
+    Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
+    """
+    launched = environment.launch()
+    if launched is not None:
+        from specgen.engine.tensor_parallel import processes
+
+        processes.follow_unless_first()
+        device = processes.device_of_rank(launched, device)
+    target_device = pick_device(device)
+    if exact and target_device.type != "cpu":
+        raise SpecgenError(
+            f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
+        )
+    return target_device, pick_draft_device(draft_device, device, target_device)
+
+
 def _add_trained_parts(pair: Pair, exit_layer: str | Path | None, head: str | Path | None, *, is_bundled: bool) -> None:
-    """Loads the exit layer and the head that the user named, and lets the pair find the others when they are needed."""
-    if exit_layer is not None:
-        pair.exit_layer = load_exit(Path(exit_layer), pair.target)
-    else:
-        pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
-    pair.heads.is_bundled = is_bundled
-    if head is not None:
-        pair.heads.name(Path(head))
+    """Loads the exit layer and the head that the user named, and lets the pair find the others when they are needed.
+
+    Closes the pair if it cannot be loaded.
+    """
+    try:
+        if exit_layer is not None:
+            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
+        else:
+            pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
+        pair.heads.is_bundled = is_bundled
+        if head is not None:
+            pair.heads.name(Path(head))
+    except BaseException:
+        pair.close()
+        raise
 
 
 def model_sources(

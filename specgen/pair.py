@@ -30,11 +30,10 @@ from specgen.errors import SpecgenError
 from specgen.exits import Exits
 from specgen.heads import Heads
 from specgen.method import Method
-from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared
+from specgen.plan import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared, run_info
 from specgen.setting_parsing import Settings
 from specgen.skip_search import NEW_TOKENS
 from specgen.traces.summary import Summary, speed_without_prefill
-from specgen.traces.trace_writer import RunInfo
 from specgen.types import Context, Round, SamplingParams
 from specgen.workers.process_worker import ProcessWorker
 from specgen.workers.stream_worker import CudaStreams, StreamWorker
@@ -228,20 +227,7 @@ class Pair:
             run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
         elif (check := self.knowledge.check(request)) is not None:
             run.schedule = Checked(check)
-        draft = self.draft if chosen.uses_draft_model else None
-        info = RunInfo(
-            chosen.name,
-            settings.as_dict(with_policy=chosen.any_policy),
-            chosen.lossless,
-            self.target.name,
-            None if draft is None else draft.name,
-            str(self.target.device),
-            self.target.dtype_name,
-            prompt_ids,
-            replace(sampling, seed=seed),
-            None if measured is None else measured.costs,
-            None if draft is None else draft.dtype_name,
-        )
+        info = run_info(request, settings, seed, self.target, self.draft, None if measured is None else measured.costs)
         return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
 
     def _with_trained_part(self, components: Components, method: Method, settings: Settings) -> Components:

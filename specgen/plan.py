@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.errors import SpecgenError
+from specgen.traces.trace_writer import RunInfo
 
 if TYPE_CHECKING:
+    from specgen.cost_model.pearl_window import ParallelCosts
     from specgen.decoding.run import Run
+    from specgen.engine.deferred_model import DraftModel
     from specgen.engine.model_loading import LoadedModel
     from specgen.method import Method
     from specgen.setting_parsing import Settings
-    from specgen.traces.trace_writer import RunInfo
     from specgen.types import Round, SamplingParams
 
 T = TypeVar("T")
@@ -91,6 +93,32 @@ class RunRequest:
     @property
     def typical_length(self) -> int:
         return typical_length(len(self.prompt_ids), self.limit)
+
+
+def run_info(
+    request: RunRequest,
+    settings: Settings,
+    seed: int,
+    target: LoadedModel,
+    draft: DraftModel | None,
+    costs: ParallelCosts | None,
+) -> RunInfo:
+    """Returns what the start line of a trace says about a run of the request with these measured settings and this seed."""
+    method = request.method
+    used = draft if method.uses_draft_model else None
+    return RunInfo(
+        method.name,
+        settings.as_dict(with_policy=method.any_policy),
+        method.lossless,
+        target.name,
+        None if used is None else used.name,
+        str(target.device),
+        target.dtype_name,
+        request.prompt_ids,
+        replace(request.sampling, seed=seed),
+        costs,
+        None if used is None else used.dtype_name,
+    )
 
 
 def typical_length(prompt_length: int, limit: int) -> int:

@@ -20,8 +20,13 @@ from specgen.missing_parts import no_draft_model, no_exit_layer, no_head
 from specgen.setting_parsing import parse_pairs
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specgen.cli.output_writers import OutputWriter
+    from specgen.cli.profile_lookup import Choice
+    from specgen.pair import Pair
     from specgen.plan import Plan
+    from specgen.types import SamplingParams
     from specgen.ui.terminal.prefill_line import PrefillLine
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
@@ -44,15 +49,12 @@ def generate(
     output: options.GenerateOutput,
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
-    from rich.text import Text
-
-    from specgen.cli import overlap_notice, profile_lookup
+    from specgen.cli import profile_lookup
     from specgen.cli.output_checks import check_outputs
     from specgen.cli.output_writers import OutputWriter
     from specgen.traces.trace_writer import TraceWriter
     from specgen.ui import theme
     from specgen.ui.terminal import method_catalogue
-    from specgen.ui.terminal.loading_line import LoadingLine
     from specgen.ui.terminal.prefill_line import PrefillLine
 
     if help_method:
@@ -82,17 +84,30 @@ def generate(
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
-        decided = methods.find(choice.method)
-        resolved = methods.resolve(decided, choice.settings)
-        overlap_notice.show(pair, err, quiet=quiet or not decided.uses_draft_model or resolved.drafts_text)
-        with LoadingLine(err, quiet=quiet or not decided.may_measure(resolved)) as loading:
-            loading.still("preparing")
-            pair.prepare(formatted, choice.method, params, record=record, **choice.settings)
-            plan = pair.plan(formatted, choice.method, params, record=record, **choice.settings)
-        if (unused := pair.heads.unused(decided)) is not None and not quiet:
-            err.print(Text(unused), soft_wrap=True)
+        plan = _planned(pair, formatted, choice, params, err, record=record, quiet=quiet)
         with closing(OutputWriter(pair, plan, output, choice.tuned, trace)) as writer:
             return _run(plan, writer, PrefillLine(err, quiet=quiet))
+
+
+def _planned(
+    pair: Pair, prompt: str | list[int], choice: Choice, sampling: SamplingParams, err: Console, *, record: bool, quiet: bool
+) -> Plan:
+    """Returns the run, ready to start; first measures what it needs. Prints notes about it on `err`, unless `quiet`."""
+    from rich.text import Text
+
+    from specgen.cli import overlap_notice
+    from specgen.ui.terminal.loading_line import LoadingLine
+
+    chosen = methods.find(choice.method)
+    settings = methods.resolve(chosen, choice.settings)
+    overlap_notice.show(pair, err, quiet=quiet or not chosen.uses_draft_model or settings.drafts_text)
+    with LoadingLine(err, quiet=quiet or not chosen.may_measure(settings)) as loading:
+        loading.still("preparing")
+        pair.prepare(prompt, choice.method, sampling, record=record, **choice.settings)
+        plan = pair.plan(prompt, choice.method, sampling, record=record, **choice.settings)
+    if (unused := pair.heads.unused(chosen)) is not None and not quiet:
+        err.print(Text(unused), soft_wrap=True)
+    return plan
 
 
 def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> Method:
