@@ -33,9 +33,10 @@ class TokenOverlap:
 
     @property
     def kappa(self) -> float | None:
-        """The share of covered tokens: about the highest acceptance of drafts in common tokens. None: too little text.
+        """The share of covered tokens: about the highest acceptance of a draft that keeps its own segmentation of a text.
 
-        See Timor et al. 2025 (arXiv 2502.05202), whose Theorem 4.1 is about the same for the vocabulary.
+        A draft that was distilled on the target's tokens (`tune --train --methods sd`) can have a higher one. None: too little
+        text. See Timor et al. 2025 (arXiv 2502.05202), whose Theorem 4.1 is about the same for the vocabulary.
         """
         return self.covered / self.tokens if self.tokens >= _ENOUGH else None
 

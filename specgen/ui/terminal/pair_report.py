@@ -99,7 +99,7 @@ def _tokenizers(
                 "no token" if token is None else f"“{inline(token)}”" for token in (difference.target, difference.draft)
             )
             yield from _line("", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft", width, style="quiet")
-        yield from _line("", f"use {words.ALTERNATIVES}", width, style="quiet")
+        yield from _line("", f"use {words.UNTRANSLATED}", width, style="quiet")
         return
     text = f"the same, {found.target_size:,} tokens"
     if not found.target_size == found.draft_size == found.shared:
@@ -240,7 +240,7 @@ def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
 
 
 def _common_pays(overlap: TokenOverlap, model: SpeedupModel, width: int) -> Iterator[Text]:
-    """Yields lines that say whether drafts in the tokens that both tokenizers have can pay."""
+    """Yields lines that say whether drafts in the tokens that both tokenizers have are likely to pay."""
     if (found := words.best_speedup(overlap, model)) is None:
         return
     pays, text = found

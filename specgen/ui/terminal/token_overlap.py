@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from specgen.cost_model.speedup import SpeedupModel
     from specgen.engine.token_overlap import TokenOverlap
 
-BY_TEXT = "-m sd --set translation=text"
-ALTERNATIVES = f"{BY_TEXT} (drafts text), -m lookup or -m suffix (no draft model), or a draft of the target's family"
+UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
+_UNLESS = ", unless the draft was trained on the target's tokens"
+ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 
 
 def common_tokens(overlap: TokenOverlap) -> str:
@@ -27,17 +28,21 @@ def covered_share(overlap: TokenOverlap) -> str:
 
 
 def best_speedup(overlap: TokenOverlap, model: SpeedupModel) -> tuple[bool, str] | None:
-    """Returns whether drafts in common tokens can pay at all, and the text that says so; None if kappa is not known."""
+    """Returns whether drafts in common tokens are likely to pay, and the text that says so; None if kappa is not known.
+
+    The text is about a draft model that splits text as it was trained to. One that `tune --train` taught the target's tokens may
+    have more of its drafts accepted than kappa.
+    """
     if overlap.kappa is None or not model.draft_lengths:
         return None
     length, speedup = model.best(overlap.kappa)
     if speedup > 1:
-        return True, f"at most {speedup:.2f}×, with drafts of {length}, if every covered token were accepted"
-    return False, f"{speedup:.2f}× at best, even if every covered token were accepted: drafts in common tokens cannot pay"
+        return True, f"about {speedup:.2f}× at best, with drafts of {length}{_UNLESS}"
+    return False, f"about {speedup:.2f}× at best, so drafts in common tokens are slower{_UNLESS}"
 
 
 def advice(overlap: TokenOverlap, *, pays: bool = True) -> str | None:
-    """Returns what to use instead, where drafts in common tokens cannot pay or kappa is low; otherwise None."""
+    """Returns what to use instead, where drafts in common tokens are unlikely to pay or kappa is low; otherwise None."""
     return f"use {ALTERNATIVES}" if not pays or overlap.is_low else None
 
 
