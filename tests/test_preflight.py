@@ -145,7 +145,7 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     out, err = inspect("-t", strangers[0], "-d", strangers[1])
     assert err == ""
     assert "✗ tokenizer  the tokenizers differ" in out
-    assert "use -m sd --set translation=text (drafts text), -m lookup or -m suffix" in " ".join(out.split())
+    assert "use sd with translation=text (drafts text), lookup or suffix" in " ".join(out.split())
     alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
     assert f"{alike} tokens have the same id in both" in " ".join(out.split())
     assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
@@ -161,6 +161,12 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])
     assert line["tokenizers"]["overlap"] is None
     assert [entry["token_id"] for entry in line["tokenizers"]["differences"]] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("option", ["--dtype float32", "--draft-dtype int8", "--device cpu", "--context 256"])
+def test_an_option_of_models_alone_inspects_the_bundled_pair(inspect: Inspect, option: str) -> None:
+    out, _ = inspect(*option.split())
+    assert "demo/target" in out
 
 
 def test_padded_tables_and_added_tokens_are_named(inspect: Inspect, tmp_path: Path) -> None:

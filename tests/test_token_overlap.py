@@ -102,11 +102,15 @@ def test_words_for_what_can_pay() -> None:
     model = SpeedupModel({1: 1.0, 2: 1.0, 3: 1.0}, 0.8, 10)
     pays, text = words.best_speedup(low, model) or (True, "")
     assert not pays
-    assert text.startswith("0.83× at best, even if")
+    assert (
+        text == "about 0.83× at best, so drafts in common tokens are slower, unless the draft was trained on the target's tokens"
+    )
     cheap = SpeedupModel({1: 1.0, 2: 1.0, 3: 1.0}, 0.1, 10)
     pays, text = words.best_speedup(replace(low, covered=90), cheap) or (False, "")
     assert pays
-    assert text.startswith("at most 2.26×, with drafts of 2")
+    assert text == "about 2.26× at best, with drafts of 2, unless the draft was trained on the target's tokens"
+    assert "tune --train --methods sd" in words.ALTERNATIVES
+    assert "--train" not in words.UNTRANSLATED, "such drafts cannot be trained"
     assert words.best_speedup(replace(low, tokens=5, covered=1), model) is None
     assert words.best_speedup(low, SpeedupModel({1: 1.0}, 0.8, 10)) is None
     assert words.advice(replace(low, covered=90), pays=False) == words.advice(low) == f"use {words.ALTERNATIVES}"
@@ -193,17 +197,40 @@ def test_what_works_without_token_bytes_is_named(folders: Folders, specgen_: Run
         ("generate", "the quick", *pair, "-n", "4", "-m", "sd"),
         ("generate", "the quick", *pair, "-n", "4"),
         ("compare", *pair, "--methods", "sd:k=2", "--prompts", str(prompts), "-n", "4", "--repeats", "1"),
-        ("tune", *pair, "--methods", "sd", "--prompts", str(prompts), "--out", str(tmp_path / "out")),
     ):
         _, err = specgen_(*command, code=2)
         (line,) = err.splitlines()
         assert "the tokenizers differ, and their tokens cannot be translated" in line
         assert "WordPiece" in line
-        assert "-m sd --set translation=text" in line
+        assert "-m sd --set translation=text; in compare -m sd:translation=text" in line
         assert "-m lookup" in line
-    methods = "sd:translation=text,lookup"
-    out, _ = specgen_("compare", *pair, "--methods", methods, "--prompts", str(prompts), "-n", "4", "--repeats", "1", "--json")
-    assert [line["identical"] for line in parsed(out)] == [1, 1, 1]
+
+
+def test_what_works_is_compared_and_the_rest_gives_its_reason(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
+    pair = ("-t", folders("byte-level"), "-d", folders("word piece"))
+    prompts = tmp_path / "prompts.yaml"
+    prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
+    methods = "sd,sd:translation=text,pearl,adaptive,lookup"
+    command = ("compare", *pair, "--methods", methods, "--prompts", str(prompts), "-n", "4", "--repeats", "1")
+    lines = {line["method"]: line for line in parsed(specgen_(*command, "--json")[0])}
+    for name in ("ar", "sd:translation=text", "lookup"):
+        assert lines[name]["identical"] == 1
+    for name in ("sd", "pearl", "adaptive"):
+        assert "tokens cannot be translated" in lines[name]["error"]
+
+
+def test_what_works_is_tuned_and_the_rest_is_left_out(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
+    pair = ("-t", folders("byte-level"), "-d", folders("word piece"))
+    prompts = tmp_path / "prompts.yaml"
+    prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
+    command = ("tune", *pair, "--prompts", str(prompts), "-n", "8", "--budget", "5", "--out", str(tmp_path / "out"))
+    (line,) = parsed(specgen_(*command, "--json", "--methods", "sd,lookup")[0])
+    assert "lookup" in line["predicted"]
+    assert "tokens cannot be translated" in line["left_out"]["sd"]
+    _, err = specgen_(*command, "--methods", "sd,pearl", code=2)
+    (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message.startswith("error: no method can be tuned: sd, pearl: the tokenizers differ")
+    assert "--set" not in message
 
 
 @pytest.mark.parametrize("draft", ["byte-level", "permuted", "other merges", "first", "gemma", "word piece"])

@@ -291,6 +291,8 @@ def test_tokenizers_without_bytes_are_refused(folders: tuple[Path, Path], texts_
     models = ["-t", str(folders[0]), "-d", other]
     message = refused(train_command("sd", texts_file, tmp_path / "out", *models))
     assert f"their tokens cannot be translated: {other}: its tokens are those of a WordLevel model" in message
+    assert "Take a draft of the target's family" in message
+    assert "translation=text" not in message, "a method's setting trains nothing"
     assert not any((tmp_path / "out").iterdir())
 
 

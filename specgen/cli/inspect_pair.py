@@ -68,7 +68,7 @@ def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
         models = replace(models, dtype=dtypes.pop())
-    with open_pair(models, err, quiet=quiet, sequential=not _is_refused(report)) as pair, LoadingLine(err, quiet=quiet) as line:
+    with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
         return replace(
             report,
             tokenizers=None if report.tokenizers is None else with_output(report.tokenizers, pair, line.still),

@@ -130,7 +130,7 @@ def open_pair(
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
     That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
-    run the draft model too; if none does, the draft model's weights are not loaded in this process. `chat` says that the chat
+    run the draft model too; its weights are loaded here if one does, and its tokens can be translated. `chat` says that the chat
     template will be used at once: its process, too, starts first. `tuned_draft` returns the pair with the draft's dtype
     that a profile says, if --draft-dtype is not given; its other argument is the process for the draft.
     """
@@ -154,9 +154,8 @@ def open_pair(
             pair = tuned_draft(pair, process)
         if templates is not None:
             pair.tokenizer.templates = templates
-        if pair.draft is not None and (sequential or (parallel and pair.drafts_here(METHODS["pearl"]))):
-            if pair.draft.refusal is not None:
-                raise pair.draft.refusal
+        runs_here = sequential or (parallel and pair.drafts_here(METHODS["pearl"]))
+        if pair.draft is not None and pair.draft.refusal is None and runs_here:
             loading.announce(f"loading {pair.draft.name}")
             pair.load_draft()
         loading.still("warming up")

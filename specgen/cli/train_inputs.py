@@ -40,6 +40,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     from specgen.engine.device_map import place
     from specgen.engine.devices import DTYPES, pick_device, pick_draft_device
     from specgen.engine.model_loading import load_model, translation_between
+    from specgen.engine.token_bytes import NoTokenBytes
     from specgen.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
@@ -55,7 +56,12 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
             f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
             "Train the checkpoint that it was made from; drafts are quantised after training",
         )
-    translations = [translation_between(prepared, draft) for draft in drafts]
+    try:
+        translations = [translation_between(prepared, draft) for draft in drafts]
+    except NoTokenBytes as error:
+        raise SpecgenError(
+            error.message, "Take a draft of the target's family, or one whose tokens are pieces of text"
+        ) from error
     chosen = prepared.choose_dtype(models.dtype, device)
     dtype, placement = chosen.dtype, place(models.device, [prepared], [chosen], None)
     if placement is None:

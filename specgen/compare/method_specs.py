@@ -49,6 +49,11 @@ class MethodSpec:
         return not self.is_baseline and methods.resolve(methods.find(self.name), self.settings).drafts_text
 
     @property
+    def translates_tokens(self) -> bool:
+        """Whether a draft model drafts the target's tokens for it: those of another tokenizer have to be translated."""
+        return not self.is_baseline and methods.find(self.name).uses_draft_model and not self.drafts_text
+
+    @property
     def decoding_key(self) -> tuple[object, ...]:
         """What identifies how the method decodes: two methods with equal keys differ only in how they are written, such as `sd`
         and `sd:k=5`."""

@@ -88,8 +88,13 @@ class Runner:
 
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
-        layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
-        long. Later turns of a question are not checked, because they contain answers."""
+        layer that cannot be used, if all methods need a translation of the draft model's tokens that there is not, and naming the
+        first prompt that plain decoding cannot continue, for instance because it is too long. Later turns of a question are not
+        checked, because they contain answers."""
+        others = [spec for spec in self.config.specs if spec.written != REFERENCE]
+        refusal = None if self.pair.draft is None else self.pair.draft.refusal
+        if refusal is not None and others and all(spec.translates_tokens for spec in others):
+            raise refusal
         for spec in self.config.specs:
             if "exit" in spec.settings:
                 self.pair.exits.get(spec.settings["exit"])

@@ -387,6 +387,12 @@ def translation_between(target: PreparedModel, draft: PreparedModel) -> Translat
     return found
 
 
+_INSTEAD = (
+    "Draft text (-m sd --set translation=text; in compare -m sd:translation=text), "
+    "or take a method without a draft model: -m lookup"
+)
+
+
 def _untranslatable(reason: str) -> NoTokenBytes:
     message = f"the tokenizers differ, and their tokens cannot be translated: {reason}"
-    return NoTokenBytes(message, "Take -m sd --set translation=text, or a method without a draft model: -m lookup")
+    return NoTokenBytes(message, _INSTEAD)

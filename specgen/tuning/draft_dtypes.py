@@ -29,7 +29,7 @@ LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the p
 
 def worth_rounding(pair: Pair) -> bool:
     """Whether the draft model is so large that its passes may be bound by reading its weights."""
-    if pair.draft is None:
+    if pair.draft is None or pair.draft.refusal is not None:  # no tuned method runs one whose tokens cannot be translated
         return False
     return sum(path.stat().st_size for path in pair.draft.folder.glob("*.safetensors")) >= LEAST_BYTES
 

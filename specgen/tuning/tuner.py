@@ -117,6 +117,8 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
         return "it is always slower than plain decoding" if named else None
     if method.uses_draft_model and pair.draft is None:
         return "there is no draft model"
+    if method.uses_draft_model and pair.draft is not None and pair.draft.refusal is not None:
+        return pair.draft.refusal.message
     if method.needs_exit_layer and pair.exit_layer is None:
         return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
     if method.head and not pair.heads.has(method.head):
