@@ -32,7 +32,8 @@ class Launch:
 def launch() -> Launch | None:
     """Returns how torchrun started this process; None if it did not, and if this is its only process."""
     values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if not all(value.isdecimal() for value in values[:2]) or "MASTER_ADDR" not in os.environ:
+    is_complete = all(value.isdecimal() for value in values[:2]) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not is_complete or int(values[0]) >= int(values[1]):
         return None
     rank, ranks = int(values[0]), int(values[1])
     local_rank, local_ranks = (

@@ -148,7 +148,7 @@ def _load(
     """
     prepared = prepare_models(sources, announce)
     choices = choose_dtypes(prepared, devices, dtypes)
-    placement = place(named[0], prepared, [choice.dtype for choice in choices], named[1])
+    placement = place(named[0], prepared, choices, named[1])
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(prepared, devices, dtypes)

@@ -53,7 +53,7 @@ def resident(name: str) -> int:
 def one_prompt(target: str, draft: str, backend: str, length: int) -> None:
     """Runs a prompt and a few tokens, and prints the expected and the measured bytes."""
     import specgen
-    from specgen.engine.cached_prefix import PREFILL_CHUNK
+    from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 
     with specgen.load(target, draft, device="cpu", dtype="float32", backend=backend) as pair:
         sampling = specgen.SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -66,7 +66,7 @@ def one_prompt(target: str, draft: str, backend: str, length: int) -> None:
         grown = resident("VmHWM") - before
         models = [pair.target.model, pair.draft.model]  # type: ignore[union-attr]
         cache = sum(model.shape.kv_bytes_per_token(4) for model in models) * (length + 8)
-        shape, rows = pair.target.model.shape, min(length, PREFILL_CHUNK)
+        shape, rows = pair.target.model.shape, min(length, chunk_size(max(length - PREFILL_CHUNK, 0)))
         mask = rows * length * (4 + 1 + 1)  # additive, and two boolean ones it is made of
         chunk = 4 * rows * (6 * shape.hidden_size + 3 * (shape.intermediate_size or 0))
         repeated = 2 * 4 * length * shape.num_heads * shape.head_size  # keys and values, once for each query head

@@ -52,8 +52,11 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
     import torch
 
     import specgen
+    from specgen import heartbeat
 
     torch.set_num_threads(1)
+    if "TEST_SILENCE" in environment:
+        heartbeat.LONGEST_SILENCE = float(environment["TEST_SILENCE"])
     pairs: dict[Any, specgen.Pair] = {}
     if requests is None:
         if "TEST_PASSES" in environment:
@@ -88,6 +91,10 @@ def _run_out_of_memory(passes: int) -> None:
 
 class _Answers:
     @staticmethod
+    def plan(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> None:
+        pair.plan(prompt, method, sampling, **settings)
+
+    @staticmethod
     def generate(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> Any:
         pair.prepare(prompt, method, sampling, **settings)
         return pair.generate(prompt, method, sampling, **settings).token_ids
@@ -111,12 +118,14 @@ class _Answers:
 class RankPair:
     """Two processes that hold targets together. Each request names the models as (target, draft).
 
-    `of_second` are further environment variables of the second process.
+    `silence` is the number of seconds without a sign of life after which the second process counts as lost. `of_second` are
+    further environment variables of the second process.
     """
 
-    def __init__(self, **of_second: str) -> None:
+    def __init__(self, silence: float | None = None, **of_second: str) -> None:
         self._requests, theirs = _FORKSERVER.Pipe()
         first, second = environments()
+        first |= {} if silence is None else {"TEST_SILENCE": str(silence)}
         second |= of_second
         self.processes = [
             _FORKSERVER.Process(target=_serve, args=(environment, requests))
@@ -126,9 +135,15 @@ class RankPair:
             process.start()
         theirs.close()
 
-    def ask(self, models: tuple[str | None, str | None], what: str, *arguments: Any) -> Any:
+    def start(self, models: tuple[str | None, str | None], what: str, *arguments: Any) -> None:
         self._requests.send((models, what, *arguments))
-        assert self._requests.poll(60), "no answer"
+
+    def answered(self, seconds: float) -> bool:
+        return self._requests.poll(seconds)
+
+    def ask(self, models: tuple[str | None, str | None], what: str, *arguments: Any) -> Any:
+        self.start(models, what, *arguments)
+        assert self.answered(60), "no answer"
         answer = self._requests.recv()
         if isinstance(answer, Exception):
             raise answer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,22 @@ from specgen.cli.app import app
 from specgen.engine import device_map, placement
 from specgen.engine.device_map import model_memory, place
 from specgen.engine.devices import free_memory, pick_draft_device
+from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.engine.placement import Room
 from specgen.errors import RunError, SpecgenError
+from specgen.tuning.model_facts import model_facts
 from specgen.types import SamplingParams
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+FLOAT32 = DtypeChoice(torch.float32, "")
 PROMPT = "def add(a, b):\n"
 GREEDY = SamplingParams(max_new_tokens=8)
 METHODS = [("svip", {}), ("eesd-tree", {}), ("selfsd", {"skip": "3+5a"}), ("glide", {}), ("eagle", {}), ("medusa", {})]
-METHODS += [("sd", {"width": 2, "depth": 3}), ("lookup", {}), ("mtad", {}), ("lookahead", {}), ("adaptive", {})]
+METHODS += [("sd", {"width": 2, "depth": 3}), ("mtad", {}), ("lookahead", {})]
+COSTS = {"draft_cost": 0.2, "verify_cost": 0.02}  # else they are measured, and sampled tokens change with the drafts' lengths
+METHODS += [("lookup", COSTS), ("adaptive", COSTS)]
 
 
 @pytest.fixture
@@ -133,11 +138,18 @@ def test_inspect_shows_the_plan(machine: list[Room]) -> None:
 
 def test_the_planned_bytes_are_those_of_the_files(machine: list[Room]) -> None:
     target = prepare(ModelSource(str(demo.folder("target"))), lambda _: None)
-    found = model_memory(target, torch.float32, 100)
-    numbers = sum(math.prod(shape) for _, shape, _ in device_map.stored_tensors(target.folder))
+    found = model_memory(target, CPU, FLOAT32, 100)
+    numbers = model_facts(target, CPU, FLOAT32).parameters
     assert found.weights_on_one_device() == 4 * numbers
     assert found.cache == 100 * target.shape.kv_bytes_per_token(4) // target.shape.num_layers
-    assert model_memory(target, torch.bfloat16, 100).weights_on_one_device() == 2 * numbers
+    half = DtypeChoice(torch.bfloat16, "")
+    assert model_memory(target, CPU, half, 100).weights_on_one_device() == 2 * numbers
+    for kind in ("int8", "int4"):  # a draft's
+        rounded = replace(FLOAT32, quantise=kind)
+        memory = model_memory(target, CPU, rounded, 100)
+        assert memory.weights_on_one_device() == model_facts(target, CPU, rounded).weight_bytes < 2 * numbers
+        assert not memory.tied
+        assert memory.cache == found.cache
 
 
 def test_layers_that_accelerate_runs_on_the_gpu_have_their_cache_there(machine: list[Room]) -> None:
@@ -146,7 +158,7 @@ def test_layers_that_accelerate_runs_on_the_gpu_have_their_cache_there(machine: 
     counts = []
     for backend in ("native", "transformers"):
         source = ModelSource(str(demo.folder("target")), backend=backend)
-        found = place("auto-map", [prepare(source, lambda _: None)], [torch.float32], None)
+        found = place("auto-map", [prepare(source, lambda _: None)], [FLOAT32], None)
         assert found is not None
         counts.append([len(stage.layers) for stage in found.stages])
     assert sum(counts[0]) == sum(counts[1]) == 12
@@ -160,7 +172,7 @@ def test_wrong_combinations_are_named(machine: list[Room]) -> None:
     machine.append(Room(fake(0), 1))
     target = prepare(ModelSource(str(demo.folder("target"))), lambda _: None)
     with pytest.raises(RunError):
-        place("auto-map", [target], [torch.float32], None)
+        place("auto-map", [target], [FLOAT32], None)
 
 
 def test_free_memory_of_the_cpu_counts_what_the_system_can_drop(monkeypatch: pytest.MonkeyPatch) -> None:

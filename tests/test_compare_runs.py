@@ -17,7 +17,9 @@ from cli_helpers import POSIX
 from comparisons import Compare, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from processes import Forked
+from translated_pairs import permuted
 
+from specgen import demo
 from specgen.compare import runner
 from specgen.energy import Energy
 
@@ -43,6 +45,16 @@ def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Co
     assert baseline["sampling"] == own["sampling"]
     assert baseline["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
     assert set(baseline) == set(own)
+
+
+def test_a_draft_whose_other_vocabulary_is_as_large_is_refused_for_transformers_in_one_line(
+    compare: Compare, tmp_path: Path
+) -> None:
+    models = ("-t", str(demo.folder("target")), "-d", str(permuted(tmp_path / "draft")))
+    options = ("-m", "transformers-assisted", "-n", "4", "--repeats", "1", "--limit", "1", "--json")
+    _, out, err = compare(*options, models=models)
+    assert "two vocabularies of the same size (4,096) for one, and these differ" in parsed(out)[-1]["error"]
+    assert "`" not in err
 
 
 def test_the_baselines_end_and_sample_as_our_methods_do(compare: Compare, tmp_path: Path) -> None:

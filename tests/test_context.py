@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import specgen
 from specgen.engine import cached_prefix
+from specgen.engine.forward_pass import NO_NODES
 from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.types import Context, SamplingParams
 
 LIMIT = 24
 SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)
@@ -127,3 +129,16 @@ def test_a_prompt_takes_its_cache_and_one_chunk(
     assert allocations.logits == 3, "of a prompt only the last token's"
     rows = 64 * 2  # of the buffer that holds the masks of short passes, made for twice the length; a chunk's mask has fewer
     assert max(others) <= rows * 4 * 512
+
+
+def test_masks_of_long_prompts_are_bounded() -> None:
+    cached: Any = cached_prefix.CachedPrefix(Mock(length=0), None)
+    sizes, at = [], 0
+    for each in cached.missing_passes(Context([1] * 70_000), NO_NODES, 70_000):
+        assert each.first == at
+        at = each.last
+        sizes.append(each.last - each.first)
+        assert sizes[-1] <= 256 or sizes[-1] * each.last <= 1024 << 13
+    assert at == 70_000
+    assert sizes[:8] == [1024] * 8
+    assert set(sizes[60:-1]) == {256}

@@ -83,6 +83,19 @@ def test_thresholds_and_lookup_carry_over_where_they_can() -> None:
     assert "plain decoding is the fastest" in plain.lost[0]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_notes_say_what_another_tokenizer_and_a_rounded_draft_mean(engine: str) -> None:
+    made = export(engine, TUNED, "sd", *NAMES, tokenizers_differ=True, draft_dtype="int8")
+    assert made.lost[0].startswith("the draft model's tokenizer is not the target's: ")
+    assert made.lost[1] == f"the draft's weights were rounded to int8 here: {engine} takes them as they are stored"
+    assert ("assistant_tokenizer" in made.lost[0]) == (engine == "transformers")
+    if engine != "mlx":
+        lookup: Any = {"lookup": Candidate("lookup", {"k": 6, "ngram": 2}, 1.0)}
+        assert export(engine, lookup, "lookup", *NAMES, tokenizers_differ=True, draft_dtype="int8") == export(
+            engine, lookup, "lookup", *NAMES
+        )
+
+
 HEADS = {
     "eagle": ExportedHead("a head", "eagle3"),
     "medusa": ExportedHead("heads", "medusa"),

@@ -25,6 +25,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
 from specgen.engine.transformers_backend.reference import transformers_module
+from specgen.environment import Launch
 from specgen.method import Method
 from specgen.setting_parsing import Setting
 from specgen.tuning import pair_inspection
@@ -287,3 +288,10 @@ def test_the_speedup_model_by_hand() -> None:
     assert cheap.break_even_draft_cost(0.5) == pytest.approx(0.5)  # with one drafted token: 1.5 tokens for 1 + 0.5 target passes
     assert speedup_model(draft=0.2, a_token_more=1.0).break_even_draft_cost(0.5) is None
     assert free.best(0.9)[0] > free.best(0.3)[0]
+
+
+def test_inspect_names_the_processes_that_share_the_target(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = ["--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")), "--device", "cpu"]
+    assert json.loads(inspect(*models, "--json")[0])["ranks"] is None
+    monkeypatch.setattr(pair_inspection, "launch", lambda: Launch(0, 2, 0, 2))
+    assert "torchrun's 2 processes each hold about 5.6 MiB of the target\n" in inspect(*models)[0]

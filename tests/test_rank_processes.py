@@ -80,9 +80,9 @@ def test_trained_parts_work_on_two_processes(ranks: RankPair, demo_pair: Pair, m
     assert ranks.ask((None, None), "generate", text, method, GREEDY, {}) == expected
 
 
-def test_glide_is_refused(ranks: RankPair) -> None:
+def test_glide_is_refused_before_any_output(ranks: RankPair) -> None:
     with pytest.raises(specgen.SpecgenError, match="glide reads the target's keys"):
-        ranks.ask((None, None), "generate", "def f():", "glide", GREEDY, {})
+        ranks.ask((None, None), "plan", "def f():", "glide", GREEDY, {})
     assert ranks.ask((None, None), "generate", "def f():", "ar", GREEDY, {}), "the processes are still in step"
 
 
@@ -152,7 +152,7 @@ def test_bad_input_is_one_line() -> None:
     started = commands("generate", "-t", "/nonexistent/model", "hello")
     code, out, err = started[0].wait(15), *started[0].communicate(1)
     assert (code, out, err.count(b"\n")) == (2, b"", 1)
-    assert wait_until(lambda: not is_running(started[1].pid)) or started[1].send_signal(signal.SIGKILL)
+    assert started[1].wait(5) == 0, "process 1 does not wait for a store that process 0 no longer serves"
 
 
 def test_a_process_that_runs_out_of_memory_is_one_line(pair_of: Callable[..., Pair]) -> None:
@@ -162,6 +162,33 @@ def test_a_process_that_runs_out_of_memory_is_one_line(pair_of: Callable[..., Pa
         with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: process 1: out of memory"):
             pair.ask(models, "generate", PROMPT, "ar", GREEDY, {})
     assert pair.close() == [0, 0]
+
+
+@pytest.mark.slow
+def test_bad_input_is_passed_on_to_a_process_that_is_late() -> None:
+    started = commands("generate", "-t", "/nonexistent/model", "hello")
+    started[1].send_signal(signal.SIGSTOP)
+    stderr: Any = started[0].stderr
+    assert os.read(stderr.fileno(), 6) == b"error:"
+    assert not wait_until(lambda: started[0].poll() is not None, 2), "process 0 waits for process 1"
+    started[1].send_signal(signal.SIGCONT)
+    assert [process.wait(15) for process in started] == [2, 0]
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_ends_the_run() -> None:
+    pair = RankPair(silence=3)
+    try:
+        assert pair.ask((None, None), "generate", PROMPT, "ar", GREEDY, {})
+        pair.start((None, None), "generate", PROMPT, "ar", SamplingParams(max_new_tokens=900, ignore_eos=True), {})
+        assert not pair.answered(0.2)
+        assert pair.processes[1].pid is not None
+        os.kill(pair.processes[1].pid, signal.SIGSTOP)
+        assert wait_until(lambda: pair.processes[0].exitcode is not None, 30)
+        assert pair.processes[0].exitcode == 1
+    finally:
+        for process in pair.processes:
+            process.kill()
 
 
 # ------------------------------------------------------------------ torchrun itself

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 
 from specgen import methods
+from specgen.decoding.drafters import DraftSetup
+from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Run
 from specgen.decoding.text_drafter import TextDrafter
 from specgen.engine.model_runner import ModelOutput
@@ -317,3 +319,15 @@ def test_samples_have_the_targets_distribution(
         found = Paths(patch).of_rounds(begin)
     assert max(drafted) > 1
     assert total_variation(found, exact(target, sampling, limit)) < ROUNDING
+
+
+def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
+    """Its tokenizer may have more tokens than it has embeddings, and the last words may need one."""
+    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
+    narrow = Oracle(theirs, TEXT)
+    narrow.num_embeddings = max([*theirs.opening, *theirs.encode_plain("T")]) + 1
+    drafter = TextDrafter(DraftSetup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
+    context = Context(ours.encode("T"))
+    assert drafter.propose(context, Fixed(4), 4).tokens
+    context.extend(ours.encode_plain("he quick dog"))
+    assert not drafter.propose(context, Fixed(4), 4).tokens

@@ -212,3 +212,18 @@ def test_sampling_is_exactly_the_targets(
     with monkeypatch.context() as patch:
         found = Paths(patch).of_rounds(lambda: states(method, settings, target, draft, sampling, ends))
     assert total_variation(found, exact(target, sampling, limit, ends)) < ROUNDING
+
+
+def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
+    """A tokenizer may have more tokens than its model. Here the draft's usual `a` is one of them, and its byte token is not."""
+    of_draft = tokenizer(tmp_path / "draft", {"b": 0, "<0x61>": 1, "c": 2, "a": 3})
+    translation = Translation.between(tokenizer(tmp_path / "target", {"a": 0, "b": 1}), of_draft)
+    runner = CountingRunner(1, 3)
+    both = translated(runner, translation)
+    assert both.logits(Context([1, 0, 1])).logits.softmax(dim=-1)[0, 0] > 0, "`a` can be drafted"
+    output = both.logits(Context([1, 0, 1]), [0, 1], [-1, 0])
+    context = Context([1, 0, 1])
+    context.extend([0])
+    both.logits(context)
+    assert output.logits.shape == (3, 2)
+    assert max(max([*run.ids, *draft]) for run, draft in runner.calls) < runner.num_embeddings

@@ -56,8 +56,8 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
             "Train the checkpoint that it was made from; drafts are quantised after training",
         )
     translations = [translation_between(prepared, draft) for draft in drafts]
-    dtype = prepared.choose_dtype(models.dtype, device).dtype
-    placement = place(models.device, [prepared], [dtype], None)
+    chosen = prepared.choose_dtype(models.dtype, device)
+    dtype, placement = chosen.dtype, place(models.device, [prepared], [chosen], None)
     if placement is None:
         target = load_model(prepared, device, dtype, announce)
     else:

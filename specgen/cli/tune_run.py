@@ -220,7 +220,17 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
 def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
     draft = None if pair.draft is None else pair.draft.name
     heads = {kind: exports.ExportedHead(str(folder), name) for kind, (folder, name) in pair.heads.named_elsewhere().items()}
-    made = exports.export(engine, profile.methods, profile.chosen.method, pair.target.name, draft, heads)
+    differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
+    made = exports.export(
+        engine,
+        profile.methods,
+        profile.chosen.method,
+        pair.target.name,
+        draft,
+        heads,
+        tokenizers_differ=differ,
+        draft_dtype=profile.draft_dtype,
+    )
     print_result(made.text)
     for note in made.lost if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

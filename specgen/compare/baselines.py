@@ -71,6 +71,7 @@ def run_baseline(
     if draft is not None:
         options["assistant_model"] = assistant
         if not same_tokens(pair.tokenizer, draft.tokenizer):
+            _check_sizes(target, assistant)
             options |= _tokenizers(pair.target.folder, draft.folder)
     torch.manual_seed(seed)
     with _quiet(), _counted(target) as target_passes, _assistant(assistant, settings) as draft_passes:
@@ -94,6 +95,15 @@ def run_baseline(
         "drafts": passes if drafted else 0,
         "phase_seconds": None,
     }
+
+
+def _check_sizes(target: Any, draft: Any) -> None:
+    """Raises SpecgenError if both vocabularies have the same size: transformers takes their tokenizers for the same one then,
+    without looking at them, and refuses a second one."""
+    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    if sizes[0] == sizes[1]:
+        message = f"transformers takes two vocabularies of the same size ({sizes[0]:,}) for one, and these differ"
+        raise SpecgenError(message, "Leave transformers-assisted out")
 
 
 def _tokenizers(target: Path, draft: Path) -> dict[str, Any]:

@@ -31,16 +31,21 @@ class TextDrafter:
         own = replace(setup, runner=runner, sampling=SamplingParams(), eos_ids=ends, vocab_size=runner.vocab_size)
         self._drafter = ModelDrafter(replace(own, keep_logits=False))
         self._retokenized = RetokenizedContext(target, draft)
-        self._ends = ends
+        self._ends, self._num_embeddings = ends, runner.num_embeddings
         self._eos_id = target.eos_id if target.eos_id in setup.eos_ids else min(setup.eos_ids, default=None)
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        """Drafts at most `limit` of the target's tokens. Empty where the drafted text has no tokens that continue the context."""
+        """Drafts at most `limit` of the target's tokens. Empty where the drafted text has no tokens that continue the context.
+
+        Also where the draft model has no embedding for a token of the context's text.
+        """
         if limit < 1:
             return Draft()
         texts = self._retokenized
         texts.follow(context)
+        if max(texts.tail, default=0) >= self._num_embeddings:
+            return Draft()
         draft = self._drafter.propose(texts.context, policy, _PIECES * limit, texts.tail)
         drafted = [token for token in draft.tokens if token not in self._ends]
         tokens = texts.target_tokens(texts.text_after(drafted)) if drafted else []

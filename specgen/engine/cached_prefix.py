@@ -8,7 +8,15 @@ from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes,
 from specgen.prefill_progress import prefill_reports
 from specgen.types import Context
 
-PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the mask's and the activations' memory
+PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
+_SMALLEST_CHUNK = 256  # fewer would be slower
+_MASK_NUMBERS = PREFILL_CHUNK << 13  # of a pass over a longer prompt: bounds the mask's memory
+
+
+def chunk_size(cached: int) -> int:
+    """Returns how many tokens of a long prompt to run in a pass after so many cached ones: fewer after many."""
+    size = _MASK_NUMBERS // (cached + PREFILL_CHUNK)
+    return min(PREFILL_CHUNK, max(size - size % 64, _SMALLEST_CHUNK))
 
 
 class CachedPrefix:
@@ -92,10 +100,7 @@ class CachedPrefix:
         is_reported = missing > PREFILL_CHUNK
         if is_reported:
             prefill_reports.report(id(self), 0, missing)
-        while length - self.committed > PREFILL_CHUNK and self.committed < last:
-            size = self._chunk_size(context)
-            if length - self.committed <= size:
-                break
+        while length - self.committed > (size := self._chunk_size(context)) and self.committed < last:
             yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
             self.committed += size
             if is_reported and self.committed < begin + missing:
@@ -136,8 +141,8 @@ class CachedPrefix:
         longer than this boundary, already its first pass has to reach beyond it.
         """
         if self._rope_boundary is not None and self.uses_long_rope(context):
-            return max(PREFILL_CHUNK, self._rope_boundary + 1 - self.committed)
-        return PREFILL_CHUNK
+            return max(chunk_size(self.committed), self._rope_boundary + 1 - self.committed)
+        return chunk_size(self.committed)
 
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
         """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the cache's length."""

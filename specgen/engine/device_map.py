@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from specgen.engine.cached_prefix import PREFILL_CHUNK
+from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 from specgen.engine.devices import AUTO_MAP, free_memory
+from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import PreparedModel, check_weight_files
 from specgen.engine.model_shape import ModelShape
 from specgen.engine.placement import ModelMemory, Placement, Room, plan
-from specgen.errors import RunError, SpecgenError
+from specgen.engine.weight_sizes import weight_sizes
+from specgen.errors import RunError
 
 PLANNED_CONTEXT = 8192  # tokens that memory is kept for where the user names no number of them
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _HEADS = ("lm_head.", "embed_out.")
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 def find_rooms() -> list[Room]:
@@ -35,7 +32,7 @@ def find_rooms() -> list[Room]:
 
 
 def place(
-    device: str, models: Sequence[PreparedModel], dtypes: Sequence[torch.dtype], draft_device: str | None
+    device: str, models: Sequence[PreparedModel], choices: Sequence[DtypeChoice], draft_device: str | None
 ) -> Placement | None:
     """Returns the plan for a target, and for its draft model if there is one and the user has not named its device.
 
@@ -45,10 +42,10 @@ def place(
     if not rooms:
         return None
     context = models[0].source.context or min(models[0].context_limit, PLANNED_CONTEXT)
-    target = model_memory(models[0], dtypes[0], context)
+    target = model_memory(models[0], rooms[0].device, choices[0], context)
     draft = 0
     if len(models) == 2 and draft_device is None:
-        draft = model_memory(models[1], dtypes[1], min(models[1].context_limit, context)).total
+        draft = model_memory(models[1], rooms[0].device, choices[1], min(models[1].context_limit, context)).total
     gpus = [room for room in rooms if room.device.type != "cpu"]
     found = plan(gpus, target, context, draft)
     if found is None and models[0].config.backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
@@ -59,16 +56,16 @@ def place(
     return found
 
 
-def model_memory(prepared: PreparedModel, dtype: torch.dtype, context: int) -> ModelMemory:
-    """Returns the memory that a model takes in `dtype` with a KV cache for `context` tokens, by the headers of its files.
+def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeChoice, context: int) -> ModelMemory:
+    """Returns the memory that a model takes with a KV cache for `context` tokens, by the headers of its files.
 
-    Raises SpecgenError if they cannot be read.
+    `weights` is the dtype that it is run in; quantised ones may be dequantised on `device`. Raises SpecgenError if the files
+    cannot be read.
     """
     check_weight_files(prepared.folder, prepared.name)
-    shape, size = prepared.shape, dtype.itemsize
+    shape, size = prepared.shape, weights.dtype.itemsize
     layers, embedding, others, has_head = [0] * shape.num_layers, 0, 0, False
-    for name, dimensions, stored in stored_tensors(prepared.folder):
-        taken = math.prod(dimensions) * (size if stored in _FLOATS else _BYTES.get(stored, 1))
+    for name, taken in weight_sizes(prepared, device, weights)[1].items():
         found = _LAYER.search(name)
         if found is not None:
             if int(found[1]) < shape.num_layers:  # others predict further tokens, and are not loaded
@@ -87,21 +84,9 @@ def model_memory(prepared: PreparedModel, dtype: torch.dtype, context: int) -> M
 
 def _pass_bytes(shape: ModelShape, size: int, context: int) -> int:
     """Returns about how many bytes the largest forward pass takes: a chunk of a long prompt, with its attention mask."""
-    tokens = min(PREFILL_CHUNK, context)
+    tokens = min(chunk_size(max(context - PREFILL_CHUNK, 0)), context)
     per_token = 8 * shape.hidden_size + 4 * (shape.intermediate_size or 4 * shape.hidden_size) + 2 * context
     return tokens * per_token * size + 16 * shape.vocab_size * 4  # logits of a draft, in float32
-
-
-def stored_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
-    """Yields the name, the shape and safetensors' name of the dtype of each tensor in a model's files."""
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  no mapping
-                    part = file.get_slice(name)
-                    yield name, part.get_shape(), part.get_dtype()
-        except Exception as error:  # safetensors' own exceptions share no base that it exports
-            raise SpecgenError(f"cannot read the weights {path}: {str(error)[:160]}", "Download or save them again") from error
 
 
 def _does_not_fit(name: str, rooms: Sequence[Room], target: ModelMemory, context: int, draft: int) -> RunError:

@@ -51,6 +51,7 @@ class Cache(Protocol):
         """
 
 
+@runtime_checkable
 class ReadableCache(Protocol):
     """A KV cache whose entries another model can read."""
 

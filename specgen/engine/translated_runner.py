@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +26,8 @@ class TranslatedRunner:
 
     The draft model has a context of its own for each of the target's: the prompt as its own tokenizer would encode it, then each
     new token as the draft's token with the same bytes, or as several that make them up. It only grows, so the KV cache stays
-    valid. `own` runs it in its own ids. `context_limit` counts the draft's tokens: `room` says how many tokens fit. Every id of
-    the target can be run.
+    valid. Tokens for which the draft model has no embedding are left out of it. `own` runs it in its own ids. `context_limit`
+    counts the draft's tokens: `room` says how many tokens fit. Every id of the target can be run.
     """
 
     num_embeddings = sys.maxsize
@@ -36,7 +36,8 @@ class TranslatedRunner:
         self.context_limit, self.device = runner.context_limit, runner.device
         self.vocab_size = translation.width
         self.own, self._translation, self._penalties = runner, translation, penalties
-        self._single = {id_: other for id_, other in enumerate(translation.target_to_draft) if other >= 0}
+        singles = enumerate(translation.target_to_draft)
+        self._single = {id_: other for id_, other in singles if 0 <= other < runner.num_embeddings}
         self._widening = _Widening(translation, runner.vocab_size, runner.device)
         self._contexts: WeakKeyDictionary[Context, tuple[Context, int]] = WeakKeyDictionary()  # the draft's, of how many tokens
         self._last_prompt: tuple[list[int], list[int]] = [], []  # the last prompt, and its translation
@@ -88,7 +89,7 @@ class TranslatedRunner:
         own, done = self._contexts.get(context) or (Context(self._prompt(context)), context.prompt_length)
         new = context.ids[done:]
         if new or done == context.prompt_length:
-            spelled = [id_ for token in new for id_ in self._translation.spelling(token)]
+            spelled = [id_ for token in new for id_ in self._spelling(token)]
             if spelled:
                 own.extend(spelled)
             self._contexts[context] = own, done + len(new)
@@ -98,9 +99,18 @@ class TranslatedRunner:
         """Returns the draft's ids of the context's prompt: at least one, as a model can run no empty context."""
         ids = context.ids[: context.prompt_length]
         if self._last_prompt[0] != ids:
-            self._last_prompt = ids, self._translation.prompt(ids)
+            self._last_prompt = ids, self._embedded(self._translation.prompt(ids))
         special = self._translation.draft.special
-        return self._last_prompt[1] or [next((special[role] for role in ("bos", "eos", "unk") if role in special), 0)]
+        return (
+            self._last_prompt[1] or [*self._embedded(special[role] for role in ("bos", "eos", "unk") if role in special), 0][:1]
+        )
+
+    def _spelling(self, token: int) -> list[int]:
+        return self._embedded(self._translation.spelling(token))
+
+    def _embedded(self, ids: Iterable[int]) -> list[int]:
+        """Returns the ids that the draft model has embeddings for. Its tokenizer may have more: tokens added later."""
+        return [id_ for id_ in ids if id_ < self.own.num_embeddings]
 
     def _spelled_logits(self, own: Context, draft: Sequence[int], parents: Sequence[int] | None, start: int) -> ModelOutput:
         """Returns the draft model's output for drafted tokens of which it lacks some, which become several nodes each."""
@@ -111,14 +121,14 @@ class TranslatedRunner:
         ends: list[int] = []  # the last node of each drafted token; its parent's if it has none
         for token, parent in zip(draft, parents, strict=True):
             end = ends[parent] if parent >= 0 else -1
-            for id_ in self._translation.spelling(token):
+            for id_ in self._spelling(token):
                 nodes.append(id_)
                 node_parents.append(end)
                 levels.append(1 if end < 0 else levels[end] + 1)
                 end = len(nodes) - 1
             ends.append(end)
         if len(own) + max(levels, default=0) > self.context_limit:  # one node for each token, its last: there is room for these
-            spelled = [self._translation.spelling(token) for token in draft]
+            spelled = [self._spelling(token) for token in draft]
             nodes, node_parents, ends = (
                 [each[-1] if each else own.ids[-1] for each in spelled],
                 list(parents),

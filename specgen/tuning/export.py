@@ -82,11 +82,15 @@ def export(
     target: str,
     draft: str | None,
     heads: Mapping[str, ExportedHead] | None = None,
+    *,
+    tokenizers_differ: bool = False,
+    draft_dtype: str | None = None,
 ) -> Export:
     """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine supports.
 
     `chosen` is the fastest method of all; a note is added if the engine does not support it. `target` and `draft` are the models'
-    names (None: no draft model), `heads` are the heads of methods that need one. Raises SpecgenError if the engine supports none
+    names (None: no draft model), `heads` are the heads of methods that need one. `draft_dtype` is what the draft's weights were
+    rounded to, None if they were not. Raises SpecgenError if the engine supports none
     of the methods.
     """
     check(engine)
@@ -101,6 +105,8 @@ def export(
     method = ExportedMethod(best, settings.policy, settings.values, target, draft, fitting.get(best))
     made = write(method)
     notes = [*made.lost, "measured with specgen, one prompt at a time: a server that batches has other costs"]
+    if methods.find(best).uses_draft_model:
+        notes[:0] = _draft_notes(engine, tokenizers_differ=tokenizers_differ, draft_dtype=draft_dtype)
     if method.adapts_length:
         notes.insert(0, f"{engine} cannot adapt the length of {best}'s drafts as specgen does: {method.length} tokens, not tuned")
     if chosen == "ar":
@@ -108,6 +114,18 @@ def export(
     elif best != chosen:
         notes.insert(0, f"{chosen}, the fastest here, is not in {engine}: this is {best}, the best of what it has")
     return Export(made.text, tuple(notes))
+
+
+def _draft_notes(engine: str, *, tokenizers_differ: bool, draft_dtype: str | None) -> list[str]:
+    """Says what an engine does not do with a draft model that specgen does."""
+    notes = []
+    if tokenizers_differ:
+        both = "generate() needs both: tokenizer and assistant_tokenizer"
+        needed = both if engine == "transformers" else f"{engine} may refuse it"
+        notes.append(f"the draft model's tokenizer is not the target's: {needed}")
+    if draft_dtype is not None:
+        notes.append(f"the draft's weights were rounded to {draft_dtype} here: {engine} takes them as they are stored")
+    return notes
 
 
 def _transformers(method: ExportedMethod) -> Export:

@@ -21,6 +21,7 @@ from specgen.engine.timing import time_passes
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.tokenizer import Tokenizer
+from specgen.environment import launch
 from specgen.pair import Pair
 from specgen.preparation import example_prompts
 from specgen.tuning.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
@@ -113,6 +114,7 @@ class PairReport:
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
     as in PEARL; None if not measured or without a usable draft model. `choices` are the engine's, None if not measured.
     `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
+    `ranks` is the number of processes that torchrun started, None without it.
     """
 
     target: ModelFacts
@@ -124,6 +126,7 @@ class PairReport:
     parallel_costs: ParallelCosts | None = None
     choices: EngineChoices | None = None
     placement: Placement | None = None
+    ranks: int | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -158,6 +161,7 @@ class PairReport:
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
             "placement": None if self.placement is None else _placement(self.placement),
+            "ranks": self.ranks,
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
@@ -210,12 +214,13 @@ def inspect_files(
     that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be
     used at all, and RunError if a planned target does not fit.
     """
+    launched = launch()
     ours = prepare(target, announce)
     theirs = None if draft is None else prepare(draft, announce)
     tokenizers = None if theirs is None else _compared(ours, theirs)
     models = [model for model in (ours, theirs) if model is not None]
     choices = choose_dtypes(models, devices, dtypes)
-    placement = place(named[0], models, [choice.dtype for choice in choices], named[1])
+    placement = place(named[0], models, choices, named[1])
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(models, devices, dtypes)
@@ -229,6 +234,7 @@ def inspect_files(
             ours, parts, has_draft=tokenizers is not None, by_text=tokenizers is not None and tokenizers.refusal is not None
         ),
         placement=placement,
+        ranks=None if launched is None else launched.ranks,
     )
 
 

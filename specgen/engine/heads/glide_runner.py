@@ -163,6 +163,11 @@ class GlideForward:
     def _check(self, weights: GlideWeights) -> None:
         """Raises SpecgenError if the draft model cannot be run with this target."""
         model, own, other = self._model, self.architecture, self._target_architecture
+        if not isinstance(self._target.cache, ReadableCache):
+            raise SpecgenError(
+                "glide reads the target's keys and values, which are split over torchrun's processes",
+                "Take another method, or run without torchrun",
+            )
         missing = [name for name in (EMBEDDING, HEAD) if name not in weights.tensors]
         if missing:
             model.check_layers("glide")

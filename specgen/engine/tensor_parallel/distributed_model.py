@@ -44,12 +44,6 @@ class DistributedCache:
         with self._leader.call(Operation.GATHER, [self.key, start, *indices]):
             self.local.gather(indices, start)
 
-    def keys_and_values(self, layer: int, count: int) -> NoReturn:
-        raise SpecgenError(
-            "glide reads the target's keys and values, which are split over torchrun's processes",
-            "Take another method, or run without torchrun",
-        )
-
 
 class DistributedForward:
     """A forward function of a distributed model. `description` is as for `follower.make_forward`."""

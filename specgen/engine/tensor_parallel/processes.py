@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from specgen import heartbeat
 from specgen.engine.model_loading import ModelConfig, ModelSource, check_weight_files
 from specgen.engine.tensor_parallel.distributed_model import DistributedModel
 from specgen.engine.tensor_parallel.follower import Follower
@@ -30,11 +32,11 @@ from specgen.engine.tensor_parallel.leader import Leader
 from specgen.engine.tensor_parallel.ranks import LostRankError
 from specgen.environment import Launch, launch
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.heartbeat import INTERVAL, LONGEST_SILENCE, LOOK, SilenceWatch, beat_while_parent_lives
+from specgen.heartbeat import INTERVAL, LOOK, SilenceWatch, beat_while_parent_lives
 
 _FOREVER = timedelta(days=365)  # rank 0 may be idle for any time between two passes
 _GRACE = 5.0  # seconds in which an operation that waits for a rank that has ended should notice it itself
-_JOB, _FAILURE, _BEATS = "specgen/job", "specgen/failure", "specgen/beats/{}"
+_JOB, _FAILURE, _BEATS, _ENDED = "specgen/job", "specgen/failure", "specgen/beats/{}", "specgen/ended"
 _END = b"end"
 
 
@@ -143,6 +145,16 @@ class _Connection:
         elif self._store is None:
             self._store = _store()
             self._store.set(_JOB, _END)
+            self._wait_for_others()
+
+    def _wait_for_others(self) -> None:
+        """Waits some seconds for the other ranks to read the job, if the store ends with this process, as without torchrun."""
+        launched, until = launch(), time.monotonic() + 2 * _GRACE
+        assert launched is not None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            with suppress(RuntimeError):
+                while self._store.add(_ENDED, 0) < launched.ranks - 1 and time.monotonic() < until:
+                    time.sleep(INTERVAL / 10)
 
     def _reported(self) -> str | None:
         try:
@@ -199,7 +211,7 @@ def _watch(leader: Leader, store: Any, ending: threading.Event) -> None:
             try:
                 silent = [rank for rank, watch in watches.items() if watch.is_over()]
                 if silent:
-                    leader.fail(f"process {silent[0]} gave no sign of life for {LONGEST_SILENCE:g} seconds")
+                    leader.fail(f"process {silent[0]} gave no sign of life for {heartbeat.LONGEST_SILENCE:g} seconds")
                 elif os.getppid() != parent or store.check([_FAILURE]):
                     leader.fail()
             except RuntimeError:
@@ -244,6 +256,7 @@ def _follow(launched: Launch) -> None:
         time.sleep(INTERVAL / 10)
     kind = store.get(_JOB)
     if kind == _END:
+        store.add(_ENDED, 1)
         return
     try:
         device = torch.device("cpu" if kind == b"cpu" else f"cuda:{launched.local_rank}")

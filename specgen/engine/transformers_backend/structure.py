@@ -24,13 +24,19 @@ def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
         return None
 
 
-def count_parameters(config: Any, trust_remote_code: bool) -> int | None:
-    """Returns the number of parameters of a model by its transformers config, whether or not its weights are quantised.
+def parameter_counts(config: Any, trust_remote_code: bool) -> dict[str, int] | None:
+    """Returns how many numbers each weight of a model has by its transformers config, whether or not they are quantised.
 
     Tied weights are counted once. Returns None if building the model fails.
     """
     model = model_without_weights(config, trust_remote_code)
-    return None if model is None else sum(weight.numel() for weight in model.parameters())
+    return None if model is None else {name: weight.numel() for name, weight in model.named_parameters()}
+
+
+def count_parameters(config: Any, trust_remote_code: bool) -> int | None:
+    """Returns the sum of `parameter_counts`."""
+    counts = parameter_counts(config, trust_remote_code)
+    return None if counts is None else sum(counts.values())
 
 
 def is_quantised(model: Any) -> bool:

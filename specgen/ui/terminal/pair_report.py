@@ -136,6 +136,11 @@ def _memory(report: PairReport) -> tuple[str, str]:
 
 def _placement(report: PairReport, width: int) -> Iterator[Text]:
     """Yields a line for each device of a plan for several, and what follows from there being several."""
+    if report.ranks is not None:
+        part = _size(report.target.weight_bytes // report.ranks)
+        text = f"torchrun's {report.ranks} processes each hold about {part} of the target"
+        eager = "" if report.target.device == "cpu" else "; passes run without CUDA graphs"
+        yield from _line("", text + eager, width)
     if report.placement is None or len(report.placement.stages) == 1:
         return
     count, last = report.target.layers, report.placement.device
