@@ -74,7 +74,7 @@ def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
 
 def test_every_figure_of_the_table_recomputes_from_the_trace(compare: Compare, tmp_path: Path) -> None:
     trace, sheet, picture = tmp_path / "t.jsonl", tmp_path / "f.csv", tmp_path / "p.svg"
-    options = ("-m", METHODS, "-n", "30", "--repeats", "3", "--ignore-eos", "--by-category", "--phases")
+    options = ("-m", METHODS, "-n", "18", "--repeats", "3", "--ignore-eos", "--by-category", "--phases")
     code, out, err = compare(*options, "--json", "--trace", str(trace), "--csv", str(sheet), "--svg", str(picture))
     assert (code, err) == (0, "")
     lines = parsed(out)

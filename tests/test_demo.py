@@ -49,8 +49,7 @@ def first(domain: str, count: int, seed: int = 0) -> list[str]:
 class TestCorpus:
     @pytest.mark.parametrize("domain", DOMAINS)
     def test_documents_depend_only_on_the_seed(self, domain: str) -> None:
-        assert first(domain, 30) == first(domain, 30)
-        assert first(domain, 30) != first(domain, 30, seed=1)
+        assert first(domain, 12) == first(domain, 12) != first(domain, 12, seed=1)
 
     @pytest.mark.parametrize(
         ("domain", "digest"),
@@ -65,7 +64,7 @@ class TestCorpus:
         assert digest_of([module(rng) for _ in range(200)]) == "08a926a25de7436a"
 
     def test_code_is_valid_python(self) -> None:
-        for text in first("code", 300):
+        for text in first("code", 120):
             ast.parse(text)
         rng = random.Random(1)
         assert not any("$" in module(rng) for _ in range(300))
@@ -194,7 +193,8 @@ class TestExamples:
             form = forms.get(example["category"], r"[\s\S]*\b(class|def)\b")
             assert re.match(form, example["prompt"]), example["id"]
 
+    @pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("domain", DOMAINS)
-    def test_prompts_are_not_in_the_training_text(self, examples: list[dict[str, str]], domain: str) -> None:
-        trained = "\n\n".join(first(domain, 3000))
+    def test_prompts_are_not_in_the_training_text(self, examples: list[dict[str, str]], domain: str, count: int) -> None:
+        trained = "\n\n".join(first(domain, count))
         assert not any(example["prompt"] in trained for example in examples if example["category"] == domain)

@@ -22,7 +22,7 @@ from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.types import Draft, SamplingParams, Verdict
 from specgen.workers.thread_worker import ThreadWorker
 
-RUNS = 600
+RUNS = 400
 
 
 class RunnerWithHiddenStates(ModelRunner):

@@ -100,7 +100,7 @@ def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, st
         (["generate", "-m", "pearl", "--set", "window=4", "abc"], []),
         (["generate", "-m", "ar", "abc"], []),
         (["generate", "abc"], ["draft"]),
-        (["compare", "-m", "pearl:window=4", "--repeats", "1", "--limit", "1"], []),
+        pytest.param(["compare", "-m", "pearl:window=4", "--repeats", "1", "--limit", "1"], [], marks=pytest.mark.slow),
         (["compare", "-m", "pearl:window=4,sd", "--repeats", "1", "--limit", "1"], ["draft"]),
     ],
     ids=lambda value: " ".join(value),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, exit_of, make_model, plain, prompt, save
+from families import BACKENDS, CONTEXT, FAMILIES, exit_of, make_model, plain, prompt, save
 from runner_checks import LAYERED, RUN_BY, four_layers, quick
 
 import specgen
@@ -70,20 +70,30 @@ def exits() -> Iterator[tuple[str, str, int]]:
 @pytest.mark.parametrize(("family", "backend"), LAYERED)
 def test_greedy_ids_with_another_depth_of_the_exit(pair_with: Callable[..., Pair], family: str, backend: str) -> None:
     depths = {(family, backend): depth for family, backend, depth in exits()}
-    check_greedy_ids(pair_with, family, backend, 3 - depths[family, backend])
+    check_greedy_ids(pair_with, family, backend, 3 - depths[family, backend], list(METHODS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "backend", "depth"), list(exits()))
+def test_greedy_ids_of_all_methods(pair_with: Callable[..., Pair], family: str, backend: str, depth: int) -> None:
+    check_greedy_ids(pair_with, family, backend, depth, list(METHODS))
 
 
 @pytest.mark.parametrize(("family", "backend", "depth"), quick(exits()))
 def test_greedy_ids_are_the_targets_own(pair_with: Callable[..., Pair], family: str, backend: str, depth: int) -> None:
-    check_greedy_ids(pair_with, family, backend, depth)
+    """Of a third of the methods: in turn another third, so that several families, exits and both backends run each method."""
+    turn = (list(FAMILIES).index(family) + BACKENDS.index(backend)) % 3
+    check_greedy_ids(pair_with, family, backend, depth, list(METHODS)[turn::3])
 
 
-def check_greedy_ids(pair_with: Callable[..., Pair], family: str, backend: str, depth: int) -> None:
+def check_greedy_ids(pair_with: Callable[..., Pair], family: str, backend: str, depth: int, names: list[str]) -> None:
     pair = pair_with(family, depth, backend)
     expected = {seed: plain(transformers_module(pair.target), prompt(seed), COUNT) for seed in (depth, depth + 100)}
-    for (name, settings), (seed, tokens) in zip(METHODS.items(), cycle(expected.items()), strict=False):
+    for name, (seed, tokens) in zip(names, cycle(expected.items()), strict=False):
         # the caches hold another method's run on another prompt
-        result = pair.generate(prompt(seed), name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
+        result = pair.generate(
+            prompt(seed), name.partition(":")[0], SamplingParams(max_new_tokens=COUNT, seed=seed), **METHODS[name]
+        )
         assert result.token_ids == tokens, (name, seed)
 
 
@@ -153,12 +163,12 @@ def test_drafts_that_skip_a_layer_without_effect_are_fully_accepted(tmp_path: Pa
 @pytest.mark.parametrize("name", METHODS)
 def test_sampled_runs_repeat_with_their_seed_after_runs_of_other_methods(pair_with: Callable[..., Pair], name: str) -> None:
     pair = pair_with("llama", 1)
-    sampling = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=20, seed=5)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.9, top_k=20, seed=5)
     method, settings = name.partition(":")[0], METHODS[name]
     first = pair.generate(prompt(5), method, sampling, **settings).token_ids
     pair.generate(prompt(6), "lookup", sampling)
     rounds = pair.rounds(prompt(7), method, sampling, **settings)
-    for _ in range(3):
+    for _ in range(2):
         next(rounds)
     rounds.close()  # type: ignore[attr-defined]
     assert pair.generate(prompt(5), method, sampling, **settings).token_ids == first
@@ -171,9 +181,9 @@ def test_penalties_apply_to_draft_and_target(tmp_path: Path) -> None:
     target = specgen.load(save(model, tmp_path), device="cpu", dtype="float32").target
     pair = Pair(target, None, exit_layer=exit_of(target, 1))
     ids = prompt(4)
-    expected = plain(transformers_module(target), ids, 30)
+    expected = plain(transformers_module(target), ids, 16)
     for name, settings in METHODS.items():
-        result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=30, seed=0), **settings)
+        result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=16, seed=0), **settings)
         assert result.token_ids == expected, name
 
 

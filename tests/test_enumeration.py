@@ -60,7 +60,7 @@ THREE = (3, 3)
 CHAINS = [  # the rejection sampler
     Case("sd", {"k": 1}, 5),
     Case("sd", {"k": 2}, 5),
-    Case("sd", {"k": 3}, 6),
+    Case("sd", {"k": 3}, 5),
     Case("sd", {"k": 4}, 6, seed=1),
     Case("sd", {"k": 3}, 5, THREE, {"top_k": 2}),
     Case("sd", {"k": 3}, 5, THREE, {"top_p": 0.8, "temperature": 1.3}, seed=1),
@@ -93,13 +93,13 @@ POLICIES = [  # that read the drawn token or what was accepted before
 ]
 PARALLEL = [
     Case("pearl", {"window": 1}, 5),
-    Case("pearl", {"window": 2}, 5),
+    Case("pearl", {"window": 2}, 4),
     Case("pearl", {"window": 3}, 5, seed=1),
     Case("pearl", {"window": 4}, 5),
     Case("pearl", {"window": 2}, 4, THREE, {"top_p": 0.8}),
     Case("pearl", {"window": 3}, 5, THREE, {"top_k": 2}, eos=(2,)),
     Case("pearl", {"window": 3}, 6, eos=(1,)),
-    Case("pearl", {"window": 2, "pre_verify": False}, 5),
+    Case("pearl", {"window": 2, "pre_verify": False}, 4),
     Case("pearl", {"window": 3, "pre_verify": False}, 6, eos=(1,), seed=1),
     Case("pearl", {"window": 2, "post_verify": False}, 5),
     Case("pearl", {"window": 4, "post_verify": False}, 6, eos=(1,), seed=1),
@@ -146,6 +146,9 @@ NGRAMS = [
 ]
 
 LONGER = [  # than the same cases above
+    Case("sd", {"k": 3}, 6),
+    Case("pearl", {"window": 2}, 5),
+    Case("pearl", {"window": 2, "pre_verify": False}, 5),
     Case("pearl", {"window": 3}, 6, seed=1),
     Case("pearl", {"window": 4}, 6),
     Case("pearl", {"window": 3, "policy": "adaptive", "verify_cost": 0.2, "exploration": 0.1}, 5),

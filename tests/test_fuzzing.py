@@ -1,4 +1,7 @@
-"""Two hundred generated cases, the same in each run; tests/fuzz.py runs any number of others. And the fuzzer's own checks."""
+"""A hundred generated cases, the same in each run, and as many slow ones. And the fuzzer's own checks.
+
+tests/fuzz.py runs any number of others.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ from specgen.ui.theme import flavour
 pytestmark = POSIX
 SEED = 1
 CASES = {
-    "options": 6,
-    "outputs": 20,
-    "prompts": 35,
-    "traces": 40,
-    "profiles": 30,
-    "configs": 14,
-    "weights": 18,
-    "exits": 18,
-    "environment": 19,
+    "options": 3,
+    "outputs": 10,
+    "prompts": 18,
+    "traces": 20,
+    "profiles": 15,
+    "configs": 7,
+    "weights": 9,
+    "exits": 9,
+    "environment": 10,
 }
 
 
@@ -41,9 +44,12 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
     return fuzz_materials.make(tmp_path_factory.mktemp("materials"))
 
 
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "the rest"])
 @pytest.mark.parametrize("part", CASES)
-def test_generated_cases_end_with_a_code_and_a_line(materials: Materials, part: str) -> None:
-    reports = [fuzzing.run_number(part, SEED, number, materials) for number in range(CASES[part])]
+def test_generated_cases_end_with_a_code_and_a_line(materials: Materials, part: str, rest: bool) -> None:
+    count = CASES[part]
+    numbers = range(count, 2 * count) if rest else range(count)
+    reports = [fuzzing.run_number(part, SEED, number, materials) for number in numbers]
     failed = [report for report in reports if report is not None]
     assert not failed, "\n".join(failed)
 

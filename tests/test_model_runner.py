@@ -28,8 +28,8 @@ def test_chains_trees_and_commits_in_any_order_give_the_reference_logits(family:
     runner = ModelRunner(model_of(module, backend))
     rng = random.Random(family)
     context = Context([1, 5, 6, 7])
-    for step in range(14):
-        if step == 8:  # another sequence that shares its beginning with the cached one
+    for step in range(8):
+        if step == 5:  # another sequence that shares its beginning with the cached one
             context = Context([*context.ids[:6], 9, 9])
         tokens, parents = random_tree(rng, rng.randrange(0, 7))
         if step % 3 == 0:
@@ -39,7 +39,7 @@ def test_chains_trees_and_commits_in_any_order_give_the_reference_logits(family:
 
 
 @both_backends
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_any_sequence_of_calls_on_one_runner(rng: random.Random, backend: str) -> None:
     runner = ModelRunner(MODELS[backend])
@@ -163,7 +163,7 @@ def scripted_calls(runner: ModelRunner, context: Context) -> None:
 def test_an_interruption_at_any_line_leaves_the_runner_usable(backend: str) -> None:
     line, finished = 0, False
     while not finished:
-        line += 1 if line < 20 else (7 if backend == "transformers" else 17)  # native code has more lines
+        line += 1 if line < 20 else (7 if backend == "transformers" else 29)  # native code has more lines
         runner, context = ModelRunner(MODELS[backend]), Context([1, 5, 6, 7])
         runner.logits(context)
         with InterruptAt(line):

@@ -46,11 +46,11 @@ def test_penalties_are_applied_as_transformers_does(models_folder: Path, penalty
     pair = specgen.load(str(folder / "target"), str(folder / "draft"), device="cpu", dtype="float32")
     rng = random.Random(1)
     own = AutoModelForCausalLM.from_pretrained(folder / "target")
-    for _ in range(2):
+    for count in (40, 16):
         ids = [1, *(rng.randrange(3, 40) for _ in range(8))]
-        expected = plain(own, ids, 40)
+        expected = plain(own, ids, count)
         for method in ("ar", "sd", "svip", "lookup", "specinfer"):
-            assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected, method
+            assert pair.generate(ids, method, SamplingParams(max_new_tokens=count)).token_ids == expected, method
 
 
 @pytest.mark.parametrize("field", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"forced_eos_token_id": 2}])
@@ -224,7 +224,7 @@ def test_vocabularies_padded_to_different_sizes_work(
         sampling = SamplingParams(max_new_tokens=30, temperature=temperature, top_k=1 if temperature else 0, seed=1)
         if METHODS[method].lossless:
             assert pair.generate([1, 5, 6], method, sampling).token_ids == expected, method
-        for seed in range(3):
+        for seed in range(1 if not temperature else 2):
             tokens = pair.generate([1, 5, 6], method, replace(sampling, top_k=0, seed=seed, ignore_eos=True)).token_ids
             assert len(tokens) == 30
             assert max(tokens) < VOCAB, "a token that only the draft's vocabulary has"

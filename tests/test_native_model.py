@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,14 @@ def check(module: Any, found: torch.Tensor, context: Context, tokens: list[int],
     """Compares a runner's logits, from index `start` on, with those of passes over each path without a cache."""
     paths = [context.ids + path_to(tokens, parents, index - 1) for index in range(start, len(tokens) + 1)]
     assert_close(found, expected(module, paths))
+
+
+def in_turn(families: Iterable[str], kinds: Sequence[Any]) -> list[Any]:
+    """Every family with every kind. Llama with all, the others with one in turn; the rest is slow."""
+    return [
+        pytest.param(family, kind, marks=() if family == "llama" or (row + column) % len(kinds) == 0 else pytest.mark.slow)
+        for (row, family), (column, kind) in product(enumerate(families), enumerate(kinds))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +106,14 @@ def test_a_runner_gives_the_logits_of_passes_without_a_cache(models: Any, family
     random_calls(module, native, rng, random_ids(rng.randrange(2, 12), index), longest)
 
 
-@pytest.mark.parametrize(("family", "index"), CASES)
+@pytest.mark.parametrize(
+    ("family", "index"),
+    [
+        pytest.param(family, index, marks=() if index == len(VARIANTS[family]) - 1 else pytest.mark.slow)
+        for family in VARIANTS
+        for index in range(len(VARIANTS[family]))
+    ],
+)
 def test_long_prompts_in_chunks_and_in_one_pass(models: Any, family: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module, native = models(family, index)
     ids, tokens = random_ids(71), random_ids(5, 1)
@@ -128,8 +145,7 @@ def test_padded_passes_and_packed_weights_give_the_same_logits(models: Any, fami
     random_calls(module, native, random.Random(family), random_ids(7), longest, steps=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize(("family", "dtype"), in_turn(VARIANTS, [torch.bfloat16, torch.float16]))
 @torch.no_grad()
 def test_narrow_dtypes_are_as_good_as_in_transformers(models: Any, family: str, dtype: torch.dtype) -> None:
     module, _ = models(family)
@@ -178,9 +194,9 @@ def test_layers_with_parts_left_out(models: Any, family: str) -> None:
         compare_runners((runners[0], runners[1]), family, longest)
 
 
-@pytest.mark.parametrize("family", LAYERED)
-@pytest.mark.parametrize(("layers", "own_head"), [(0, True), (1, False), (2, True)])
-def test_exit_layers_and_early_exit(models: Any, family: str, layers: int, own_head: bool) -> None:
+@pytest.mark.parametrize(("family", "kind"), in_turn(LAYERED, [(0, True), (1, False), (2, True)]))
+def test_exit_layers_and_early_exit(models: Any, family: str, kind: tuple[int, bool]) -> None:
+    layers, own_head = kind
     pair = layered(models, family)
     tensors = ExitLayer.of(pair[0].module, layers).state_dict()
     torch.manual_seed(1)

@@ -24,7 +24,7 @@ from specgen.tuning.export import ENGINES
 from specgen.types import SamplingParams
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-NOT_OURS = {"--speculative-config", "--threads"}  # vLLM's, and an option of tests/benchmark.py
+NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}  # vLLM's, torchrun's, and an option of tests/benchmark.py
 
 
 def section(title: str) -> str:

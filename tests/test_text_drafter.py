@@ -58,6 +58,7 @@ class Script:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
+        assert context.ids, "a model can run no empty context"
         rows = torch.full((len(draft) + 1 - start, self.vocab_size), -10.0)
         for row, length in enumerate(range(start, len(draft) + 1)):
             rows[row, self.next_token([*context.ids, *draft[:length]])] = 10.0
@@ -330,4 +331,12 @@ def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_
     context = Context(ours.encode("T"))
     assert drafter.propose(context, Fixed(4), 4).tokens
     context.extend(ours.encode_plain("he quick dog"))
+    assert not drafter.propose(context, Fixed(4), 4).tokens
+
+
+def test_a_context_without_text_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
+    """The target has begun a character, and the draft's tokenizer puts no token before a text."""
+    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("byte-level")
+    drafter = TextDrafter(DraftSetup(Oracle(theirs, TEXT), tokenizers=(ours, theirs)))  # type: ignore[arg-type]
+    context = Context(ours.encode_plain("\N{SNOWMAN}")[:1])
     assert not drafter.propose(context, Fixed(4), 4).tokens

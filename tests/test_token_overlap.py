@@ -238,12 +238,12 @@ def test_greedy_output_is_plain_decodings(folders: Folders, draft: str) -> None:
     """On models, whose drafts by way of their text are cut, refused and accepted; and with no memory of the run before."""
     pair = specgen.load(folders("byte-level"), folders(draft), device="cpu", dtype="float32")
     pair._process_worker = None
-    for prompt in ("the quick brown", "日本語 def fibonacci(n", "a"):
+    given = {"the quick brown": {"k": 6}, "日本語 def fibonacci(n": {"policy": "svip"}, "a": {"k": 1}}
+    for prompt, settings in given.items():
         sampling = SamplingParams(max_new_tokens=24)
         plain = pair.generate(prompt, "ar", sampling)
-        for settings in ({"k": 1}, {"k": 6}, {"policy": "svip"}):
-            found = pair.generate(prompt, "sd", sampling, translation="text", **settings)
-            assert found.token_ids == plain.token_ids
+        found = pair.generate(prompt, "sd", sampling, translation="text", **settings)
+        assert found.token_ids == plain.token_ids
         if draft == "byte-level":
             assert found.summary["drafted"] > 0
     pair.close()

@@ -258,7 +258,7 @@ def command(folder: Path, corpus: Path, out: Path | None, *more: str) -> list[st
     return train_command("eesd", corpus, out, "-t", str(folder), *more)
 
 
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("native", marks=pytest.mark.slow), "transformers"])
 def test_the_command_trains_an_exit(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

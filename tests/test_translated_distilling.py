@@ -315,4 +315,6 @@ def test_a_draft_that_shares_too_little_is_refused(
     words = [target.tokenizer.encode(word)[1:] for word in text.split()]  # the spaces between them are common tokens
     task = TrainingTask(tmp_path, TINY, prompts=words)
     with pytest.raises(SpecgenError, match=message):
-        check_overlap(other, task)
+        check_overlap(other, task, VOCABULARY)
+    with pytest.raises(SpecgenError, match="embeddings"):
+        check_overlap(other, task, len(other.draft.pieces) - 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -48,15 +49,20 @@ def run(pair: Pair, method: str, prompt: Any, **sampling: Any) -> Any:
     return pair.generate(prompt, name, SamplingParams(**{"max_new_tokens": COUNT} | sampling), **dict(parse_pairs(given)))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_greedy_ids_are_the_targets_own(translated: Callable[[str], Pair], demo_pair: Pair, method: str) -> None:
-    for number, kind in enumerate(("merges", "sentencepiece")):  # see the next test for the third
-        pair = translated(kind)
-        prompt = PROMPTS[(number + METHODS.index(method)) % len(PROMPTS)]
-        wanted = run(demo_pair, "ar", prompt).token_ids
-        result = run(pair, method, prompt)
-        assert result.token_ids == wanted
-        assert result.summary["drafted"] > 0
+def kinds() -> Iterator[Any]:
+    """Every method with two kinds of tokenizer, in turn one of them slow; for the third kind see the next test."""
+    for (row, method), (column, kind) in product(enumerate(METHODS), enumerate(("merges", "sentencepiece"))):
+        yield pytest.param(method, kind, marks=pytest.mark.slow if (row + column) % 2 else ())
+
+
+@pytest.mark.parametrize(("method", "kind"), list(kinds()))
+def test_greedy_ids_are_the_targets_own(translated: Callable[[str], Pair], demo_pair: Pair, method: str, kind: str) -> None:
+    pair = translated(kind)
+    prompt = PROMPTS[((kind == "merges") + METHODS.index(method)) % len(PROMPTS)]
+    wanted = run(demo_pair, "ar", prompt).token_ids
+    result = run(pair, method, prompt)
+    assert result.token_ids == wanted
+    assert result.summary["drafted"] > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -81,18 +87,18 @@ def test_some_drafts_are_right(translated: Callable[[str], Pair], kind: str) -> 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs forks")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_pearl_in_a_process_of_its_own(translated: Callable[[str], Pair], demo_pair: Pair, temperature: float) -> None:
+def test_pearl_in_a_process_of_its_own(translated: Callable[[str], Pair], demo_pair: Pair) -> None:
     """The process gets the translation with the model. Its drafts are those of a thread."""
     here = translated("sentencepiece")
     assert here.draft is not None
     with specgen.load(str(demo.folder("target")), str(here.draft.folder), device="cpu", dtype="float32") as pair:
         assert pair._process_worker is not None
-        found, wanted = (run(each, "pearl:window=3", PROMPTS[0], temperature=temperature, seed=3) for each in (pair, here))
-        assert found.token_ids == wanted.token_ids
-        assert found.summary["drafted"] == wanted.summary["drafted"] > 0
-        if not temperature:
-            assert found.token_ids == run(demo_pair, "ar", PROMPTS[0]).token_ids
+        for temperature in (0.0, 0.8):
+            found, wanted = (run(each, "pearl:window=3", PROMPTS[0], temperature=temperature, seed=3) for each in (pair, here))
+            assert found.token_ids == wanted.token_ids
+            assert found.summary["drafted"] == wanted.summary["drafted"] > 0
+            if not temperature:
+                assert found.token_ids == run(demo_pair, "ar", PROMPTS[0]).token_ids
 
 
 def test_the_drafts_context_limit_is_counted_in_its_own_tokens(

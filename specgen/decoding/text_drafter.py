@@ -38,13 +38,13 @@ class TextDrafter:
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """Drafts at most `limit` of the target's tokens. Empty where the drafted text has no tokens that continue the context.
 
-        Also where the draft model has no embedding for a token of the context's text.
+        Also where the context has no text yet, and where the draft model has no embedding for a token of the text.
         """
         if limit < 1:
             return Draft()
         texts = self._retokenized
         texts.follow(context)
-        if max(texts.tail, default=0) >= self._num_embeddings:
+        if not texts.context.ids or max(texts.tail, default=0) >= self._num_embeddings:
             return Draft()
         draft = self._drafter.propose(texts.context, policy, _PIECES * limit, texts.tail)
         drafted = [token for token in draft.tokens if token not in self._ends]

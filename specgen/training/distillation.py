@@ -150,7 +150,7 @@ def distill(
     """
     translation = draft.translation
     if translation is not None:
-        check_overlap(translation, task)
+        check_overlap(translation, task, draft.model.num_embeddings)
     settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
     generation = TextGeneration(target, task, settings, observer, Purpose.DRAFT)
     texts = generation.run()

@@ -47,8 +47,14 @@ _SPECIAL = b"\xff"  # stands for a special token; no text in UTF-8 has this byte
 _HINT = "Take a draft with the target's tokenizer, or a method without a draft model: -m lookup"
 
 
-def check_overlap(translation: Translation, task: TrainingTask) -> None:
-    """Raises SpecgenError if the draft can write too little of the task's prompts or corpus for distillation to be sound."""
+def check_overlap(translation: Translation, task: TrainingTask, num_embeddings: int) -> None:
+    """Raises SpecgenError if the draft can write too little of the task's prompts or corpus for distillation to be sound.
+
+    Also if it has embeddings for `num_embeddings` tokens only, and its tokenizer has more.
+    """
+    tokens = len(translation.draft.pieces)
+    if tokens > num_embeddings:
+        raise SpecgenError(f"the draft's tokenizer has {tokens:,} tokens, and its model {num_embeddings:,} embeddings", _HINT)
     ids = _text_to_check(task)
     written = sum(_is_written(translation, id_) for id_ in ids)
     if written < (1 - _MAX_UNWRITABLE) * len(ids):

@@ -1,0 +1,95 @@
+"""The fixtures that the tests share, with the libraries that they need."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from browser import browser  # noqa: F401  a fixture
+from comparisons import compare, prompts  # noqa: F401  fixtures
+from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
+
+import specgen
+from specgen.demo.recipe.tokenizer import train_tokenizer
+from specgen.drafting_knowledge import DraftingKnowledge
+from specgen.pair import Pair
+
+torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
+
+
+@pytest.fixture(scope="session")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def pair_of(models_folder: Path) -> Callable[..., Pair]:
+    """A float32 pair of a family, its draft an unrelated model, a near copy of the target, or the target itself.
+
+    Runs on the backend that is named third, by default on the one that specgen chooses.
+    """
+
+    @cache
+    def folder(family: str, role: str) -> str:
+        target = make_model(family)
+        model = {"target": lambda: target, "near": lambda: near_copy(target), "unrelated": lambda: make_model(family, seed=7)}[
+            role
+        ]()
+        return save(model, models_folder / family / role)
+
+    @cache
+    def made(family: str, draft: str, backend: str = "auto") -> Pair:
+        role = "target" if draft == "itself" else draft
+        pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32", backend=backend)
+        pair._process_worker = None  # PEARL's drafts in a thread: as many processes as there are pairs would take minutes
+        return pair
+
+    return made
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing is known, with an empty cache of measurements."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    pair = pair_of("llama", "near")
+    monkeypatch.setattr(pair, "knowledge", DraftingKnowledge(dict, has_draft_model=True))
+    return pair
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A demo pair's folder with a small tokenizer in target/ and draft/, and no weights."""
+    out = tmp_path_factory.mktemp("pair")
+    train_tokenizer(out, vocabulary_size=400, characters=60_000)
+    return out
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> Pair:
+    pair = specgen.load(device="cpu", dtype="float32")
+    pair._process_worker = None  # as above
+    return pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The options that name a tiny pair whose draft is often right."""
+    assert len(LETTERS) == VOCAB
+    parent = tmp_path_factory.mktemp("cli")
+    tokenizer = make_tokenizer(LETTERS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    model = make_model("llama")
+    return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of a few words, which a model can learn."""
+    rng = random.Random(1)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("\n".join(" ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)))
+    return path
