@@ -122,6 +122,9 @@ def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
     said = generated(pair, *named, "--draft-dtype", "float32")
     assert "is stale: the draft's dtype was int8, and is float32; it is not used" in said
     assert "int8 draft" not in said
+    said = generated(pair, *named, "--backend", "transformers")
+    assert "is stale: its draft was int8, and the transformers backend, which runs the draft here, cannot quantise it" in said
+    assert "int8 draft" not in said
     assert "int8 draft" not in generated(pair, *named, "-m", "sd", "--set", "k=2")  # own settings: no profile
     given = [*pair, "--device", "cpu", "--dtype", "float32", *named, "-n", "4", "--limit", "1", "--repeats", "1"]
     result = CliRunner().invoke(app, ["compare", "-m", "sd,ar", *given, "--html", str(tmp_path / "page.html")])

@@ -93,7 +93,10 @@ def find(
             raise
         _note(err, f"{error.message}; it is not used. {error.hint}", quiet)
         return None
-    why = profile.mismatch(key.with_draft_dtype(profile.draft_dtype))
+    why, dtype = profile.mismatch(key.with_draft_dtype(profile.draft_dtype)), profile.draft_dtype
+    is_run_by_transformers = pair.draft is not None and pair.draft.backend == "transformers"
+    if why is None and dtype is not None and is_run_by_transformers and not any_draft_dtype:
+        why = f"its draft was {dtype}, and the transformers backend, which runs the draft here, cannot quantise it"
     if (why := why or (None if any_draft_dtype else profile.mismatch(key))) is not None:
         _note(err, f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}", quiet)
     elif (why := _other_sampling(profile, sampling)) is not None:
