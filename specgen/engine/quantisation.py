@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from textwrap import shorten
 from typing import Any
 
 from specgen.errors import SpecgenError
@@ -83,9 +84,9 @@ class Quantisation:
 def read_quantisation(config: Mapping[str, Any], name: str) -> Quantisation | None:
     """Returns how the weights of the model `name` are quantised, by its config.json; None if they are not.
 
-    Raises SpecgenError for GGUF.
+    Raises SpecgenError for GGUF, and for settings that are no JSON object.
     """
-    settings = _settings(config)
+    settings = _settings(config, name)
     if settings is None:
         return None
     method = settings.get("quant_method")
@@ -97,13 +98,19 @@ def read_quantisation(config: Mapping[str, Any], name: str) -> Quantisation | No
     return Quantisation(FORMATS.get(method, Format(method)), settings)
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _settings(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """Returns the model's `quantization_config`; a model with vision or audio may have it in its text part."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         settings = part.get("quantization_config")
+        if settings is not None and not isinstance(settings, dict):
+            shown = shorten(repr(settings), 40, placeholder=" …")
+            raise SpecgenError(
+                f"the config.json of {name} has a quantization_config that is no JSON object: {shown}",
+                "Download or save it again",
+            )
         if settings is not None:
-            return settings if isinstance(settings, dict) else {}
+            return settings
     return None
 
 
