@@ -21,6 +21,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incompl
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
 _ANCHORS = ("\n", "a", ".")  # texts that a piece of text is encoded after, so that it gets no space in front
 _PREFIX = 6  # the first new token is decoded together with this many last tokens of the prompt, which keeps its leading space
+_FILES = "tokenizer.json", "*.model", "*vocab*", "merges.txt", "tekken.json", "*.tiktoken"  # of tokenizers of all kinds
 
 
 class Backend(Protocol):
@@ -194,7 +195,15 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
     from specgen.engine.transformers_backend.quiet import reading
 
     with reading("tokenizer", name):
-        adapter = _TransformersTokenizer(folder, trust_remote_code)
+        try:
+            adapter = _TransformersTokenizer(folder, trust_remote_code)
+        except Exception as error:
+            if "trust_remote_code" in str(error) or any(path for pattern in _FILES for path in folder.glob(pattern)):
+                raise
+            raise SpecgenError(
+                f"{name} has no tokenizer: it lacks tokenizer.json, and also tokenizer.model, vocab.json and vocab.txt",
+                "Download them, or save them with tokenizer.save_pretrained",
+            ) from error
         return Tokenizer(adapter, adapter.template if adapter.has_template else None, fallback)
 
 
