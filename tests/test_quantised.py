@@ -141,7 +141,7 @@ def test_code_from_the_hub_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"quant_method": ["awq"]}, "which transformers does not know"),
         ({"bits": 4}, "a nameless format, which transformers does not know"),
         ({}, "which transformers does not know"),
-        ("awq", "which transformers does not know"),
+        ("awq", "a quantization_config that is no JSON object: 'awq'"),
         ({"quant_method": "gguf"}, "specgen tune --export llama.cpp"),
     ],
 )

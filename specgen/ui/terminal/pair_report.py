@@ -244,7 +244,7 @@ def _common_pays(overlap: TokenOverlap, model: SpeedupModel, width: int) -> Iter
     if (found := words.best_speedup(overlap, model)) is None:
         return
     pays, text = found
-    yield from _line("✓ tokens" if pays else "✗ tokens", text, width)
+    yield from _line("✓ tokens" if pays else "· tokens", text, width)
     if (hint := words.advice(overlap, pays=pays)) is not None:
         yield from _line("", hint, width, style="quiet")
 
