@@ -28,16 +28,24 @@ TOLERANCE = 2e-4
 
 
 def quick(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameters that begin with a family and a backend; transformers runs a sample of the native families, the rest is slow.
+    """Parameters that begin with a family and a backend; both backends run a sample of the native families, the rest is slow.
 
     For what both backends have in common: that all families give the reference logits on both, and the same greedy output, is
     tested without this in `test_model_runner.py` and `test_lossless.py`.
     """
-    often = ("llama", "qwen3", "gemma2")
+    often = {
+        "native": {"llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "cohere"},
+        "transformers": {"llama", "gemma2"},
+    }
     return [
-        pytest.param(*case, marks=pytest.mark.slow if case[1] != "native" and case[0] in NATIVE and case[0] not in often else ())
+        pytest.param(*case, marks=() if case[0] not in NATIVE or case[0] in often[case[1]] else pytest.mark.slow)
         for case in cases
     ]
+
+
+def every(step: int, cases: Iterable[Any]) -> list[Any]:
+    """Parameters of which the first of each `step` is run by default; the others are slow."""
+    return [pytest.param(case, marks=pytest.mark.slow if number % step else ()) for number, case in enumerate(cases)]
 
 
 def uncached(module: Any, ids: list[int]) -> torch.Tensor:

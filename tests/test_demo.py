@@ -47,6 +47,7 @@ def first(domain: str, count: int, seed: int = 0) -> list[str]:
 
 
 class TestCorpus:
+    @pytest.mark.slow
     @pytest.mark.parametrize("domain", DOMAINS)
     def test_documents_depend_only_on_the_seed(self, domain: str) -> None:
         assert first(domain, 12) == first(domain, 12) != first(domain, 12, seed=1)
@@ -193,7 +194,7 @@ class TestExamples:
             form = forms.get(example["category"], r"[\s\S]*\b(class|def)\b")
             assert re.match(form, example["prompt"]), example["id"]
 
-    @pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("count", [400, pytest.param(3000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("domain", DOMAINS)
     def test_prompts_are_not_in_the_training_text(self, examples: list[dict[str, str]], domain: str, count: int) -> None:
         trained = "\n\n".join(first(domain, count))

@@ -47,6 +47,7 @@ def test_a_failed_load_is_reported(tmp_path: Path) -> None:
     assert "no safetensors weights" in str(error)
 
 
+@pytest.mark.slow
 @posix
 def test_a_draft_that_cannot_be_rolled_back_is_found_by_the_worker(tmp_path: Path) -> None:
     """The check of `load_model`, which this process does not call for PEARL's draft."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
+from runner_checks import every
 
 from specgen import energy
 from specgen.compare.method_specs import parse_spec
@@ -263,7 +264,7 @@ def test_a_rapl_counter_that_can_no_longer_be_read_costs_the_figure(tmp_path: Pa
     assert meter._stopped.is_set()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, None])
+@pytest.mark.parametrize("error", every(3, [KeyboardInterrupt, RuntimeError, None]))
 def test_a_run_that_fails_leaves_no_thread_that_reads_counters(tmp_path: Path, error: type[BaseException] | None) -> None:
     config = BenchmarkConfig([parse_spec("ar")], [Prompt(0, "text")], 1, SamplingParams())
     runner = Runner(SimpleNamespace(devices=lambda: [CPU]), config)  # type: ignore[arg-type]

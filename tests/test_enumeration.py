@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import PROMPT, ROUNDING, InlineWorker, Paths, SmallRunner, exact, states, total_variation
+from runner_checks import every
 from scripted_models import scripted_run
 
 from specgen.cost_model.pearl_window import Window
@@ -182,12 +183,12 @@ def test_adaptive_decides_by_the_drawn_token_in_these_cases(case: Case) -> None:
     assert "no draft" in reasons or "exploration" not in case.settings
 
 
-@pytest.mark.parametrize("case", PARALLEL, ids=str)
+@pytest.mark.parametrize("case", every(2, PARALLEL), ids=str)
 def test_pearl(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
 
 
-@pytest.mark.parametrize("case", TREES, ids=str)
+@pytest.mark.parametrize("case", every(2, TREES), ids=str)
 def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
 

@@ -19,6 +19,7 @@ import pytest
 from cli_helpers import POSIX
 from fuzz_commands import Case
 from fuzz_materials import Materials
+from runner_checks import every
 
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.errors import SpecgenError
@@ -45,7 +46,7 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 
 
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "the rest"])
-@pytest.mark.parametrize("part", CASES)
+@pytest.mark.parametrize("part", every(3, CASES))
 def test_generated_cases_end_with_a_code_and_a_line(materials: Materials, part: str, rest: bool) -> None:
     count = CASES[part]
     numbers = range(count, 2 * count) if rest else range(count)

@@ -157,7 +157,15 @@ def test_without_distributions_the_chart_shows_the_share_of_accepted_tokens(brow
     assert any("--record distributions" in text for text in browser.texts("figure .note"))
 
 
-@pytest.mark.parametrize(("width", "dark"), [(320, False), (390, True), (768, True), (1600, False)])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (320, False),
+        pytest.param(390, True, marks=pytest.mark.slow),
+        (768, True),
+        pytest.param(1600, False, marks=pytest.mark.slow),
+    ],
+)
 def test_pages_fit_any_window_in_light_and_dark(browser: Browser, open_page: OpenPage, width: int, dark: bool) -> None:
     open_page(traces.a_recorded_run(120, 1), traces.a_run("ar"), traces.a_recorded_run(30, 2), width=width, dark=dark)
     assert browser.overflow() == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
+from runner_checks import every
 from safetensors.torch import load_file
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
@@ -210,7 +211,7 @@ def test_the_command_trains_a_new_predictor(folder: Path, corpus: Path, trained_
     assert "there is no exit layer" in refused([*options[:4], "--exit-layer", str(tmp_path / "none"), "--corpus", str(corpus)])
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", every(2, [True, False]))
 def test_the_figures_are_those_of_the_saved_weights(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:

@@ -32,6 +32,7 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Pair]:
     return made
 
 
+@pytest.mark.slow
 def test_nothing_is_left_by_many_runs_some_interrupted(make_pair: Callable[[], Pair], tmp_path: Path) -> None:
     with make_pair() as pair:  # loads what Python imports once
         for name in (name for name, method in METHODS.items() if not method.head):

@@ -251,6 +251,7 @@ def test_a_hundred_megabytes_in_one_line_are_refused_and_not_read(tmp_path: Path
     assert not has_torch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 def test_ten_thousand_rounds_are_read_in_seconds_run_by_run(tmp_path: Path) -> None:
     run = traces.a_recorded_run(2000)

@@ -16,6 +16,7 @@ from weakref import ref
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from runner_checks import every
 from safetensors.torch import load_file
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
@@ -162,7 +163,7 @@ def test_a_budget_in_seconds_leaves_out_suspensions(folder: Path, corpus: Path, 
     assert 20 <= progress.seconds < 22
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", every(2, BACKENDS))
 def test_only_the_first_layer_of_the_target_stays_in_memory(folder: Path, corpus: Path, tmp_path: Path, backend: str) -> None:
     target = opened(folder, backend)
     model: Any = target.model

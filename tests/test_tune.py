@@ -345,6 +345,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     assert replace(outcome, methods=confirmed).verdict == "does not pay"
 
 
+@pytest.mark.slow
 def test_layers_to_skip_are_searched_only_where_that_is_asked(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "tuned_skips", lambda *_: Candidate("selfsd", {"skip": "1"}, 1e6, 7))
     steps = Mock()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import make_model, save
 from processes import is_running, wait_until
+from runner_checks import every
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
@@ -47,7 +48,7 @@ SAMPLED = SamplingParams(max_new_tokens=60, temperature=0.9, top_p=0.95, seed=5,
 
 @posix
 @pytest.mark.parametrize("sampling", [SamplingParams(max_new_tokens=60, seed=5), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("given_", [{}, {"policy": "beta-ts"}, {"pre_verify": False}, {"post_verify": False}], ids=str)
+@pytest.mark.parametrize("given_", every(2, [{}, {"pre_verify": False}, {"policy": "beta-ts"}, {"post_verify": False}]), ids=str)
 def test_a_process_and_a_thread_give_the_same_rounds(
     apart: Pair, sampling: SamplingParams, given_: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
