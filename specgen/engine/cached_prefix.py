@@ -10,7 +10,7 @@ from specgen.types import Context
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
 _SMALLEST_CHUNK = 256  # fewer would be slower
-_MASK_NUMBERS = PREFILL_CHUNK << 13  # of a pass over a longer prompt: bounds the mask's memory
+_MASK_NUMBERS = PREFILL_CHUNK << 15  # of a pass over a longer prompt: bounds the mask; smaller chunks take 10 % more time
 
 
 def chunk_size(cached: int) -> int:
