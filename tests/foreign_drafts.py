@@ -181,7 +181,7 @@ def distil_draft(source: Path, out: Path, steps: int, observer: TrainingObserver
     """Distils the draft in `source` from the bundled target to the folder `out`, and returns the figures."""
     target, draft = opened(demo.folder("target")), opened(source, "transformers")
     ends = target.eos_ids, draft.eos_ids
-    draft = replace(draft, translation=Translation.between(target.tokenizer, draft.tokenizer, *ends))
+    draft = replace(draft, translation=Translation(target.tokenizer, draft.tokenizer, *ends))
     recipe = Recipe(steps=steps, learning_rate=1e-3, batch_size=16, training_length=256, generated_share=1.0)
     task = TrainingTask(out, recipe, corpus=demo_corpus(target.tokenizer.encode, 0, 600_000))
     return distill(target, draft, task, observer, torch.bfloat16)

@@ -80,7 +80,7 @@ def test_of_two_tokens_with_the_same_bytes_the_emitted_one_counts(folder: Path) 
     tokens, vocabulary = token_bytes(found), found.vocabulary()
     assert tokens.pieces[vocabulary["<0x6F>"]] == tokens.pieces[vocabulary["o"]] == b"o"
     assert tokens.ids[b"o"] == vocabulary["o"]
-    translation = Translation.between(tokenizer("byte-level", folder), found)
+    translation = Translation(tokenizer("byte-level", folder), found)
     of_target = tokenizer("byte-level", folder).vocabulary()["o"]
     assert translation.draft_to_target[vocabulary["<0x6F>"]] == translation.draft_to_target[vocabulary["o"]] == of_target
     assert translation.target_to_draft[of_target] == vocabulary["o"]
@@ -125,7 +125,7 @@ PAIRS = [(target, draft) for target in KINDS for draft in KINDS if target != dra
 
 @cache
 def translation(target: str, draft: str, folder: Path) -> Translation:
-    return Translation.between(tokenizer(target, folder), tokenizer(draft, folder), {2}, {2, 5})
+    return Translation(tokenizer(target, folder), tokenizer(draft, folder), {2}, {2, 5})
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
@@ -171,7 +171,7 @@ def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Pa
     pipeline.add_tokens([AddedToken("\n\n\n", normalized=False)])
     target = load(write(tmp_path, pipeline.to_str(), NAMED | {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA))
     draft = tokenizer("first", folder)
-    made = Translation.between(target, draft)
+    made = Translation(target, draft)
     ids = target.encode("<turn>The\n\n\ndog</s>fox")
     assert made.target.names[ids[0]] == "<turn>"
     assert made.target.pieces[ids[2]] == b"\n\n\n"

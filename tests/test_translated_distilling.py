@@ -47,7 +47,7 @@ def saved(folder: Path, pipeline: str | Pipeline, seed: int) -> Path:
 
 
 def between(target: LoadedModel, draft: LoadedModel) -> Translation:
-    return Translation.between(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids)
+    return Translation(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids)
 
 
 @pytest.fixture(scope="module")

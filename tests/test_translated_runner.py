@@ -43,7 +43,7 @@ def tokenizer(folder: Path, vocabulary: dict[str, int], merges: Sequence[tuple[s
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Translation:
     folder = tmp_path_factory.mktemp("small")
-    return Translation.between(tokenizer(folder / "target", TARGET, [("a", "b")]), tokenizer(folder / "draft", DRAFT))
+    return Translation(tokenizer(folder / "target", TARGET, [("a", "b")]), tokenizer(folder / "draft", DRAFT))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Translation:
         tokenizer(folder / "target", {"a": 0, "b": 1, END: 2}),
         tokenizer(folder / "draft", {"<end>": 0, "b": 1, "c": 2, "a": 3}),
     )
-    return Translation.between(target, draft)
+    return Translation(target, draft)
 
 
 class CountingRunner(SmallRunner):
@@ -217,7 +217,7 @@ def test_sampling_is_exactly_the_targets(
 def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
     """A tokenizer may have more tokens than its model. Here the draft's usual `a` is one of them, and its byte token is not."""
     of_draft = tokenizer(tmp_path / "draft", {"b": 0, "<0x61>": 1, "c": 2, "a": 3})
-    translation = Translation.between(tokenizer(tmp_path / "target", {"a": 0, "b": 1}), of_draft)
+    translation = Translation(tokenizer(tmp_path / "target", {"a": 0, "b": 1}), of_draft)
     runner = CountingRunner(1, 3)
     both = translated(runner, translation)
     assert both.logits(Context([1, 0, 1])).logits.softmax(dim=-1)[0, 0] > 0, "`a` can be drafted"

@@ -102,7 +102,7 @@ def _main_of_ranks() -> int:
     try:
         return _main()
     finally:
-        sys.stderr.flush()  # it may take a while until the other processes can be told
+        sys.stderr.flush()  # `end` may wait for processes that are still starting
         processes.end()
 
 

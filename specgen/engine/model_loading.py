@@ -381,7 +381,7 @@ def translation_between(target: PreparedModel, draft: PreparedModel) -> Translat
             token_bytes(model.tokenizer)
         except NoTokenBytes as error:
             raise _untranslatable(f"{model.name}: {error.message}") from error
-    found = Translation.between(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids, target.shape.vocab_size)
+    found = Translation(target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids, target.shape.vocab_size)
     if not any(piece in found.draft.ids for piece in found.target.ids):
         raise _untranslatable(f"{target.name} and {draft.name} have none in common")
     return found

@@ -10,7 +10,7 @@ from specgen.types import Context
 
 _KEPT = 24  # characters at the end of the text, at least, whose tokens may still change
 _LONGEST = 96  # characters; tokens of a longer text are fixed up to its last words
-_BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")  # where hardly any tokenizer has a token that goes on
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")  # hardly any tokenizer has a token that crosses such a place
 
 
 class RetokenizedContext:

@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for, so that vocabularies of different tokenizers can be compared.
+"""The bytes of each token of a vocabulary, so that vocabularies of different tokenizers can be compared.
 
 The texts in a vocabulary are no measure: byte-level tokenizers write a space, a newline and each byte of a non-ASCII character as
 stand-in characters, SentencePiece writes a space as U+2581 and an unknown byte as `<0x0A>`.
@@ -128,7 +128,7 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _space_mark(steps: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns the character that stands for a space in tokens, or None."""
+    """Returns the character that tokens have in place of a space, or None."""
     for step in steps:
         if step["type"] == "Metaspace":
             return str(step["replacement"])
@@ -173,7 +173,7 @@ def _of_byte_level(text: str) -> tuple[bytes, int]:
 
 
 def _of_marked(text: str, mark: str, *, has_bytes: bool) -> tuple[bytes, int]:
-    """Returns the bytes of a token in which `mark` stands for a space, and its kind. `has_bytes`: `<0x41>` stands for a byte."""
+    """Returns the bytes of a token with `mark` in place of spaces, and its kind. `has_bytes`: `<0x41>` is the byte 0x41."""
     if has_bytes and (byte := _BYTE_TOKEN.fullmatch(text)):
         return bytes([int(byte[1], 16)]), _BYTE
     return text.replace(mark, " ").encode(), _UNUSED if " " in text else _ORDINARY

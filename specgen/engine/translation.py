@@ -60,23 +60,25 @@ class _Side:
 
 
 class Translation:
-    """Between a target's vocabulary and a draft model's. Can be pickled. `between` makes one.
+    """Between a target's vocabulary and a draft model's. Can be pickled.
 
     `target_to_draft[id]` is the draft's token with the same bytes, -1 if there is no single one; `draft_to_target` likewise. Of
     several tokens with the same bytes it is the one that the tokenizer emits, so several draft tokens may have one target token.
-    `common` is the number of target tokens that the draft has, `width` the number of logits that the target has per position.
+    `common` is the number of target tokens that the draft has, `width` the number of logits that the target has per position
+    (None: the number of its tokenizer's tokens). `target_ends` and `draft_ends` are the ids that end an output of either model.
+    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes.
     """
 
     def __init__(
         self,
-        target: _Side,
-        draft: _Side,
+        target: Tokenizer,
+        draft: Tokenizer,
         target_ends: AbstractSet[int] = frozenset(),
         draft_ends: AbstractSet[int] = frozenset(),
         width: int | None = None,
     ) -> None:
-        self._target, self._draft = target, draft
-        of_target, of_draft = target.tokens, draft.tokens
+        self._target, self._draft = _Side(target), _Side(draft)
+        of_target, of_draft = self.target, self.draft
         self.target_to_draft = _by_bytes(of_target, of_draft)
         self.draft_to_target = _by_bytes(of_draft, of_target)
         _match_special(of_target, of_draft, self.target_to_draft)
@@ -87,23 +89,6 @@ class Translation:
         self.common = sum(id_ >= 0 for id_ in self.target_to_draft)
         self._longest = max(map(len, of_draft.ids), default=1)
         self._spelled: dict[int, tuple[int, ...]] = {}
-
-    @classmethod
-    def between(
-        cls,
-        target: Tokenizer,
-        draft: Tokenizer,
-        target_ends: AbstractSet[int] = frozenset(),
-        draft_ends: AbstractSet[int] = frozenset(),
-        width: int | None = None,
-    ) -> Translation:
-        """Makes a translation. `target_ends` and `draft_ends` are the ids that end an output of either model.
-
-        `width` is the width of the target's logits; None: the number of its tokenizer's tokens.
-
-        Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes.
-        """
-        return cls(_Side(target), _Side(draft), target_ends, draft_ends, width)
 
     @property
     def target(self) -> TokenBytes:

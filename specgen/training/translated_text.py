@@ -42,8 +42,8 @@ MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: m
 _MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
 _MAX_UNWRITABLE = 0.01  # of the training text's tokens
 _CHECKED_TOKENS = 20_000
-_READ_CONTEXT = 0.25  # of a text that the target only read: the share that stands for a prompt
-_SPECIAL = b"\xff"  # stands for a special token; no text in UTF-8 has this byte
+_READ_CONTEXT = 0.25  # of a corpus text: the share at its beginning that is translated as a prompt
+_SPECIAL = b"\xff"  # in place of a special token; no text in UTF-8 has this byte
 _HINT = "Take a draft with the target's tokenizer, or a method without a draft model: -m lookup"
 
 
@@ -249,7 +249,7 @@ def _comparisons(translation: Translation, text: GeneratedText, min_mass: float,
     """
     assert text.top_k_ids is not None
     assert text.top_k_log_probs is not None
-    is_read = text.prompt_length >= len(text.ids)  # it stands for generated text, and some of it for a prompt
+    is_read = text.prompt_length >= len(text.ids)  # a corpus text: its beginning is translated as a prompt
     prompt_length = max(1, int(_READ_CONTEXT * len(text.ids))) if is_read else text.prompt_length
     found = translate(translation, text.ids.tolist(), prompt_length)
     first = prompt_length - 1 if only_generated else 0

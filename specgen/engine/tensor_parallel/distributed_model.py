@@ -95,7 +95,7 @@ class DistributedModel:
 
     def __init__(self, leader: Leader, folder: Path, name: str, architecture: Architecture, **options: Any) -> None:
         """Loads the model on all ranks; `options` are those of `load_shard`: dtype, device, exact."""
-        Shard.of(architecture, 0, leader.ranks.size, name)  # raises before the others are told
+        Shard.of(architecture, 0, leader.ranks.size, name)  # raises before anything is sent to the other ranks
         self._leader, self.architecture = leader, architecture
         self._key = leader.new_key(self)
         dtype = str(options["dtype"]).removeprefix("torch.")
