@@ -12,8 +12,8 @@ from specgen.engine.native.static_pass import StaticPass, StaticWork
 class TokenChoice:
     """Chooses tokens by a rule from the logits of `forward`, and keeps the hidden states from which they were predicted.
 
-    `run` reads the buffers `logits` [1, vocabulary] and `hidden` (its first row), and writes the buffer `tokens` [width]. `hidden`
-    [width, ...] is None if `forward` needs none. `state` are the tensors that a choice both reads and changes.
+    `run` reads the buffer `logits` [1, vocabulary] and writes the buffer `tokens` [width]; `hidden` [width, ...] is None if
+    `forward` needs none. `state` are the tensors that a choice both reads and changes.
     """
 
     def __init__(self, rule: ChoiceRule, forward: StaticWork) -> None:
