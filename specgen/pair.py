@@ -72,7 +72,7 @@ class Pair:
         self._history = SuffixHistory()
         models = [model for model in (target, draft) if model is not None]
         self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
-        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
+        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
 
     @property
     def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
@@ -341,11 +341,11 @@ class Pair:
     def warm_up(self) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others. Does not load the draft model.
 
-        If the target is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
+        If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
         library that uses specgen should not call it.
         """
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
-        if self.target.device.type == "cpu":
+        if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
             self.thread_choice = pick_threads(some_passes)
         else:
             some_passes()
