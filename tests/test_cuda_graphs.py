@@ -125,7 +125,7 @@ def test_without_a_gpu_a_model_is_neither_static_nor_chooses_tokens_itself(demo_
     model = demo_pair.target.model
     assert isinstance(model, NativeModel)
     assert model.wrap is None
-    assert not any(runner is not None and runner.chooses_on_device for runner in demo_pair.runners)
+    assert not any(runner is not None and runner.chooses_on_device() for runner in demo_pair.runners)
 
 
 @on_gpu
