@@ -13,7 +13,7 @@ from specgen.decoding import logits_ops, signals
 from specgen.decoding.length_policy import Signals
 from specgen.engine.devices import upload
 from specgen.engine.model_runner import ChoosingRunner
-from specgen.engine.native.static_pass import SPAN
+from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.types import Context
 
 
