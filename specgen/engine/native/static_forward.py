@@ -13,10 +13,11 @@ import torch
 from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
-from specgen.engine.native.static_pass import SPAN, StaticPass, StaticWork
+from specgen.engine.native.static_pass import StaticPass, StaticWork
 
 WIDTHS = (1, 2, 4, 8, 16)
 FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
