@@ -74,10 +74,18 @@ class Capturing:
             replay = graphs.capture(work, state)
         except RuntimeError as error:
             self.is_off = True
-            _log.warning("no CUDA graphs from here on, so passes take longer: %s could not be captured: %s", name, error)
+            message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
+            _log.warning(message, name, _first_cause(error))
             return work
         _log.info("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - start))
         return replay
+
+
+def _first_cause(error: BaseException) -> str:
+    """Returns the first line of the error that made a capture invalid, which the end of the capture reports as another one."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).partition("\n")[0]
 
 
 class StaticForward:
