@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.description import Architecture
-from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kernels.kernel_set import SPAN, AttentionSpec, KernelSet, PassNumbers, StaticInputs
 from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import LayerEntries
@@ -22,15 +21,19 @@ _BASES = (2, 130, 2300)  # numbers of cached tokens before those of the samples
 _ROUNDINGS = 6  # units in the last place that a result may differ by, relative to the largest number
 _IN_FLOAT32 = 2e-5  # for float32, where it is the order of the sums that differs
 
+_WITH = {"store": ("norms",), "attend": ("finds_keys",)}  # fields of `KernelSet` that say what a kernel does
+
 _log = logging.getLogger(__name__)
 
 
 def checked_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.device, widths: Sequence[int]) -> KernelSet:
-    """Returns the kernels for static passes of these widths on a CUDA device.
+    """Returns the kernels for static passes of these widths: torch's operators, and on a CUDA device Triton's kernels.
 
     Each of Triton's kernels is compared with torch's operators on random inputs of the model's shapes. Where one fails or gives
     other results, logs a warning, and the set has torch's operators instead.
     """
+    if device.type != "cuda":
+        return TORCH
     start = time.perf_counter()
     try:
         from specgen.engine.native.kernels.triton_kernels import TRITON
@@ -56,9 +59,10 @@ def only_working(
             for width in widths:
                 check(kernels, width)
         except Exception as error:  # noqa: BLE001  Triton's compiler and launcher raise errors of many types
-            _log.warning("torch's operators replace the fused kernel `%s`, which does not work here: %s", name, _first_line(error))
-            others = {"store": {"norms": TORCH.norms}, "attend": {"finds_keys": TORCH.finds_keys}, "gate": {}}[name]
-            kernels = replace(kernels, **{name: getattr(TORCH, name)}, **others)
+            _log.warning(
+                "torch's operators replace the fused kernel `%s`, which does not work here: %s", name, _first_line(error)
+            )
+            kernels = replace(kernels, **{field: getattr(TORCH, field) for field in (name, *_WITH.get(name, ()))})
     return kernels
 
 
@@ -108,28 +112,33 @@ class _Samples:
 
     def _inputs(self, kernels: KernelSet, width: int) -> Iterator[tuple[AttentionSpec, tuple[StaticInputs, StaticInputs]]]:
         """Yields, for each kind of layer and number of cached tokens, inputs for the kernels, and those for torch in float32."""
-        architecture, kinds = self._architecture, layer_kinds(self._architecture)
+        architecture = self._architecture
+        kinds = list(dict.fromkeys(architecture.layers))
         indices = torch.arange(_CAPACITY, device=self._device)
         angles = torch.rand(_CAPACITY, architecture.rotary_size // 2, generator=self._generator) * 6
         table = torch.polar(torch.ones_like(angles), angles).to(self._device)
         cache = self._random(2, self._kv_heads, _CAPACITY, self._size)
-        sets = []
-        for each, buffer in ((kernels, cache), (TORCH, cache.to(torch.float32, copy=True))):
+        in_float32, rotations = cache.to(torch.float32, copy=True), dict.fromkeys(architecture.rotary, table)
+
+        def inputs(by: KernelSet, numbers: PassNumbers, buffer: torch.Tensor) -> StaticInputs:
             entries, group = [LayerEntries(buffer, *buffer)], self._heads // self._kv_heads
-            sets.append((each, kinds, dict.fromkeys(architecture.rotary, table), entries, group, 0, indices))
+            return StaticInputs(by, numbers, kinds, rotations, entries, group, 0, indices)
+
         for kind in range(len(kinds)):
             shape = self._heads, self._kv_heads, self._size, architecture.score_cap, self._weight, architecture.norm_eps
             spec = AttentionSpec(0, kind, *shape)
             for base in _BASES:
                 numbers = self._numbers(base, width)
-                found, expected = (StaticInputs(each, numbers, *rest) for each, *rest in sets)
-                yield spec, (found, expected)
+                yield spec, (inputs(kernels, numbers, cache), inputs(TORCH, numbers, in_float32))
 
     def _numbers(self, base: int, width: int) -> PassNumbers:
         """Returns the numbers of a pass over nodes of a random tree, three of whose nodes are in the cache."""
         before = 3 if width + 3 <= SPAN else 0
-        parents = [int(torch.randint(-1, node, (1,), generator=self._generator)) if node else -1 for node in range(before + width)]
-        bits, depths = [], []
+        parents = [
+            int(torch.randint(-1, node, (1,), generator=self._generator)) if node else -1 for node in range(before + width)
+        ]
+        bits: list[int] = []
+        depths: list[int] = []
         for node, parent in enumerate(parents):
             bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

@@ -41,7 +41,11 @@ def block_sizes(query_rows: int, head_size: int, dtype: torch.dtype) -> tuple[in
     padded = _power_of_two(head_size)
     if dtype == torch.float32:
         return 16, 32, padded, 8
-    return min(_power_of_two(query_rows), 64 if padded <= 128 else 32), 64, padded, 4
+    return (
+        (min(_power_of_two(query_rows), 64), 64, padded, 4)
+        if padded <= 128
+        else (min(_power_of_two(query_rows), 32), 32, padded, 4)
+    )
 
 
 def _attention(
@@ -154,7 +158,7 @@ def _on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the operator with its first tensor's device as the current one, on which Triton launches kernels."""
 
     def run(first: torch.Tensor, *others: Any) -> Any:
-        with torch.cuda.device_of(first):
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             return operator(first, *others)
 
     return run
