@@ -52,8 +52,9 @@ def test_the_host_reads_once_a_tree_or_where_the_policy_decides_once_a_level(
     drafter = TopKTreeDrafter(draft_setup(captured, GREEDY), width=3, depth=6)
     context = Context(random_tokens(random.Random(7), 30))
     policy = Fixed(6) if name == "fixed" else SVIP(10.0, 0.15, 6)
-    drafter.propose(context, policy, 30)  # captures
-    context.extend([3])
+    for _ in range(2):  # captures
+        drafter.propose(context, policy, 30)
+        context.extend([3])
     write, loads = StaticPass._write, list[object]()
     monkeypatch.setattr(StaticPass, "_write", lambda self, numbers: loads.append(write(self, numbers)))
     with HostReads() as host:

@@ -106,7 +106,7 @@ def test_the_host_reads_an_eagle_draft_once_or_where_the_policy_decides_once_a_l
     _, captured = both(eagle_head("3"))
     setup, context = draft_setup(captured.draft, GREEDY), Context(random_tokens(random.Random(7), 30))
     drafter = ModelDrafter(setup) if kind == "chain" else TopKTreeDrafter(setup, width=4, depth=5, nodes=10)
-    for _ in range(2):  # the first time, they are captured
+    for _ in range(3):  # the first times, they are captured
         captured.target.logits(context)
         context.extend([3])
         write, loads = StaticPass._write, list[object]()
