@@ -42,7 +42,7 @@ for arguments, given in json.loads(sys.argv[1]):
 """
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
-    ["specgen.cli.generate", "specgen.cli.compare", "specgen.loading", "transformers.models.llama.modeling_llama"]
+    ["specgen.cli.generate", "specgen.cli.compare", "specgen.loading", "specgen.engine.native.loading"]
 )
 
 
