@@ -49,7 +49,7 @@ from specgen.types import Context, SamplingParams
 def test_draft_steps_give_the_drafters_tokens_and_signals(sampling: SamplingParams) -> None:
     """Over rejections, ends of sequence, a bucket's end (512 entries), rows that are used again and a cache that grows."""
     eager, captured = runners_of("gemma3_text", "cpu", torch.float32)
-    assert captured.chooses_on_device
+    assert captured.chooses_on_device()
     captured.reserve(600)
     reasons, buckets, buffers = set(), set(), set()
     for index, (name, policy) in enumerate(POLICIES.items()):
@@ -87,7 +87,7 @@ def test_draft_steps_of_bild_and_of_a_target_without_some_layers() -> None:
             use_static_passes(model, new_graphs=graphs_on("cpu"))
         target = ModelRunner(model)
         runners.append(LayerSkippingRunner(target, model, skips))
-    assert runners[1].chooses_on_device
+    assert runners[1].chooses_on_device()
     compare_drafters(runners[0], runners[1], GREEDY, POLICIES["svip"], rounds=6)
 
 
@@ -130,9 +130,9 @@ def test_what_the_host_has_to_decide_is_not_run_on_the_device() -> None:
     model = random_model("llama")
     use_static_passes(model, new_graphs=graphs_on("cpu"))
     penalised = ModelRunner(model, penalties=lambda logits, *_: logits)  # type: ignore[arg-type]
-    assert not penalised.chooses_on_device
+    assert not penalised.chooses_on_device()
     exits = ModelRunner(model, forward=model.layers_forward([], lambda _: torch.zeros(1, 64)))
-    assert not exits.chooses_on_device
+    assert not exits.chooses_on_device()
 
 
 def test_accepted_tokens_of_a_draft_are_not_run_again() -> None:
@@ -207,7 +207,7 @@ def test_draft_steps_on_a_gpu_give_the_tokens_of_uncaptured_ones(sampling: Sampl
     uncaptured = ModelRunner(model)
     use_static_passes(model, new_graphs=graphs_on("cuda:0"))
     captured = ModelRunner(model)
-    assert captured.chooses_on_device
+    assert captured.chooses_on_device()
     with sdpa_kernel(cuda_graphs._ATTENTION):  # as captures choose it
         for policy in POLICIES.values():
             compare_drafters(uncaptured, captured, sampling, policy, rounds=6, prompt=495, eos=range(4, 96, 9))

@@ -11,7 +11,7 @@ import torch
 
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.length_policy import DraftedToken, Signals
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ChoosingRunner
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams
 
@@ -63,9 +63,11 @@ class DeviceChooser:
         columns = len(self.columns) + self._likeliest
         self.table = torch.zeros(_ROWS, columns, dtype=torch.float64, device=device)  # exact for tokens, unlike float32
         self.probs = torch.zeros(_ROWS, vocab_size, device=device) if choice.keeps_probs else None
+        self.width = 1
+        self.parents: torch.Tensor | None = None
         self.state: Sequence[torch.Tensor] = [self.row]
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, unrestricted: torch.Tensor | None = None) -> torch.Tensor:
         logits, probs = logits[:, : self._vocab_size], None
         if self._sampling.greedy:
             token = logits.argmax(dim=-1)
@@ -74,7 +76,7 @@ class DeviceChooser:
             token = logits_ops.draw_at(probs, self.point)
             if self.probs is not None:
                 self.probs.index_copy_(0, self.row, probs)
-        numbers = signals.compute(self._signals, logits, token, probs)
+        numbers = signals.compute(self._signals, logits, token, probs, unpenalised=unrestricted)
         columns = [token, *(numbers[name] for name in self.columns[1:])]
         row = torch.stack([column.double() for column in columns], dim=1)
         if self._likeliest:
@@ -94,7 +96,7 @@ class DeviceChain:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ChoosingRunner,
         choice: ChoiceOnDevice,
         generator: torch.Generator,
         context: Context,
@@ -129,7 +131,7 @@ class DeviceChain:
             self._use_rows_again()
         if self._choice.temperature != 0:
             chooser.point.uniform_(generator=self._generator)
-        self._runner.choose_next(self._choice, self._context, self._unverified, self._count)
+        self._runner.choose_next(self._choice, self._context, self._unverified, self._count, self._count + 1)
         self._count += 1
         if self.is_deferred:
             return DraftedToken(self._count)

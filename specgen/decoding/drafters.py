@@ -16,7 +16,7 @@ from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner, longest_draft, room
+from specgen.engine.model_runner import ChoosingRunner, longest_draft, room
 from specgen.errors import nan_logits
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
@@ -245,7 +245,7 @@ class ModelDrafter(ModelDrafterBase):
     ) -> DeviceChain | None:
         """Begins a draft whose tokens are chosen on the device. Returns None if they are not, or if their logits are kept."""
         runner = self._runner
-        if self._setup.keep_logits or not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
+        if self._setup.keep_logits or not isinstance(runner, ChoosingRunner) or not runner.chooses_on_device(unverified):
             return None
         names, keep_probs = policy.signals | self._own_signals, self._keeps_probs and not self._sampling.greedy
         choice = ChoiceOnDevice.make(self._sampling, self._vocab_size, names, keep_probs=keep_probs, likeliest=self._likeliest)

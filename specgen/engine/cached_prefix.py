@@ -125,9 +125,9 @@ class CachedPrefix:
         """
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
 
-    def set_chain(self, tokens: Sequence[int]) -> None:
-        """Counts a chain of draft nodes after the whole context as cached, because it has been run; drops the other nodes."""
-        self.draft = TreeNodes(list(tokens), chain_parents(len(tokens)))
+    def set_draft(self, draft: TreeNodes) -> None:
+        """Counts exactly these draft nodes after the whole context as cached, because they have been run."""
+        self.draft = draft
 
     def truncate(self, committed: int) -> None:
         """Counts at most the first `committed` tokens of the context as cached, and no draft nodes."""

@@ -6,7 +6,7 @@ Callers pass the whole sequence and get logits; the runner finds out which of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +49,35 @@ class DraftRunner(Protocol):
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
         """Returns logits after the context and after draft tokens; see `ModelRunner.logits`."""
+        ...
+
+
+@runtime_checkable
+class ChoosingRunner(Protocol):
+    """A runner that can draft without the host: tokens are chosen on the device from its logits."""
+
+    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
+        """Whether tokens after the context and the chain `draft` can be chosen on the device."""
+        ...
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns what `choose_next` chooses tokens with by this rule."""
+        ...
+
+    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
+        """Chooses the next token of a chain, or level of a tree, after the context and the chain `draft`.
+
+        The calls for one draft have the same arguments, but for `level`: 0, 1, ..., at most `levels` - 1. Each first runs the
+        tokens that the last one chose. They stay on the device: the caller gets them from the chooser, and reports those that
+        were run to `count_chosen`, so that they need not be run again.
+        """
+        ...
+
+    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Counts draft nodes as cached: `draft` of the last calls of `choose_next`, and the tokens that these ran.
+
+        Those of a tree are in the order in which they were run.
+        """
         ...
 
 
@@ -155,9 +184,8 @@ class ModelRunner:
             output = output._replace(logits=processed, unpenalised=output.logits)
         return output
 
-    @property
-    def chooses_on_device(self) -> bool:
-        """Whether the model can run token by token without the host: see `choose_next`."""
+    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
+        """Whether tokens after the chain `draft` can be chosen on the device; see `ChoosingRunner`."""
         return self._self_feeding is not None
 
     def chooser(self, rule: ChoiceRule) -> TokenChooser:
@@ -166,23 +194,20 @@ class ModelRunner:
         return self._self_feeding.chooser(rule)
 
     @inference
-    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], chosen: int) -> None:
-        """Chooses the token that follows the context, the chain `draft` and the `chosen` tokens of the calls before.
-
-        The calls for one chain have the same arguments, but for `chosen`: 0, 1, 2, ... Tokens stay on the device: the caller gets
-        them from the chooser, and reports them to `count_chosen`, so that they need not be run again.
-        """
+    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
+        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
         forward = self._self_feeding
         assert forward is not None
-        if chosen == 0:
-            forward.choose(rule, self.logits(context, draft, start=len(draft)).logits)
+        if level == 0:
+            output = self.logits(context, draft, start=len(draft))
+            forward.choose(rule, output.logits, output.hidden_states)
         else:
-            self.cache.length = position = len(context) + len(draft) + chosen - 1
-            forward.feed(rule, self.cache, position, long_rope=self._cached.uses_long_rope(context))
+            root, is_long = len(context) + len(draft), self._cached.uses_long_rope(context)
+            forward.feed(rule, self.cache, root, level - 1, levels - 1, long_rope=is_long)
 
-    def count_chosen(self, tokens: Sequence[int]) -> None:
-        """Counts a chain after the context as cached: `draft` of the last calls of `choose_next`, and the tokens they ran."""
-        self._cached.set_chain(tokens)
+    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Counts draft nodes after the context as cached, which `choose_next` has run; see `ChoosingRunner`."""
+        self._cached.set_draft(draft_nodes(list(tokens), parents))
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
         """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.

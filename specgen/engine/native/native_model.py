@@ -23,6 +23,7 @@ from specgen.engine.native.layer_weights import final_norm, layer_weights
 from specgen.engine.native.placed_layers import PlacedInputs, PlacedKVCache, PlacedLayer
 from specgen.engine.native.products import DenseProduct, Product, ProductChoice, ProductFactory
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
+from specgen.engine.native.static_pass import StaticWork, Widths
 from specgen.engine.native.tensor_names import EXIT_HEAD, layer_tensors
 from specgen.engine.native.trainable_exit import NativeTrainableExit, final_logits, untrained_exit
 from specgen.engine.native.weight_files import WeightFiles
@@ -85,7 +86,7 @@ class NativeModel:
             others = {*layer_devices} - {self.device}
             makers = {on: InputMaker(architecture, dtype, on, min_rows=self.min_rows, exact=exact) for on in others}
             self.pass_inputs = PlacedInputs({**makers, self.device: self.inputs}, self.device)
-        self.wrap: Callable[[NativeForward], ForwardFunction] | None = None
+        self.wrap: Callable[[StaticWork], ForwardFunction] | None = None
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer | PlacedKVCache:
@@ -120,7 +121,8 @@ class NativeModel:
         """Returns a function that also returns hidden states between the layers; see `engine.model.Model`."""
         return self.wrapped(NativeForward(self, self.layers, self.parts, None, taps=taps))
 
-    def wrapped(self, forward: NativeForward) -> ForwardFunction:
+    def wrapped(self, forward: StaticWork) -> ForwardFunction:
+        """Returns the function itself, or one that runs short passes as static ones; see `static_forward`."""
         return forward if self.wrap is None else self.wrap(forward)
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
@@ -141,11 +143,12 @@ class NativeModel:
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
-    def residual(self, hidden: torch.Tensor) -> Residual:
-        """Returns a residual stream that begins with the hidden states [n, width]."""
+    def residual(self, hidden: torch.Tensor, *, in_place: bool = False) -> Residual:
+        """Returns a residual stream that begins with the hidden states [n, width]; `in_place` allows it to change them."""
         if self.norm_gain != 1.0:
             return ExtendedResidual(hidden, self.architecture.norm_eps)
-        return PlainResidual(hidden, self.architecture.norm_eps, layer_norm=self.architecture.norm == "layer")
+        is_layer_norm = self.architecture.norm == "layer"
+        return PlainResidual(hidden, self.architecture.norm_eps, layer_norm=is_layer_norm, in_place=in_place)
 
     def norm_and_head(self, residual: Residual, parts: NativeParts, first: int = 0, rows: int | None = None) -> ModelOutput:
         """Returns logits and hidden states after the norm, for `rows` tokens (None: all) from index `first` on."""
@@ -278,6 +281,29 @@ class NativeForward:
         kept = slice(begin - first, begin - first + logits_to_keep)
         hidden = None if output.hidden_states is None else output.hidden_states[kept]
         return ModelOutput(output.logits[kept], hidden, features=features)
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a token that was chosen from the logits can be run without anything from the host; see `StaticWork`."""
+        return self.inputs is None and self.parts is not None
+
+    @property
+    def widths(self) -> Widths:
+        size, head = self.model.architecture.hidden_size, self.parts
+        return Widths(
+            0 if self.inputs is None else size, size, 0 if head is None else head.head.out_features, len(self.taps) * size
+        )
+
+    def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
+        """Runs tokens whose ids are on the device, or the hidden states that enter instead; see `static_pass.StaticWork`."""
+        model = self.model
+        # a copy, as the layers change it, and a graph's replay begins with the same hidden states again
+        hidden = model.embeddings(ids) if hidden is None else hidden.clone()
+        residual = model.residual(hidden, in_place=True)
+        features = self.run_layers(residual, inputs)
+        if self.parts is None:
+            return ModelOutput(residual.values, residual.values)
+        return model.norm_and_head(residual, self.parts)._replace(features=features)
 
     def run_layers(self, residual: Residual, inputs: PassInputs) -> torch.Tensor | None:
         """Adds the outputs of all layers to the residual stream. Returns the features [rows, ...] that `taps` name, if any."""

@@ -13,10 +13,11 @@ import torch
 from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.native_model import NativeForward, NativeModel
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
-from specgen.engine.native.static_pass import SPAN, StaticPass
+from specgen.engine.native.static_pass import StaticPass, StaticWork
 
 WIDTHS = (1, 2, 4, 8, 16)
 FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
@@ -73,10 +74,18 @@ class Capturing:
             replay = graphs.capture(work, state)
         except RuntimeError as error:
             self.is_off = True
-            _log.warning("no CUDA graphs from here on, so passes take longer: %s could not be captured: %s", name, error)
+            message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
+            _log.warning(message, name, _first_cause(error))
             return work
         _log.info("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - start))
         return replay
+
+
+def _first_cause(error: BaseException) -> str:
+    """Returns the first line of the error that made a capture invalid, which the end of the capture reports as another one."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).partition("\n")[0]
 
 
 class StaticForward:
@@ -86,9 +95,9 @@ class StaticForward:
     static passes and their graphs are made again. With `capturing`, passes are captured, and it is `SelfFeeding`.
     """
 
-    def __init__(self, forward: NativeForward, widths: Sequence[int] = WIDTHS, capturing: Capturing | None = None) -> None:
+    def __init__(self, forward: StaticWork, widths: Sequence[int] = WIDTHS, capturing: Capturing | None = None) -> None:
         self._eager, self._widths, self._capturing = forward, sorted(widths), capturing
-        self.feeds = capturing is not None and forward.inputs is None and forward.parts is not None
+        self.feeds = capturing is not None and forward.feeds
         self._choices: dict[ChoiceRule, TokenChoice] = {}
         self._drop_passes()
 
@@ -125,22 +134,27 @@ class StaticForward:
             self._choices[rule] = TokenChoice(rule, self._eager)
         return self._choices[rule].chooser
 
-    def choose(self, rule: ChoiceRule, logits: torch.Tensor) -> None:
-        """Chooses a token from logits [1, vocabulary]; see `forward_pass.SelfFeeding`."""
+    def choose(self, rule: ChoiceRule, logits: torch.Tensor, hidden: torch.Tensor | None) -> None:
+        """Chooses the first token, or level of a tree; see `forward_pass.SelfFeeding`."""
         choice = self._choices[rule]
-        choice.logits.copy_(logits)
-        self._run(rule, "the choice of a token", choice.run, choice.state)
+        choice.load(logits, hidden)
+        self._run(rule, "the choice of a token" if choice.width == 1 else "the choice of a level", choice.run, choice.state)
 
-    def feed(self, rule: ChoiceRule, cache: KVBuffer, position: int, *, long_rope: bool) -> None:
-        """Runs the token chosen last, and chooses the next one; see `forward_pass.SelfFeeding`."""
-        self._make_room(cache, position + 1)
-        key = rule, self._bucket(cache, position + 1), long_rope
+    def feed(self, rule: ChoiceRule, cache: KVBuffer, root: int, level: int, levels: int, *, long_rope: bool) -> None:
+        """Runs the tokens chosen last, and chooses the next ones; see `forward_pass.SelfFeeding`."""
+        choice = self._choices[rule]
+        width = choice.width
+        cache.length = position = root + width * level
+        end = position + 1 if choice.chooser.parents is None else root + width * levels  # a tree's passes have the same inputs
+        self._make_room(cache, end)
+        key = rule, self._bucket(cache, end), long_rope
         if key not in self._self_feeding:
-            static = StaticPass(self._eager, cache, 1, key[1], long_rope=long_rope)
-            self._self_feeding[key] = SelfFeedingPass(static, self._choices[rule])
+            static = StaticPass(self._eager, cache, width, key[1], long_rope=long_rope)
+            self._self_feeding[key] = SelfFeedingPass(static, choice)
         step = self._self_feeding[key]
-        step.load(position)
-        self._run(key, f"draft steps over {key[1]} cache entries", step.run, step.state)
+        step.load(position, is_root=level == 0)
+        what = "draft steps" if width == 1 else f"levels of {width} drafted tokens"
+        self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state)
         step.has_run(position)
 
     def _make_room(self, cache: KVBuffer, last: int) -> None:

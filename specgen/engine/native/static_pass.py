@@ -7,18 +7,68 @@ depends on the data, and the host waits for nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import torch
 
 from specgen.engine.devices import pinned
-from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.forward_pass import ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.ancestry import ancestry
+from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.kernels.kernel_set import SPAN, KernelSet, PassNumbers, StaticInputs
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
-from specgen.engine.native.layer import KindInputs, PassInputs
-from specgen.engine.native.masks import additive
-from specgen.engine.native.native_model import NativeForward
+from specgen.engine.native.layer import PassInputs
 
-SPAN = 63  # tokens from `Ancestry.base` on that a pass can refer to: the bits of an int64 without its sign
+
+class Widths(NamedTuple):
+    """The number of columns of what a forward function reads and returns: of `inputs` and of the fields of `ModelOutput`.
+
+    0: it has no such input or output.
+    """
+
+    inputs: int
+    hidden: int
+    logits: int
+    features: int = 0
+
+
+class StaticModel(Protocol):
+    """A model whose layers static passes run. `inputs` makes the inputs of its eager passes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    inputs: InputMaker
+
+
+class StaticWork(Protocol):
+    """A forward function that static passes can run, too.
+
+    `inputs` returns the hidden states that enter it; None if it reads token ids alone. `feeds`: it can run a token that was
+    chosen from its own output, without anything from the host.
+    """
+
+    @property
+    def model(self) -> StaticModel: ...
+
+    @property
+    def widths(self) -> Widths: ...
+
+    @property
+    def inputs(self) -> HiddenSource | None: ...
+
+    @property
+    def feeds(self) -> bool: ...
+
+    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput: ...
+
+    def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
+        """Runs the tokens `ids` [n], which are on the device, or the hidden states [n, width] that enter, or both.
+
+        Its operators can be captured. Without an LM head the output's logits mean nothing.
+        """
+        ...
 
 
 class StaticPass:
@@ -29,32 +79,37 @@ class StaticPass:
     frequencies for long contexts. Raises ValueError if the cache has less room than `bucket`.
 
     `run` can be captured in a CUDA graph and replayed as long as `is_valid`: it only reads and writes buffers that exist since
-    then, and those of the model.
+    then, and those of the model. `kernels` compute what is between the matrix products.
     """
 
-    def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, *, long_rope: bool = False) -> None:
+    def __init__(
+        self,
+        forward: StaticWork,
+        cache: KVBuffer,
+        width: int,
+        bucket: int,
+        *,
+        long_rope: bool = False,
+        kernels: KernelSet = TORCH,
+    ) -> None:
         model = forward.model
         if not width <= bucket <= cache.data.shape[3]:
             raise ValueError(f"a bucket of {bucket} does not fit {width} tokens or a cache of {cache.data.shape[3]}")
-        self.width, self.bucket, self.long_rope = width, bucket, long_rope
+        self.width, self.bucket, self.long_rope, self._kernels = width, bucket, long_rope, kernels
         self._forward, self._model, self._cache, self._data = forward, model, cache, cache.data
         self._count = 0  # tokens of the loaded pass
-        device, hidden_size = model.device, model.architecture.hidden_size
+        device, widths = model.device, forward.widths
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
             self._input = torch.zeros(2 + 2 * width + SPAN + 1, dtype=torch.int64, device=device)
             parts = torch.split(self._input, [1, 1, width, width, SPAN + 1])
-            self._base, self._first, self._ids, self._bits, self._depths = parts
+            base, first, self._ids, bits, depths = parts
+            self._numbers = PassNumbers(base, first, bits, depths)
             self._indices = torch.arange(bucket, device=device)
             tables = model.inputs.tables.items()
             self._rotations = {name: table.rows(0, bucket, long=long_rope) for name, table in tables}
-            self._hidden_in = None
-            if forward.inputs is not None:
-                self._hidden_in = torch.zeros(width, hidden_size, dtype=model.dtype, device=device)
-            self._hidden = torch.zeros(width, hidden_size, dtype=model.dtype, device=device)
-            self._features = torch.zeros(width, len(forward.taps) * hidden_size, dtype=model.dtype, device=device)
-            self._logits = self._hidden
-            if forward.parts is not None:
-                self._logits = torch.zeros(width, forward.parts.head.out_features, dtype=model.dtype, device=device)
+            self._hidden_in = self._buffer(widths.inputs) if widths.inputs else None
+            self._hidden, self._features = self._buffer(widths.hidden), self._buffer(widths.features)
+            self._logits = self._buffer(widths.logits) if widths.logits else self._hidden
             self._entries = [LayerEntries(layer, layer[0, :, :bucket], layer[1, :, :bucket]) for layer in self._data.unbind(0)]
 
     @property
@@ -94,18 +149,33 @@ class StaticPass:
             self._hidden_in[count:] = hidden[-1]
 
     def load_position(self, position: int) -> None:
-        """Writes the inputs of a pass over one token at this index of the cache, but for the token's id: see `feed`."""
-        self._count = 1
-        self._write([position, position, 0, 1, *(0 for _ in range(SPAN + 1))])
+        """Writes the inputs of a pass over the first level of a tree, of `width` tokens, but for what `feed` writes.
 
-    def feed(self, token: torch.Tensor) -> None:
-        """Writes the id of the token to run, `token` [1], which is on the device. For passes of width 1."""
-        self._ids.copy_(token)
+        The level is written to the cache from index `position` on, which is the number of tokens before the tree. A chain is a
+        tree of width 1.
+        """
+        self._count = width = self.width
+        bits, depths = (1 << row for row in range(width)), (node // width for node in range(SPAN + 1))
+        self._write([position, position, *(0 for _ in range(width)), *bits, *depths])
 
-    def advance(self) -> None:
-        """Changes the inputs of a pass over one token to the next index of the cache, on the device."""
-        self._base.add_(1)
-        self._first.add_(1)
+    def feed(self, tokens: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
+        """Writes the tokens to run, `tokens` [width], which are on the device, and the hidden states that enter with them."""
+        self._ids.copy_(tokens)
+        if self._hidden_in is not None and hidden is not None:
+            self._hidden_in.copy_(hidden)
+
+    def advance(self, parents: torch.Tensor | None = None) -> None:
+        """Changes the inputs to those of the next level of the tree, on the device, but for what `feed` writes.
+
+        `parents` [width] are the rows of this pass that the next one's tokens follow; None for a chain.
+        """
+        base, first, bits, _ = self._numbers
+        first.add_(self.width)
+        if parents is None:
+            base.add_(1)
+            return
+        own = torch.ones_like(bits) << (self._indices[: self.width] + (first - base))
+        bits.copy_(bits.index_select(0, parents) | own)
 
     @property
     def inputs(self) -> torch.Tensor:
@@ -117,59 +187,39 @@ class StaticPass:
         """The buffer [width, vocabulary] of the logits of all tokens, padding included."""
         return self._logits
 
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The buffer [width, width of the hidden states] of the hidden states of all tokens, padding included."""
+        return self._hidden
+
     @inference
     def run(self) -> None:
         """Runs the loaded pass."""
-        model, parts = self._model, self._forward.parts
-        hidden = self._hidden_in
-        if hidden is None:
-            hidden = model.scaled(model.parts.embedding.index_select(0, self._ids).to(model.dtype))
-        residual = model.residual(hidden)
-        features = self._forward.run_layers(residual, self._inputs())
-        if features is not None:
-            self._features.copy_(features)
-        if parts is None:
-            self._hidden.copy_(residual.values)
-            return
-        output = model.norm_and_head(residual, parts)
+        output = self._forward.run(self._ids, self._hidden_in, self._inputs())
+        if output.features is not None:
+            self._features.copy_(output.features)
         assert output.hidden_states is not None
-        self._logits.copy_(output.logits)
         self._hidden.copy_(output.hidden_states)
+        if self._logits is not self._hidden:
+            self._logits.copy_(output.logits)
 
     def output(self, logits_to_keep: int) -> ModelOutput:
         """Returns the output for the last tokens of the pass, as views of the buffers: the next `run` overwrites them."""
         kept = slice(self._count - logits_to_keep, self._count)
-        features = self._features[: self._count] if self._forward.taps else None
+        features = self._features[: self._count] if self._features.shape[1] else None
         return ModelOutput(self._logits[kept], self._hidden[kept], features=features)
+
+    def _buffer(self, columns: int) -> torch.Tensor:
+        return torch.zeros(self.width, columns, dtype=self._model.dtype, device=self._model.device)
 
     def _write(self, numbers: list[int]) -> None:
         self._input.copy_(pinned(torch.tensor(numbers), self._input.device), non_blocking=True)
 
     def _inputs(self) -> PassInputs:
-        """Computes slots, positions, rotations and masks on the device, from the vector of integers."""
-        width, kinds = self.width, self._model.inputs.kinds
-        offsets = self._indices - self._base
-        before, bit = offsets < 0, offsets.clamp(0, SPAN)  # no token has bit SPAN
-        visible = ((self._bits[:, None] >> bit) & 1).bool().logical_or_(before)
-        slots = self._indices[:width] + self._first
-        positions = self._depths.index_select(0, slots - self._base) + self._base
-        of_keys = torch.where(before, offsets, self._depths.index_select(0, bit)) + self._base
-        masks = {}
-        for window in {self._window(kind.window) for kind in kinds}:
-            near = visible if window is None else visible & (positions[:, None] - of_keys < window)
-            masks[window] = self._mask(near)
-        rotations = {name: table.index_select(0, positions)[:, None] for name, table in self._rotations.items()}
-        inputs = [
-            KindInputs(None if kind.rotary is None else rotations[kind.rotary], masks[self._window(kind.window)], self._entries)
-            for kind in kinds
-        ]
-        return PassInputs(width, width, width, inputs, first_layer=self._cache.first_layer, slots=slots)
-
-    def _window(self, window: int | None) -> int | None:
-        """Returns None for a window that excludes nothing in this bucket."""
-        return None if window is None or window >= self.bucket else window
-
-    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        group = self._model.inputs.group
-        mask = additive(visible, self._model.dtype)
-        return mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, self.bucket)
+        """Returns the layers' inputs, which are computed on the device from the vector of integers."""
+        made, width = self._model.inputs, self.width
+        entries, first_layer = self._entries, self._cache.first_layer
+        static = StaticInputs(
+            self._kernels, self._numbers, made.kinds, self._rotations, entries, made.group, first_layer, self._indices
+        )
+        return PassInputs(width, width, width, (), first_layer=first_layer, static=static)
