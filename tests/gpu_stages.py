@@ -189,8 +189,7 @@ def steps(bench: Bench) -> Figures:
     def step() -> None:
         static.run()
         static._ids.copy_(static._logits[0].argmax(keepdim=True))
-        static._base.add_(1)
-        static._first.add_(1)
+        static.advance()
 
     start, state = static._input.clone(), static._input
     one = capture(step, bench.device)
