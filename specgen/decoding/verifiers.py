@@ -66,6 +66,7 @@ class RejectionSampling:
         if drawn + 1 >= rows:  # no other node
             accepted, token = found.tolist()
             return match_path(draft, lambda _: token, rows, drawn, accepted)
+        after: Callable[[int], int]
         if not _draws_one_by_one(logits):  # all at once, for a single transfer
             others = Distributions.of(logits[drawn + 1 :], self._sampling).draw(self._generator)
             accepted, token, *tokens = torch.cat((found, others)).tolist()
