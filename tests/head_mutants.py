@@ -76,7 +76,7 @@ HEAD_MUTANTS = [
             "self._nodes[path[:-1]])",
             "self._nodes[(0,) * len(path[:-1])])",
         ),
-        ("Medusa: impossible tokens are candidates", "if value > -math.inf], found", "if True], found"),
+        ("Medusa: impossible tokens are candidates", "in likely if value > -math.inf]", "in likely if True]"),
     ),
     *mutants(
         "engine/heads/glide_runner.py",
