@@ -281,6 +281,36 @@ def test_a_cuda_graph_that_cannot_be_captured_leaves_stream_lock_and_state(monke
     assert not cuda_graphs._CAPTURE_LOCK.locked()
 
 
+@on_gpu
+def test_a_gpu_can_be_used_after_a_failed_capture(caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that two streams have used is freed, and other work is captured."""
+    device, numbers = torch.device("cuda", 0), torch.zeros(4, device="cuda")
+
+    def waits() -> None:
+        numbers.add_(1)
+        numbers.sum().item()
+
+    before = torch.cuda.current_stream()
+    graphs = CudaGraphs(device, torch.cuda.Stream(device))
+    assert Capturing(lambda: graphs).capture(graphs, "work that waits", waits, [numbers]) is waits
+    assert "work that waits could not be captured" in caplog.text
+    assert "previous error" not in caplog.text
+    caplog.clear()
+    assert torch.cuda.current_stream() == before
+    shared = torch.zeros(1 << 24, device=device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        shared.record_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_stats()["active_bytes.all.current"]
+    del shared
+    torch.zeros(1, device=device)  # looks for memory whose streams are done
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] < held - (1 << 25)
+    replay = CudaGraphs(device, torch.cuda.Stream(device)).capture(lambda: [numbers.add_(1), None][1], [numbers])
+    replay()
+    assert numbers.tolist() == [1.0] * 4
+
+
 def test_a_failed_capture_reports_the_first_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = _Device(monkeypatch, fails=True)
     graphs = CudaGraphs(torch.device("cuda:0"), torch.cuda.Stream())
