@@ -84,12 +84,12 @@ class Capturing:
         start = time.perf_counter()
         try:
             replay = graphs.capture(work, state)
-        except RuntimeError as error:
+            wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
+        except RuntimeError as error:  # the first replay takes memory, too
             self.is_off = True
             message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
             _log.warning(message, name, _first_cause(error))
             return work
-        wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
         if wrong is not None:
             self.is_off = True
             _log.warning("no CUDA graphs from here on, so passes take longer: replays of %s %s", name, wrong)
