@@ -85,8 +85,8 @@ HEAD_MUTANTS = [
         ("GliDe: queries rotated as the first tokens", "positions(forward_pass)[-rows:]", "positions(forward_pass)[:rows]"),
         (
             "GliDe: queries rotated as the token before",
-            "upload(torch.tensor(at), self._model.device)",
-            "upload(torch.tensor(at) - 1, self._model.device)",
+            "upload(torch.tensor(at), self.model.device)",
+            "upload(torch.tensor(at) - 1, self.model.device)",
         ),
         ("GliDe: later layers keep accepted tokens", "len(forward.architecture.layers) == 1", "True"),
         (
