@@ -209,6 +209,9 @@ class InlineDrafter:
     def prefill(self, context: Context) -> None:
         pass
 
+    def complete_prefill(self) -> None:
+        pass
+
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self.drafted = self._model.propose(context, self.policy, limit, list(unverified))
 
