@@ -15,7 +15,6 @@ from specgen.engine.native.kernels.kernel_set import SPAN, AttentionSpec, PassNu
 from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import LayerEntries
 
-
 if find_spec("triton") is None:
     _REASON = "triton is not installed"
 elif os.environ.get("TRITON_INTERPRET") != "1":  # see conftest.py

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from graph_checks import assert_close
+from graph_checks import assert_close, graphs_on, on_gpu
 from kernel_counts import by_layer, count
-from static_checks import RecordedGraphs, random_calls, random_model
+from static_checks import RecordedGraphs, random_calls, random_model, random_tokens
 
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import static_forward
@@ -21,6 +21,7 @@ from specgen.engine.native.kernels import checked_kernels
 from specgen.engine.native.kernels.kernel_set import KernelSet
 from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.static_forward import use_cuda_graphs, use_static_passes
+from specgen.types import Context
 
 _LIKE_FUSED = replace(TORCH, finds_keys=True)
 
@@ -52,7 +53,7 @@ def test_torchs_operators_replace_a_kernel_that_does_not_work(
     assert "details" not in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_rounding_is_no_reason_to_replace_a_kernel(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     for family in ("llama", "gemma2", "gemma3_text"):
         model = random_model(family, dtype, **({} if family == "llama" else {"sliding_window": 12}))
@@ -154,3 +155,51 @@ def test_fused_kernels_halve_the_kernels_of_a_pass() -> None:
     layer, rest = by_layer(8, TRITON)
     assert (layer.total(), rest.total()) == (10, 6)
     assert count(1, 8, TRITON)["specgen.attention.default"] == 2
+
+
+_ON_GPU: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 10},
+    "gemma3_text": {"sliding_window": 12, "sliding_window_pattern": 2},
+    "gpt_neox": {},
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", _ON_GPU)
+def test_fused_kernels_work_on_this_gpu_and_give_the_eager_logits(
+    family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    from specgen.engine.native.kernels.triton_kernels import TRITON
+
+    model = random_model(family, dtype, "cuda:0", **_ON_GPU[family])
+    eager = ModelRunner(model)
+    given = model.architecture, dtype, model.device, static_forward.WIDTHS
+    model.inputs.kernels = checked_kernels.checked_kernels(*given)
+    assert model.inputs.kernels == TRITON
+    use_static_passes(model, new_graphs=graphs_on("cuda:0"))
+    captured = ModelRunner(model)
+    for context, tokens, parents, start in random_calls(random.Random(family), 478, 12):
+        expected = eager.logits(context, tokens, parents, start=start).logits
+        found = captured.logits(context, tokens, parents, start=start).logits
+        assert_close(found, expected, 1e-4 if dtype == torch.float32 else 0.03)
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_a_tokens_logits_have_the_same_bits_alone_and_with_others(dtype: torch.dtype) -> None:
+    model = random_model("llama", dtype, "cuda:0")
+    model.inputs.kernels = checked_kernels.checked_kernels(model.architecture, dtype, model.device, (16,))
+    use_static_passes(model, (16,), graphs_on("cuda:0"))
+    ids = random_tokens(random.Random(6), 320)
+    plain, verifying = ModelRunner(model), ModelRunner(model)
+    verifying.reserve(3000)
+    for runner in (plain, verifying):
+        runner.logits(Context(ids[:250]))
+    one_by_one = [plain.logits(Context(ids[:length])).logits[0].clone() for length in range(250, 300)]
+    for length in (250, 254, 270, 284):
+        found = verifying.logits(Context(ids[:length]), ids[length : length + 15]).logits
+        assert torch.equal(found, torch.stack(one_by_one[length - 250 : length - 234]))
