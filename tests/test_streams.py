@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fake_devices import fake, fake_devices
+from recorded_streams import RecordedStreams
 from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen import preparation
 from specgen.cli.output_writers import _window
+from specgen.compare import machine_description
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.decoding.components import Components
 from specgen.decoding.length_policy import Always
@@ -29,34 +31,6 @@ from specgen.workers.thread_worker import ThreadWorker
 
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
-
-
-class RecordedStreams:
-    """Streams that note what is called, in order, and which stream is the current one."""
-
-    crosses = False
-
-    def __init__(self, *, is_queued: bool = True) -> None:
-        self.events: list[str] = []
-        self.is_queued = is_queued
-        self.is_drafting = False
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        self.is_drafting = True
-        yield
-        self.is_drafting = False
-
-    def draft_waits(self) -> None:
-        self.events.append("draft waits")
-
-    def current_waits(self) -> None:
-        self.events.append("current waits")
-
-    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert not self.is_drafting, "the current stream is the target's"
-        self.events.append("hand over")
-        return tensor
 
 
 class NotedRunner(TableRunner):
@@ -167,7 +141,7 @@ class Crossing(HostDraft):
 @pytest.mark.parametrize(("top_k", "packed"), [(0, False), (2, True), (200, False)])
 def test_a_draft_on_another_device_gives_the_tokens_of_one_on_the_same(top_k: int, packed: bool) -> None:
     """No operator has tensors of both devices, but for copies. With top-k only what it left is copied."""
-    sampling = SamplingParams(max_new_tokens=24, temperature=0.7, top_k=top_k, seed=3)
+    sampling = SamplingParams(max_new_tokens=10, temperature=0.7, top_k=top_k, seed=3)
     found = []
     with fake_devices() as copies:
         for place in (0, 1):
@@ -265,6 +239,20 @@ def test_a_draft_on_the_cpu_is_uploaded_through_pinned_memory(monkeypatch: pytes
         pass
 
 
+def test_a_comparison_names_both_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU number {device.index}")
+    model = SimpleNamespace(num_parameters=5, shape=SimpleNamespace(num_layers=1, model_type="llama"))
+    loaded = [SimpleNamespace(device=device, dtype_name="bfloat16", name="a", model=model) for device in (GPU, OTHER_GPU)]
+    for draft, gpus, device in (
+        (loaded[0], "GPU number 0", "cuda:0,"),
+        (loaded[1], "GPU number 0, GPU number 1", "cuda:0 (draft: cuda:1),"),
+    ):
+        pair: Any = SimpleNamespace(target=loaded[0], draft=draft, devices=lambda draft=draft: [GPU, draft.device])
+        described = dict(machine_description.describe(pair))
+        assert described["GPU"] == gpus
+        assert described["Device"].startswith(device)
+
+
 # ------------------------------------------------------------------ do the models overlap?
 
 PASS, STEP, WIDTH = 0.008, 0.002, 4  # seconds of a target pass and of a drafted token
@@ -313,14 +301,20 @@ def test_the_overlap_of_both_models_is_measured(turns: bool, monkeypatch: pytest
     costs = time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16, True)
     assert costs.overlap == pytest.approx(0.0 if turns else 1.0)
     assert costs.take_turns == turns
+    assert (costs.draft_alone, costs.target_alone) == pytest.approx((STEP, PASS))
+    assert costs.added_by_token == pytest.approx(STEP if turns else 0.0)
+    assert costs.gain is not None
+    assert (costs.gain < 1) == turns
     assert costs.target_pass == pytest.approx(PASS)
     assert time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16).overlap is None
     plan: Any = SimpleNamespace(
         info=SimpleNamespace(costs=costs), run=SimpleNamespace(schedule=SimpleNamespace(window=costs.window))
     )
-    assert ("the models take turns on this GPU, so PEARL gains little" in _window(plan)) == turns
+    assert ("the models take turns on this machine, so PEARL is expected to have 0." in _window(plan)) == turns
     assert preparation._valid_costs({**vars_of(costs)}) == costs
-    assert preparation._valid_costs({**vars_of(costs), "overlap": float("nan")}) is None
+    for name in ("overlap", "draft_alone", "target_alone"):
+        for value in (None, float("nan")):
+            assert preparation._valid_costs({**vars_of(costs), name: value}) is None
 
 
 def vars_of(costs: ParallelCosts) -> dict[str, Any]:
