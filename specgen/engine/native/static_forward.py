@@ -13,13 +13,13 @@ import torch
 from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.equal_bits import FIRST_BUCKET, bucket_of, joined, pieces
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
 from specgen.engine.native.static_pass import SPAN, StaticPass, StaticWork
 
 WIDTHS = (1, 2, 4, 8, 16)
-FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
 _MAX_RULES = 8  # rules for choosing tokens for which graphs are kept
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,10 @@ def pick_width(tokens: int, widths: Sequence[int] = WIDTHS) -> int | None:
 
 
 def pick_bucket(entries: int, capacity: int) -> int | None:
-    """Returns the smallest bucket of at least `entries`, for a KV cache with room for `capacity` tokens; None if that is less."""
+    """Returns the smallest bucket of at least `entries`, for a KV cache with room for `capacity` tokens; None if that is less.
+
+    The buckets are twice as large each, the last one is the capacity.
+    """
     bucket = FIRST_BUCKET
     while bucket < entries:
         bucket *= 2
@@ -41,20 +44,18 @@ def pick_bucket(entries: int, capacity: int) -> int | None:
 def use_static_passes(model: NativeModel, widths: Sequence[int] = WIDTHS, new_graphs: Callable[[], Graphs] | None = None) -> None:
     """Makes a model run its short passes as static ones, in all forward functions that are made from now on.
 
-    With one width, equal to or above the longest draft's tokens + 1, a token's logits do not depend on the tokens run with it.
-    `new_graphs` makes what captures the passes of one forward function; None runs their operators one by one.
+    An exact model runs all passes as static ones, of the widest of the `widths`, so that a token's logits have the same bits
+    whichever tokens are run with it. `new_graphs` makes what captures the passes of one forward function; None runs their
+    operators one by one.
     """
     capturing = None if new_graphs is None else Capturing(new_graphs)
-    model.wrap = lambda forward: StaticForward(forward, widths, capturing)
+    model.wrap = lambda forward: StaticForward(forward, widths, capturing, exact=model.exact)
 
 
 def use_cuda_graphs(model: NativeModel) -> None:
-    """Makes a model on a CUDA device run its short passes as CUDA graphs, in all forward functions made from now on.
-
-    An exact model runs all of them at one width, so that a token's logits have the same bits whichever tokens are run with it.
-    """
+    """Makes a model on a CUDA device run its static passes as CUDA graphs; see `use_static_passes`."""
     stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-    use_static_passes(model, WIDTHS[-1:] if model.exact else WIDTHS, partial(CudaGraphs, model.device, stream))
+    use_static_passes(model, WIDTHS, partial(CudaGraphs, model.device, stream))
 
 
 @dataclass(slots=True)
@@ -83,11 +84,20 @@ class StaticForward:
     """Runs short passes as static ones, each made when it is first needed, and the others by the eager function `forward`.
 
     A `ForwardFunction`. It enlarges a KV cache at once to the capacity that was reserved. When a cache grows beyond that, the
-    static passes and their graphs are made again. With `capturing`, passes are captured, and it is `SelfFeeding`.
+    static passes and their graphs are made again. With `capturing`, passes are captured, and it is `SelfFeeding`. If it is
+    `exact`, it runs all passes in pieces, see `equal_bits`: only a draft tree beyond `SPAN` is run by the eager function.
     """
 
-    def __init__(self, forward: StaticWork, widths: Sequence[int] = WIDTHS, capturing: Capturing | None = None) -> None:
-        self._eager, self._widths, self._capturing = forward, sorted(widths), capturing
+    def __init__(
+        self,
+        forward: StaticWork,
+        widths: Sequence[int] = WIDTHS,
+        capturing: Capturing | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
+        self._eager, self._capturing, self._is_exact = forward, capturing, exact
+        self._widths = sorted(widths)[-1:] if exact else sorted(widths)
         self.feeds = capturing is not None and forward.feeds
         self._choices: dict[ChoiceRule, TokenChoice] = {}
         self._drop_passes()
@@ -101,14 +111,39 @@ class StaticForward:
         self._data = data
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        first, cache = forward_pass.first, forward_pass.cache
-        width = pick_width(forward_pass.last - first, self._widths)
-        self._make_room(cache, forward_pass.last)
-        if width is None or first - base_of(forward_pass) + width > SPAN:
+        self._make_room(forward_pass.cache, forward_pass.last)
+        if self._is_exact:
+            return self._in_pieces(forward_pass, logits_to_keep)
+        width = self._width(forward_pass)
+        if width is None:
             return self._eager(forward_pass, logits_to_keep)
         source = self._eager.inputs
+        return self._static(forward_pass, width, None if source is None else source(forward_pass), logits_to_keep)
+
+    def _in_pieces(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        """Runs a pass in pieces of one width."""
+        first, source, outputs = forward_pass.first, self._eager.inputs, []
         hidden = None if source is None else source(forward_pass)
-        key = width, self._bucket(cache, first + width), forward_pass.long_rope
+        for piece in pieces(forward_pass, self._widths[0]):
+            count = piece.last - piece.first
+            kept = max(0, min(count, piece.last - (forward_pass.last - logits_to_keep)))
+            entering = None if hidden is None else hidden[piece.first - first : piece.last - first]
+            width = self._width(piece)
+            output = self._eager(piece, kept) if width is None else self._static(piece, width, entering, kept)
+            if count == forward_pass.last - first:
+                return output
+            outputs.append(ModelOutput(*(None if part is None else part.clone() for part in output)))  # type: ignore[arg-type]
+        return joined(outputs)
+
+    def _width(self, forward_pass: ForwardPass) -> int | None:
+        """Returns the width of the static pass that can run these tokens; None if there is none."""
+        width = pick_width(forward_pass.last - forward_pass.first, self._widths)
+        return None if width is None or forward_pass.first - base_of(forward_pass) + width > SPAN else width
+
+    def _static(self, forward_pass: ForwardPass, width: int, hidden: torch.Tensor | None, logits_to_keep: int) -> ModelOutput:
+        """Runs a static pass. `hidden` are the hidden states that enter it, if it takes them."""
+        first, cache = forward_pass.first, forward_pass.cache
+        key = width, self._bucket(cache, forward_pass.last if self._is_exact else first + width), forward_pass.long_rope
         if key not in self._passes:
             self._passes[key] = StaticPass(self._eager, cache, *key[:2], long_rope=key[2])
         static = self._passes[key]
@@ -150,15 +185,19 @@ class StaticForward:
 
     def _make_room(self, cache: KVBuffer, last: int) -> None:
         """Enlarges the cache if it has no room for `last` tokens and the padding of a pass over them."""
-        room = last + self._widths[-1]
-        if room > cache.data.shape[3]:
-            cache.enlarge(max(room, cache.capacity + self._widths[-1], FIRST_BUCKET))
+        if self._room(last) > cache.data.shape[3]:
+            cache.enlarge(max(self._room(last), self._room(cache.capacity), FIRST_BUCKET))
+
+    def _room(self, entries: int) -> int:
+        """Returns how many entries a buffer needs for passes over these many, with their padding and all that they attend to."""
+        padded = entries + self._widths[-1]
+        return max(padded, bucket_of(entries)) if self._is_exact else padded
 
     def _bucket(self, cache: KVBuffer, entries: int) -> int:
         """Returns the smallest bucket for this number of cache entries. Drops the passes of another buffer."""
         if cache.data is not self._data:
             self._drop_passes(cache.data)
-        bucket = pick_bucket(entries, cache.data.shape[3])
+        bucket = bucket_of(entries) if self._is_exact else pick_bucket(entries, cache.data.shape[3])
         assert bucket is not None  # the cache has room for all widths
         return bucket
 
