@@ -55,6 +55,7 @@ class Model(Protocol):
     """A model with its weights, on one device.
 
     `num_embeddings` is the number of token ids that the model has embeddings for, `vocab_size` the number of logits per position.
+    `exact`: a token's logits have the same bits whichever tokens are run with it, in drafts without trees.
     """
 
     @property
@@ -77,6 +78,9 @@ class Model(Protocol):
 
     @property
     def num_parameters(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def architecture(self) -> Architecture:

@@ -144,7 +144,7 @@ class ModelRunner:
         self._penalties = penalties
         function = self._forward
         self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
-        self._cached = CachedPrefix(self.cache, model.shape.rope_boundary)
+        self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
         self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
         self._forward_count = 0

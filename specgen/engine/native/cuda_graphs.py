@@ -16,6 +16,16 @@ _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that tak
 _CAPTURE_LOCK = threading.Lock()  # a capture begins with a synchronisation, which would end one in another thread
 
 
+def with_attention_of_graphs(work: Work) -> Work:
+    """Returns a function that does the work with the attention kernels that graphs are captured with: the same bits result."""
+
+    def run() -> None:
+        with sdpa_kernel(_ATTENTION):
+            work()
+
+    return run
+
+
 class Graphs(Protocol):
     """Captures work on fixed buffers, to repeat it with other contents of these buffers. The graphs may share memory.
 

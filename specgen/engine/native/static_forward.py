@@ -12,7 +12,7 @@ import torch
 
 from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
-from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work, with_attention_of_graphs
 from specgen.engine.native.equal_bits import FIRST_BUCKET, bucket_of, joined, pieces
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeModel
@@ -208,5 +208,7 @@ class StaticForward:
             replay = work
             if self._capturing is not None and self._graphs is not None:
                 replay = self._capturing.capture(self._graphs, name, work, state)
+            if replay is work and self._is_exact and self._eager.model.device.type == "cuda":
+                replay = with_attention_of_graphs(work)
             self._replays[key] = replay
         replay()

@@ -39,6 +39,7 @@ class TransformersModel:
     """
 
     backend = "transformers"
+    exact = False
 
     def __init__(self, module: Any) -> None:
         self.module = module
