@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput
+from specgen.engine.forward_pass import ForwardPass, ModelOutput
 
 FIRST_BUCKET = 512  # entries of the KV cache
 _LARGEST_STEP = 8192  # entries; buckets are twice as large each up to this one, then this much larger each
@@ -28,17 +28,13 @@ def bucket_of(entries: int) -> int:
 def pieces(forward_pass: ForwardPass, width: int) -> Iterator[ForwardPass]:
     """Yields passes over at most `width` tokens each, in order, that together run the tokens of `forward_pass`.
 
-    All tokens of a piece have the same bucket. Committed tokens and the nodes of a draft tree are in different pieces.
+    All tokens of a piece have the same bucket.
     """
-    first, last, committed = forward_pass.first, forward_pass.last, len(forward_pass.context)
-    is_tree = not forward_pass.is_chain
-    while first < last:
-        end = min(first + width, last, bucket_of(first + 1))
-        piece = forward_pass
-        if is_tree and first < committed:
-            end, piece = min(end, committed), forward_pass._replace(draft=NO_NODES)
-        yield piece._replace(first=first, last=end)
-        first = end
+    first = forward_pass.first
+    while first < forward_pass.last:
+        last = min(first + width, forward_pass.last, bucket_of(first + 1))
+        yield forward_pass._replace(first=first, last=last)
+        first = last
 
 
 def joined(outputs: Sequence[ModelOutput]) -> ModelOutput:
