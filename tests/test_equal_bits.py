@@ -129,7 +129,7 @@ def _attend_in_parts(
 
 
 def test_the_bits_depend_on_no_buckets_end_and_on_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.engine.native.layer.attend", _attend_in_parts)
+    monkeypatch.setattr("specgen.engine.native.kernels.torch_kernels.attend", _attend_in_parts)
     model, ids = one_width_model("llama", torch.float32), random_tokens(Random(1), 560)
     plain = PlainLogits(model, ids, range(505, 530))
     for capacity in (0, 1900):

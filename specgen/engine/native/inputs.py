@@ -7,8 +7,9 @@ import torch
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.ancestry import ancestry
-from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE
+from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
 from specgen.engine.native.description import Architecture, LayerKind
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
 from specgen.engine.native.masks import ChainMasks, TreeMasks, additive, aligned, visible_to_chain
@@ -18,7 +19,6 @@ from specgen.engine.native.rotary import RotaryTable
 # differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
 # product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
-_WIDEST_HEAD = 256  # numbers per head that flash attention can have
 
 
 def layer_kinds(architecture: Architecture) -> list[LayerKind]:
@@ -30,7 +30,8 @@ class InputMaker:
     """Makes the inputs of all forward passes of one model.
 
     `min_rows` is the least number of tokens per pass. `exact`: pads passes so that the same bits result whatever their width is.
-    `kinds` are the kinds of layers, `tables` the rotations by name, `group` the number of query heads per key-value head.
+    `kernels` are those of static passes. `kinds` are the kinds of layers, `tables` the rotations by name, `group` the number of
+    query heads per key-value head.
     `has_causal_kernel`: the device has a fused attention in which each token of a chain sees the keys up to its own, without a
     mask, and in which several query heads read one key-value head.
     """
@@ -38,15 +39,14 @@ class InputMaker:
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, min_rows: int = 1, exact: bool = False
     ) -> None:
-        self.kinds = layer_kinds(architecture)
+        self.kinds, self.kernels = layer_kinds(architecture), TORCH
         self._dtype, self._device, self._rotary = dtype, device, architecture.rotary
         self._min_rows, self._exact = min_rows, exact
         self.group = architecture.num_heads // architecture.num_kv_heads
         rounded = None if architecture.rotary_in_float32 else dtype
         self.tables = {key: RotaryTable(rotary, device, rounded) for key, rotary in architecture.rotary.items()}
-        size = architecture.head_size
-        fits = architecture.score_cap is None and size <= _WIDEST_HEAD and size % 8 == 0 and not exact
-        self.has_causal_kernel = fits and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        fits = architecture.score_cap is None and not exact
+        self.has_causal_kernel = fits and has_causal_kernel(device, dtype, architecture.head_size, self.group)
         windows = {kind.window for kind in self.kinds}
         self._chain_masks = {window: ChainMasks(self.group, window, dtype, device) for window in windows}
 

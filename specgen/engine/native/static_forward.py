@@ -14,10 +14,13 @@ from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, To
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work, with_attention_of_graphs
 from specgen.engine.native.equal_bits import FIRST_BUCKET, bucket_of, joined, pieces
+from specgen.engine.native.kernels.checked_kernels import checked_kernels
+from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
-from specgen.engine.native.static_pass import SPAN, StaticPass, StaticWork
+from specgen.engine.native.static_pass import StaticPass, StaticWork
+from specgen.engine.tolerances import logits_error
 
 WIDTHS = (1, 2, 4, 8, 16)
 _MAX_RULES = 8  # rules for choosing tokens for which graphs are kept
@@ -55,18 +58,28 @@ def use_static_passes(model: NativeModel, widths: Sequence[int] = WIDTHS, new_gr
 def use_cuda_graphs(model: NativeModel) -> None:
     """Makes a model on a CUDA device run its static passes as CUDA graphs; see `use_static_passes`."""
     stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-    use_static_passes(model, WIDTHS, partial(CudaGraphs, model.device, stream))
+    widths = WIDTHS[-1:] if model.exact else WIDTHS
+    model.inputs.kernels = checked_kernels(model.architecture, model.dtype, model.device, widths)
+    use_static_passes(model, widths, partial(CudaGraphs, model.device, stream))
 
 
 @dataclass(slots=True)
 class Capturing:
-    """Captures the static passes of one model, until a capture fails. `new_graphs` is called for each forward function."""
+    """Captures the static passes of one model, until a capture fails or its replay gives other logits.
+
+    `new_graphs` is called for each forward function.
+    """
 
     new_graphs: Callable[[], Graphs]
     is_off: bool = False
 
-    def capture(self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor]) -> Work:
-        """Returns a function that does the work: its graph, or if it cannot be captured the work itself. Logs which."""
+    def capture(
+        self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor], logits: torch.Tensor | None = None
+    ) -> Work:
+        """Returns a function that does the work: its graph, or the work itself if that cannot be captured. Logs which.
+
+        `logits` is a buffer that the work writes. The graph is used only if a replay writes the same numbers, but for rounding.
+        """
         if self.is_off:
             return work
         start = time.perf_counter()
@@ -74,10 +87,36 @@ class Capturing:
             replay = graphs.capture(work, state)
         except RuntimeError as error:
             self.is_off = True
-            _log.warning("no CUDA graphs from here on, so passes take longer: %s could not be captured: %s", name, error)
+            message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
+            _log.warning(message, name, _first_cause(error))
+            return work
+        wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
+        if wrong is not None:
+            self.is_off = True
+            _log.warning("no CUDA graphs from here on, so passes take longer: replays of %s %s", name, wrong)
             return work
         _log.info("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - start))
         return replay
+
+
+def _first_cause(error: BaseException) -> str:
+    """Returns the first line of the error that made a capture invalid, which the end of the capture reports as another one."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).partition("\n")[0]
+
+
+def _result(work: Work, logits: torch.Tensor, state: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Returns a function that does the work and returns the logits that it writes. The tensors of `state` keep their values."""
+
+    def run() -> torch.Tensor:
+        saved = [tensor.clone() for tensor in state]
+        work()
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
+        return logits.clone()
+
+    return run
 
 
 class StaticForward:
@@ -148,7 +187,7 @@ class StaticForward:
             self._passes[key] = StaticPass(self._eager, cache, *key[:2], long_rope=key[2])
         static = self._passes[key]
         static.load(forward_pass, hidden)
-        self._run(key, f"passes of {width} tokens over {key[1]} cache entries", static.run)
+        self._run(key, f"passes of {width} tokens over {key[1]} cache entries", static.run, (), static.logits)
         return static.output(logits_to_keep)
 
     def chooser(self, rule: ChoiceRule) -> TokenChooser:
@@ -180,7 +219,7 @@ class StaticForward:
         step = self._self_feeding[key]
         step.load(position, is_root=level == 0)
         what = "draft steps" if width == 1 else f"levels of {width} drafted tokens"
-        self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state)
+        self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state, step.logits)
         step.has_run(position)
 
     def _make_room(self, cache: KVBuffer, last: int) -> None:
@@ -191,23 +230,32 @@ class StaticForward:
     def _room(self, entries: int) -> int:
         """Returns how many entries a buffer needs for passes over these many, with their padding and all that they attend to."""
         padded = entries + self._widths[-1]
-        return max(padded, bucket_of(entries)) if self._is_exact else padded
+        is_read = self._is_exact and not self._eager.model.inputs.kernels.finds_keys
+        return max(padded, bucket_of(entries)) if is_read else padded
 
     def _bucket(self, cache: KVBuffer, entries: int) -> int:
-        """Returns the smallest bucket for this number of cache entries. Drops the passes of another buffer."""
+        """Returns the bucket for this number of cache entries. Drops the passes of another buffer.
+
+        It is the whole buffer if attention reads from the device how many entries there are, else the smallest bucket.
+        """
         if cache.data is not self._data:
             self._drop_passes(cache.data)
-        bucket = bucket_of(entries) if self._is_exact else pick_bucket(entries, cache.data.shape[3])
+        capacity = cache.data.shape[3]
+        if self._eager.model.inputs.kernels.finds_keys:
+            return capacity
+        bucket = bucket_of(entries) if self._is_exact else pick_bucket(entries, capacity)
         assert bucket is not None  # the cache has room for all widths
         return bucket
 
-    def _run(self, key: Hashable, name: str, work: Work, state: Sequence[torch.Tensor] = ()) -> None:
-        """Does the work. At the first time for this key, captures it if there are graphs."""
+    def _run(
+        self, key: Hashable, name: str, work: Work, state: Sequence[torch.Tensor] = (), logits: torch.Tensor | None = None
+    ) -> None:
+        """Does the work. At the first time for this key, captures it if there are graphs; see `Capturing.capture`."""
         replay = self._replays.get(key)
         if replay is None:
             replay = work
             if self._capturing is not None and self._graphs is not None:
-                replay = self._capturing.capture(self._graphs, name, work, state)
+                replay = self._capturing.capture(self._graphs, name, work, state, logits)
             if replay is work and self._is_exact and self._eager.model.device.type == "cuda":
                 replay = with_attention_of_graphs(work)
             self._replays[key] = replay
