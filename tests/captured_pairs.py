@@ -53,5 +53,5 @@ def captured_pair(counts: Counter[str], *names: str, **options: Any) -> Iterator
         yield pair
 
 
-def _no(*_: object) -> bool:
+def _no(*_: object, **__: object) -> bool:
     return False
