@@ -22,6 +22,8 @@ from specgen.workers.stream_worker import StreamWorker
 class NoStreams:
     """Implements `Streams` where there are none: work is done when it is queued."""
 
+    crosses, is_queued = False, True
+
     def drafting(self) -> AbstractContextManager[object]:
         return nullcontext()
 
