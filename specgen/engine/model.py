@@ -83,6 +83,20 @@ class Model(Protocol):
     def exact(self) -> bool: ...
 
     @property
+    def capture_seconds(self) -> float:
+        """The seconds that it took so far to capture passes on a GPU, each of which happens when a pass is first needed."""
+        ...
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures the passes on a GPU that runs may need, so that no capture falls into the time of a run.
+
+        Those are runs whose prompts have at least `shortest` tokens, and at most `longest` together with their output. Only for
+        forward functions that have run a pass before, and for ways to choose tokens that were used. Does nothing for a model
+        whose passes are not captured. What KV caches hold stays valid.
+        """
+        ...
+
+    @property
     def architecture(self) -> Architecture:
         """What config.json describes. Raises UnsupportedConfig if the native decoder does not support the model."""
         ...

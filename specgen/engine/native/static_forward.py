@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
-from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
+from specgen.engine.forward_pass import NO_NODES, ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work, with_attention_of_graphs
 from specgen.engine.native.equal_bits import FIRST_BUCKET, bucket_of, joined, pieces
@@ -21,9 +22,10 @@ from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
 from specgen.engine.native.static_pass import StaticPass, StaticWork
 from specgen.engine.tolerances import logits_error
+from specgen.types import Context
 
 WIDTHS = (1, 2, 4, 8, 16)
-_MAX_RULES = 8  # rules for choosing tokens for which graphs are kept
+_MAX_RULES = 24  # rules for choosing tokens for which graphs are kept
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ def use_static_passes(model: NativeModel, widths: Sequence[int] = WIDTHS, new_gr
     """
     capturing = None if new_graphs is None else Capturing(new_graphs)
     model.wrap = lambda forward: StaticForward(forward, widths, capturing, exact=model.exact)
+    model.captures = capturing
 
 
 def use_cuda_graphs(model: NativeModel) -> None:
@@ -67,11 +70,19 @@ def use_cuda_graphs(model: NativeModel) -> None:
 class Capturing:
     """Captures the static passes of one model, until a capture fails or its replay gives other logits.
 
-    `new_graphs` is called for each forward function.
+    `new_graphs` is called for each forward function. `seconds` is the time that captures have taken. Implements
+    `native_model.Captures`.
     """
 
     new_graphs: Callable[[], Graphs]
     is_off: bool = False
+    seconds: float = 0.0
+    forwards: WeakSet[StaticForward] = field(default_factory=WeakSet)
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures what is missing for runs; see `engine.model.Model`."""
+        for forward in list(self.forwards):
+            forward.capture_passes(shortest, longest)
 
     def capture(
         self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor], logits: torch.Tensor | None = None
@@ -82,6 +93,15 @@ class Capturing:
         """
         if self.is_off:
             return work
+        start = time.perf_counter()
+        try:
+            return self._captured(graphs, name, work, state, logits)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _captured(
+        self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor], logits: torch.Tensor | None
+    ) -> Work:
         start = time.perf_counter()
         try:
             replay = graphs.capture(work, state)
@@ -137,6 +157,9 @@ class StaticForward:
     ) -> None:
         self._eager, self._capturing, self._is_exact = forward, capturing, exact
         self._widths = sorted(widths)[-1:] if exact else sorted(widths)
+        self._cache: KVBuffer | None = None  # the last pass's
+        if capturing is not None:
+            capturing.forwards.add(self)
         self.feeds = capturing is not None and forward.feeds
         self._choices: dict[ChoiceRule, TokenChoice] = {}
         self._drop_passes()
@@ -187,8 +210,47 @@ class StaticForward:
             self._passes[key] = StaticPass(self._eager, cache, *key[:2], long_rope=key[2])
         static = self._passes[key]
         static.load(forward_pass, hidden)
-        self._run(key, f"passes of {width} tokens over {key[1]} cache entries", static.run, (), static.logits)
+        self._replay_of(key, _name(static), static.run, (), static.logits)()
         return static.output(logits_to_keep)
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures what is missing for runs; see `engine.model.Model`. The KV cache keeps what it holds."""
+        cache = self._cache
+        if cache is None:
+            return
+        ropes = {key[2] for key in self._passes} or {False}
+        self._make_room(cache, longest)
+        last = min(longest + self._widths[-1], cache.data.shape[3])
+        first = min(1 if self._is_exact else shortest, last)
+        for bucket in sorted({self._bucket(cache, entries) for entries in (*range(first, last, FIRST_BUCKET), last)}):
+            for long_rope in ropes:
+                for width in reversed(self._widths):
+                    self._capture_pass(cache, width, bucket, long_rope)
+                for rule in self._choices:
+                    self._capture_step(cache, rule, bucket, long_rope)
+
+    def _capture_pass(self, cache: KVBuffer, width: int, bucket: int, long_rope: bool) -> None:
+        key = width, bucket, long_rope
+        if key in self._replays or width > bucket:
+            return
+        static = self._passes[key] = StaticPass(self._eager, cache, width, bucket, long_rope=long_rope)
+        entering = self._eager.widths.inputs
+        hidden = torch.zeros(width, entering, dtype=self._eager.model.dtype, device=self._eager.model.device)
+        static.load(ForwardPass(Context([0] * width), NO_NODES, 0, width, cache, long_rope), hidden)
+        self._replay_of(key, _name(static), static.run, [cache.data[:, :, :, :width]], static.logits)
+
+    def _capture_step(self, cache: KVBuffer, rule: ChoiceRule, bucket: int, long_rope: bool) -> None:
+        choice = self._choices[rule]
+        if rule not in self._replays:
+            self._replay_of(rule, _choice_name(choice), choice.run, choice.state)
+        key = rule, bucket, long_rope
+        if key in self._replays or choice.width > bucket:
+            return
+        step = self._step(cache, key)
+        step.load(0, is_root=True)
+        self._replay_of(
+            key, _step_name(choice, bucket), step.run, [*step.state, cache.data[:, :, :, : choice.width]], step.logits
+        )
 
     def chooser(self, rule: ChoiceRule) -> TokenChooser:
         """Returns the chooser for this rule, which `choose` and `feed` use; see `forward_pass.SelfFeeding`."""
@@ -203,7 +265,7 @@ class StaticForward:
         """Chooses the first token, or level of a tree; see `forward_pass.SelfFeeding`."""
         choice = self._choices[rule]
         choice.load(logits, hidden)
-        self._run(rule, "the choice of a token" if choice.width == 1 else "the choice of a level", choice.run, choice.state)
+        self._replay_of(rule, _choice_name(choice), choice.run, choice.state)()
 
     def feed(self, rule: ChoiceRule, cache: KVBuffer, root: int, level: int, levels: int, *, long_rope: bool) -> None:
         """Runs the tokens chosen last, and chooses the next ones; see `forward_pass.SelfFeeding`."""
@@ -213,14 +275,18 @@ class StaticForward:
         end = position + 1 if choice.chooser.parents is None else root + width * levels  # a tree's passes have the same inputs
         self._make_room(cache, end)
         key = rule, self._bucket(cache, end), long_rope
-        if key not in self._self_feeding:
-            static = StaticPass(self._eager, cache, width, key[1], long_rope=long_rope)
-            self._self_feeding[key] = SelfFeedingPass(static, choice)
-        step = self._self_feeding[key]
+        step = self._step(cache, key)
         step.load(position, is_root=level == 0)
-        what = "draft steps" if width == 1 else f"levels of {width} drafted tokens"
-        self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state, step.logits)
+        self._replay_of(key, _step_name(choice, key[1]), step.run, step.state, step.logits)()
         step.has_run(position)
+
+    def _step(self, cache: KVBuffer, key: tuple[ChoiceRule, int, bool]) -> SelfFeedingPass:
+        """Returns the self-feeding pass for this rule, bucket and choice of rotary frequencies."""
+        if key not in self._self_feeding:
+            choice = self._choices[key[0]]
+            static = StaticPass(self._eager, cache, choice.width, key[1], long_rope=key[2])
+            self._self_feeding[key] = SelfFeedingPass(static, choice)
+        return self._self_feeding[key]
 
     def _make_room(self, cache: KVBuffer, last: int) -> None:
         """Enlarges the cache if it has no room for `last` tokens and the padding of a pass over them."""
@@ -240,6 +306,7 @@ class StaticForward:
         """
         if cache.data is not self._data:
             self._drop_passes(cache.data)
+        self._cache = cache
         capacity = cache.data.shape[3]
         if self._eager.model.inputs.kernels.finds_keys:
             return capacity
@@ -247,10 +314,10 @@ class StaticForward:
         assert bucket is not None  # the cache has room for all widths
         return bucket
 
-    def _run(
+    def _replay_of(
         self, key: Hashable, name: str, work: Work, state: Sequence[torch.Tensor] = (), logits: torch.Tensor | None = None
-    ) -> None:
-        """Does the work. At the first time for this key, captures it if there are graphs; see `Capturing.capture`."""
+    ) -> Work:
+        """Returns what does the work. At the first time for this key, captures it if there are graphs; see `Capturing`."""
         replay = self._replays.get(key)
         if replay is None:
             replay = work
@@ -259,4 +326,17 @@ class StaticForward:
             if replay is work and self._is_exact and self._eager.model.device.type == "cuda":
                 replay = with_attention_of_graphs(work)
             self._replays[key] = replay
-        replay()
+        return replay
+
+
+def _name(static: StaticPass) -> str:
+    return f"passes of {static.width} tokens over {static.bucket} cache entries"
+
+
+def _choice_name(choice: TokenChoice) -> str:
+    return "the choice of a token" if choice.width == 1 else "the choice of a level"
+
+
+def _step_name(choice: TokenChoice, bucket: int) -> str:
+    what = "draft steps" if choice.width == 1 else f"levels of {choice.width} drafted tokens"
+    return f"{what} over {bucket} cache entries"
