@@ -35,6 +35,7 @@ NEW_TOKENS = 160  # of a timed run, at most
 _ROUNDS = 6  # timed with each length, at most
 _SECONDS = 0.5  # after which each length is timed once more at most
 _LONGEST_CONTEXT = 1024  # tokens of the context after which rounds are timed, at most
+LONGEST_MEASURED = _LONGEST_CONTEXT + NEW_TOKENS  # tokens of the context and the output of a timed run, at most
 _COST_SETTINGS = ("draft_cost", "verify_cost")
 _SHAPES = (
     "width",

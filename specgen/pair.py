@@ -18,7 +18,7 @@ from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, StopTexts
 from specgen.decoding.sequential import Checked
 from specgen.decoding.suffix_index import SuffixHistory
-from specgen.drafting_knowledge import DraftingKnowledge
+from specgen.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
 from specgen.engine.exit_files import Exit
@@ -360,8 +360,11 @@ class Pair:
         self.forget()
 
     def reserve(self, capacity: int) -> None:
-        """Makes the KV caches of all later runs large enough for `capacity` tokens at once, so that none grows between runs."""
-        self._reserved = max(self._reserved, capacity)
+        """Makes the KV caches of all later runs large enough for `capacity` tokens at once, and for those that time rounds.
+
+        Then no cache grows between runs, which would make the passes that were captured invalid.
+        """
+        self._reserved = max(self._reserved, capacity, min(LONGEST_MEASURED, self.target.context_limit))
 
     def capture_passes(self, shortest: int, longest: int) -> None:
         """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
