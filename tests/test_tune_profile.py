@@ -214,6 +214,10 @@ def test_generate_finds_the_profile_by_itself(
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     found = profiles.load(folder)
     own = profiles.default_folder(found.fits, SamplingParams())
+    assert found.fits.draft is not None
+    apart = found.fits.draft.model_copy(update={"device": "cuda:1 GPU"})
+    elsewhere = profiles.default_folder(found.fits.model_copy(update={"draft": apart}), SamplingParams())
+    assert elsewhere != own, "one profile does not overwrite the other"
     assert own.is_relative_to(tmp_path / "data")
     assert "tuned" not in generated(pair)
     profiles.save(found, own)

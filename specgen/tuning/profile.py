@@ -247,6 +247,8 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
     """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
     own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
     parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
+    if key.draft is not None and key.draft.device != key.target.device:
+        parts.append(f"draft-{key.draft.device}")
     parts += [f"{ranks}-ranks"] if (ranks := key.machine.get("ranks")) else []
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")

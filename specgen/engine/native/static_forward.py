@@ -105,12 +105,12 @@ class Capturing:
         start = time.perf_counter()
         try:
             replay = graphs.capture(work, state)
-        except RuntimeError as error:
+            wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
+        except RuntimeError as error:  # the first replay takes memory, too
             self.is_off = True
             message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
             _log.warning(message, name, _first_cause(error))
             return work
-        wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
         if wrong is not None:
             self.is_off = True
             _log.warning("no CUDA graphs from here on, so passes take longer: replays of %s %s", name, wrong)
@@ -173,7 +173,7 @@ class StaticForward:
         self._data = data
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        self._make_room(forward_pass.cache, forward_pass.last)
+        self._make_room(forward_pass.cache, forward_pass.last, self._widths[-1])
         if self._is_exact:
             return self._in_pieces(forward_pass, logits_to_keep)
         width = self._width(forward_pass)
@@ -219,7 +219,7 @@ class StaticForward:
         if cache is None:
             return
         ropes = {key[2] for key in self._passes} or {False}
-        self._make_room(cache, longest)
+        self._make_room(cache, longest, self._widths[-1])
         last = min(longest + self._widths[-1], cache.data.shape[3])
         first = min(1 if self._is_exact else shortest, last)
         for bucket in sorted({self._bucket(cache, entries) for entries in (*range(first, last, FIRST_BUCKET), last)}):
@@ -288,16 +288,16 @@ class StaticForward:
             self._self_feeding[key] = SelfFeedingPass(static, choice)
         return self._self_feeding[key]
 
-    def _make_room(self, cache: KVBuffer, last: int) -> None:
-        """Enlarges the cache if it has no room for `last` tokens and the padding of a pass over them."""
-        if self._room(last) > cache.data.shape[3]:
-            cache.enlarge(max(self._room(last), self._room(cache.capacity), FIRST_BUCKET))
+    def _make_room(self, cache: KVBuffer, last: int, padding: int = 0) -> None:
+        """Enlarges the cache if it has no room for `last` tokens and as much padding."""
+        if (room := self._room(last, padding)) > cache.data.shape[3]:
+            # the last draft's nodes may come after the capacity
+            cache.enlarge(max(room, self._room(cache.capacity, SPAN), FIRST_BUCKET))
 
-    def _room(self, entries: int) -> int:
-        """Returns how many entries a buffer needs for passes over these many, with their padding and all that they attend to."""
-        padded = entries + self._widths[-1]
+    def _room(self, entries: int, padding: int) -> int:
+        """Returns how many entries a buffer needs for these many with padding after them, and for all that they attend to."""
         is_read = self._is_exact and not self._eager.model.inputs.kernels.finds_keys
-        return max(padded, bucket_of(entries)) if is_read else padded
+        return max(entries + padding, bucket_of(entries)) if is_read else entries + padding
 
     def _bucket(self, cache: KVBuffer, entries: int) -> int:
         """Returns the bucket for this number of cache entries. Drops the passes of another buffer.
