@@ -162,6 +162,7 @@ class StaticForward:
             capturing.forwards.add(self)
         self.feeds = capturing is not None and forward.feeds
         self._choices: dict[ChoiceRule, TokenChoice] = {}
+        self._reads: Sequence[torch.Tensor] = ()  # buffers of other models that the passes read
         self._drop_passes()
 
     def _drop_passes(self, data: torch.Tensor | None = None) -> None:
@@ -177,10 +178,18 @@ class StaticForward:
         if self._is_exact:
             return self._in_pieces(forward_pass, logits_to_keep)
         width = self._width(forward_pass)
+        self._prepare(forward_pass)
         if width is None:
             return self._eager(forward_pass, logits_to_keep)
         source = self._eager.inputs
         return self._static(forward_pass, width, None if source is None else source(forward_pass), logits_to_keep)
+
+    def _prepare(self, forward_pass: ForwardPass) -> None:
+        """Prepares the forward function for a pass. Drops all passes if it reads other buffers of another model now."""
+        reads = self._eager.prepare(forward_pass)
+        if len(reads) != len(self._reads) or any(new is not old for new, old in zip(reads, self._reads, strict=True)):
+            self._drop_passes(forward_pass.cache.data)
+            self._reads = reads
 
     def _in_pieces(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         """Runs a pass in pieces of one width."""
@@ -191,6 +200,7 @@ class StaticForward:
             kept = max(0, min(count, piece.last - (forward_pass.last - logits_to_keep)))
             entering = None if hidden is None else hidden[piece.first - first : piece.last - first]
             width = self._width(piece)
+            self._prepare(piece)
             output = self._eager(piece, kept) if width is None else self._static(piece, width, entering, kept)
             if count == forward_pass.last - first:
                 return output
