@@ -21,7 +21,8 @@ import pytest
 import safetensors
 import torch
 from fake_cuda_tensors import Functions, Generator, Operators
-from fake_gpus import CaptureContext, Event, Gpus, Graph, Stream
+from fake_gpus import Event, Gpus, Stream
+from fake_graphs import CaptureContext, Graph
 
 GIB = 1 << 30
 _CUDA, _META = 1, 14  # torch's numbers of device types

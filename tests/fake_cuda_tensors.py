@@ -263,7 +263,7 @@ def _transfer(gpus: Gpus, function: Any, args: Any, kwargs: dict[str, Any], sour
 
 
 def _between(gpus: Gpus, function: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor, to: torch.device) -> Any:
-    """Copies from one GPU to another. Torch does so on the source's current stream; that of the target waits, and is waited for."""
+    """Copies from one GPU to another. Torch does so on the source's current stream, between waits for the target's."""
     here, there = gpus.current(source.device), gpus.current(to)
     _count(gpus, "copies between GPUs")
     if function is aten._to_copy.default:

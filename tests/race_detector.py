@@ -13,7 +13,8 @@ from pathlib import Path
 
 HOST = "the host"
 _OWN = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("race_detector", "fake_cuda", "fake_cuda_tensors", "fake_gpus")
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("race_detector", "fake_cuda", "fake_cuda_tensors", "fake_gpus", "fake_graphs")
 )
 _PROJECT = str(Path(__file__).resolve().parents[1])
 _FRAMES = 4  # lines of the project in the description of a place
