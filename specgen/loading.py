@@ -171,7 +171,9 @@ def _load(
         except NoTokenBytes as error:
             refusal = error
         draft = DeferredModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
-    if draft is not None and draft.refusal is None and _needs_process(*devices):
+    layer_devices = None if placement is None else placement.layer_devices
+    is_queued = _is_queued(devices[0], target.config.backend, layer_devices)
+    if draft is not None and draft.refusal is None and _needs_process(*devices, is_queued=is_queued):
         worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
         process.close()
@@ -182,9 +184,7 @@ def _load(
         from specgen.engine.tensor_parallel.processes import load_distributed
 
         load_target = load_distributed
-    loaded = load_model(
-        target, devices[0], choices[0].dtype, announce, load_target, None if placement is None else placement.layer_devices
-    )
+    loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
     if worker is not None:
         worker.follow(loaded)
     return Pair(loaded, draft, worker)
@@ -197,25 +197,31 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     SpecgenError if the draft model cannot be quantised.
     """
     assert isinstance(pair.draft, DeferredModel)
-    device = pair.draft.device
+    target, device = pair.target, pair.draft.device
     chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     translation = pair.draft.translation
     draft = DeferredModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
     worker = None
-    if draft.refusal is None and _needs_process(pair.target.device, device):
+    is_queued = _is_queued(target.device, target.backend, target.layer_devices)
+    if draft.refusal is None and _needs_process(target.device, device, is_queued=is_queued):
         worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)
-        worker.follow(pair.target)
-    other = Pair(pair.target, draft, worker)
+        worker.follow(target)
+    other = Pair(target, draft, worker)
     other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
     return other
 
 
-def _needs_process(target: torch.device, draft: torch.device) -> bool:
+def _is_queued(device: torch.device, backend: str, layer_devices: Sequence[torch.device] | None) -> bool:
+    """Whether a pass of the target is queued on its GPU at once, as a CUDA graph, and not kernel by kernel."""
+    return device.type == "cuda" and backend == "native" and layer_devices is None and environment.launch() is None
+
+
+def _needs_process(target: torch.device, draft: torch.device, *, is_queued: bool) -> bool:
     """Whether PEARL has to run the draft model in a process of its own, so that both models run at the same time.
 
-    Not if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one
-    process run concurrently.
+    Not if the target's pass `is_queued` on a GPU and leaves this process free to draft. Also not if both are on the same
+    accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one process run concurrently.
     """
-    return is_possible() and (target.type == "cpu" or target != draft)
+    return is_possible() and not is_queued and (target.type == "cpu" or target != draft)

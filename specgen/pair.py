@@ -35,8 +35,9 @@ from specgen.setting_parsing import Settings
 from specgen.skip_search import NEW_TOKENS
 from specgen.traces.summary import Summary, speed_without_prefill
 from specgen.types import Context, Round, SamplingParams
+from specgen.workers.draft_streams import streams_for
 from specgen.workers.process_worker import ProcessWorker
-from specgen.workers.stream_worker import CudaStreams, StreamWorker
+from specgen.workers.stream_worker import StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
 
 
@@ -44,7 +45,7 @@ class Pair:
     """A target and its draft model (or none), for any number of decoding runs, one after the other or in turns.
 
     The models' KV caches stay between runs: a run reuses the cached tokens with which its own context begins. `worker` is the
-    process that runs the draft model for PEARL; None for a thread. `exit_layer` is EESD's exit; None if none was loaded.
+    process that runs the draft model for PEARL; None if this process does. `exit_layer` is EESD's exit; None if none was loaded.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Pair:
         self._history = SuffixHistory()
         models = [model for model in (target, draft) if model is not None]
         self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
-        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` on a CPU
+        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
 
     @property
     def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
@@ -308,8 +309,9 @@ class Pair:
         """What runs the draft model during the target's passes (PEARL); None without a draft model."""
         self._check_open()
         if self._process_worker is None and self._thread_worker is None and (draft := self.runners[1]) is not None:
-            shares_gpu = draft.device.type == "cuda" and draft.device == self.target.device
-            self._thread_worker = StreamWorker(draft, CudaStreams(draft.device)) if shares_gpu else ThreadWorker(draft)
+            self._thread_worker = ThreadWorker(draft)
+            if (target := self.target.device).type == "cuda":
+                self._thread_worker = StreamWorker(draft, streams_for(draft.device, target))
         return self._process_worker or self._thread_worker
 
     def has_flexible_window(self, sampling: SamplingParams) -> bool:
@@ -339,11 +341,11 @@ class Pair:
     def warm_up(self) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others. Does not load the draft model.
 
-        If the target is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
+        If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
         library that uses specgen should not call it.
         """
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
-        if self.target.device.type == "cpu":
+        if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
             self.thread_choice = pick_threads(some_passes)
         else:
             some_passes()

@@ -189,8 +189,7 @@ def steps(bench: Bench) -> Figures:
     def step() -> None:
         static.run()
         static._ids.copy_(static._logits[0].argmax(keepdim=True))
-        static._base.add_(1)
-        static._first.add_(1)
+        static.advance()
 
     start, state = static._input.clone(), static._input
     one = capture(step, bench.device)
@@ -282,10 +281,12 @@ def parallel_costs(bench: Bench, target: ModelRunner, worker: Any) -> Any:
 
 
 def make_worker(bench: Bench, draft: ModelRunner) -> Any:
-    from specgen.workers.stream_worker import CudaStreams, StreamWorker
+    from specgen.workers.draft_streams import streams_for
+    from specgen.workers.stream_worker import StreamWorker
     from specgen.workers.thread_worker import ThreadWorker
 
-    return StreamWorker(draft, CudaStreams(bench.device)) if bench.device.type == "cuda" else ThreadWorker(draft)
+    is_gpu = bench.device.type == "cuda"
+    return StreamWorker(draft, streams_for(bench.device, bench.device)) if is_gpu else ThreadWorker(draft)
 
 
 def plain(bench: Bench) -> Figures:

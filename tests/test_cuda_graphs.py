@@ -33,7 +33,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import cuda_graphs
 from specgen.engine.native.cuda_graphs import CudaGraphs
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import WIDTHS, use_cuda_graphs, use_static_passes
+from specgen.engine.native.static_forward import WIDTHS, Capturing, use_cuda_graphs, use_static_passes
 from specgen.engine.native.static_pass import StaticPass
 from specgen.pair import Pair
 from specgen.types import Context, SamplingParams
@@ -269,12 +269,32 @@ def test_a_model_on_a_gpu_captures_on_one_stream_and_an_exact_one_at_one_width(m
 
 def test_a_cuda_graph_that_cannot_be_captured_leaves_stream_lock_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch, fails=True)
-    count = torch.zeros(1)
+    count, ended = torch.zeros(1), list[tuple[object, ...]]()
+    for name in ("end", "release"):
+        function = {"end": "_cuda_endAllocateToPool", "release": "_cuda_releasePool"}[name]
+        monkeypatch.setattr(torch._C, function, lambda *given, name=name: ended.append((name, *given)), raising=False)
     with pytest.raises(RuntimeError, match="invalid capture"):
-        CudaGraphs(torch.device("cuda:0"), torch.cuda.Stream()).capture(lambda: [count.add_(1), None][1], [count])
+        CudaGraphs(torch.device("cuda:1"), torch.cuda.Stream()).capture(lambda: [count.add_(1), None][1], [count])
+    assert ended == [("end", 1, "pool"), ("release", 1, "pool")]  # torch's allocator would wait for the end of the capture
     assert count.item() == 0
     assert device.streams == ["main"]
     assert not cuda_graphs._CAPTURE_LOCK.locked()
+
+
+def test_a_failed_capture_reports_the_first_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    device = _Device(monkeypatch, fails=True)
+    graphs = CudaGraphs(torch.device("cuda:0"), torch.cuda.Stream())
+
+    def work() -> None:
+        if "capture begins" in device.events:
+            raise RuntimeError("not permitted when stream is capturing\nSearch for it in the documentation")
+
+    replay = Capturing(lambda: graphs).capture(graphs, "passes", work, ())
+    assert replay is work
+    assert caplog.messages == [
+        "no CUDA graphs from here on, so passes take longer: passes could not be captured: not permitted when stream is capturing"
+    ]
+    caplog.clear()
 
 
 def test_the_same_passes_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:

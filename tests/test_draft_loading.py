@@ -138,16 +138,27 @@ def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tm
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "apart"),
+    ("target", "draft", "apart", "apart_as_graphs"),
     [
-        ("cpu", "cpu", True),
-        ("cuda:0", "cuda:1", True),
-        ("cuda:0", "cpu", True),
-        ("cuda:0", "cuda:0", False),
-        ("mps", "mps", False),
+        ("cpu", "cpu", True, True),
+        ("cpu", "cuda:0", True, True),
+        ("cuda:0", "cuda:1", True, False),
+        ("cuda:0", "cpu", True, False),
+        ("cuda:0", "cuda:0", False, False),
+        ("mps", "mps", False, False),
+        ("mps", "cpu", True, True),
     ],
 )
-def test_models_on_one_accelerator_share_a_process(monkeypatch: pytest.MonkeyPatch, target: str, draft: str, apart: bool) -> None:
+def test_a_process_drafts_where_the_targets_pass_keeps_this_one_busy(
+    monkeypatch: pytest.MonkeyPatch, target: str, draft: str, apart: bool, apart_as_graphs: bool
+) -> None:
+    devices = torch.device(target), torch.device(draft)
     for possible in (True, False):
         monkeypatch.setattr(loading, "is_possible", lambda possible=possible: possible)
-        assert loading._needs_process(torch.device(target), torch.device(draft)) == (possible and apart)
+        for backend, layers, expected in (
+            ("native", None, apart_as_graphs),
+            ("transformers", None, apart),
+            ("native", [devices[0], torch.device("cpu")], apart),
+        ):
+            is_queued = loading._is_queued(devices[0], backend, layers)
+            assert loading._needs_process(*devices, is_queued=is_queued) == (possible and expected)

@@ -13,9 +13,10 @@ from specgen.engine.early_exit import EarlyExit
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, LayerPart, TreeNodes, chain_parents
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import FAMILIES
+from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.native_model import NativeForward
 from specgen.engine.native.static_forward import WIDTHS, StaticForward, pick_bucket, pick_width, use_static_passes
-from specgen.engine.native.static_pass import SPAN, StaticPass
+from specgen.engine.native.static_pass import StaticPass
 from specgen.types import Context
 
 _CHANGES: dict[str, dict[str, Any]] = {

@@ -1,14 +1,15 @@
-"""PEARL with both models on one GPU: one thread queues their work on two streams. Streams are recorded here instead of used."""
+"""PEARL with the target on a GPU: one thread queues its passes and drafts meanwhile. Streams are recorded here, not used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_devices import fake, fake_devices
 from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen import preparation
@@ -20,6 +21,8 @@ from specgen.decoding.logits_ops import TIES
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.forward_pass import ModelOutput
 from specgen.types import Context, Draft, SamplingParams
+from specgen.workers import draft_streams
+from specgen.workers.draft_streams import HostDraft, streams_for
 from specgen.workers.shared_drafts import SharedDrafts
 from specgen.workers.stream_worker import StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
@@ -31,8 +34,11 @@ SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
 class RecordedStreams:
     """Streams that note what is called, in order, and which stream is the current one."""
 
-    def __init__(self) -> None:
+    crosses = False
+
+    def __init__(self, *, is_queued: bool = True) -> None:
         self.events: list[str] = []
+        self.is_queued = is_queued
         self.is_drafting = False
 
     @contextmanager
@@ -47,8 +53,10 @@ class RecordedStreams:
     def current_waits(self) -> None:
         self.events.append("current waits")
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert not self.is_drafting, "the current stream is the target's"
         self.events.append("hand over")
+        return tensor
 
 
 class NotedRunner(TableRunner):
@@ -82,7 +90,7 @@ def test_the_targets_pass_is_queued_before_the_draft_is_made(sampling: SamplingP
         assert passes.count("target") == 1
         handing = [event for event in streams.events if event not in passes]
         if run.finish_reason is None and passes.count("draft"):
-            assert handing == ([] if sampling.greedy else ["current waits", "hand over"])
+            assert handing == ([] if sampling.greedy else ["hand over"])
         drafted += len(round_.draft.tokens)
         streams.events.clear()
     assert drafted
@@ -116,6 +124,145 @@ def test_a_run_that_ends_early_leaves_no_draft() -> None:
     next(rounds)
     rounds.close()  # type: ignore[attr-defined]
     assert streams.events[-1] == "current waits"
+
+
+def test_a_draft_on_the_cpu_reads_the_prompt_during_the_targets_pass() -> None:
+    streams = RecordedStreams(is_queued=False)
+    target, draft = NotedRunner(1, streams, "target"), NotedRunner(2, streams, "draft")
+    run = scripted_run("pearl", {"window": 3}, target, draft, GREEDY, worker=StreamWorker(draft, streams))  # type: ignore[arg-type]
+    rounds = run.rounds()
+    next(rounds)
+    assert streams.events == ["draft waits", "target", "draft"]
+
+
+# ------------------------------------------------------------------ two devices
+
+
+class WideRunner(TableRunner):
+    """A model runner on a device whose logits are a function of the last token."""
+
+    vocab_size = num_embeddings = 300
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.device, self.table = device, (torch.randn(300, 300, generator=generator) * 3).to(device)
+
+    def row(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.table[ids[-1]]
+
+
+class Crossing(HostDraft):
+    """Copies drafts to another device. Notes the numbers in each of them."""
+
+    def __init__(self, target: torch.device, *, crosses: bool) -> None:
+        super().__init__(target)
+        self._to, self.crosses = target, crosses
+        self.numbers: list[int] = []
+
+    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.numbers.append(tensor.numel())
+        return tensor.to(self._to)
+
+
+@pytest.mark.parametrize(("top_k", "packed"), [(0, False), (2, True), (200, False)])
+def test_a_draft_on_another_device_gives_the_tokens_of_one_on_the_same(top_k: int, packed: bool) -> None:
+    """No operator has tensors of both devices, but for copies. With top-k only what it left is copied."""
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.7, top_k=top_k, seed=3)
+    found = []
+    with fake_devices() as copies:
+        for place in (0, 1):
+            copies.clear()
+            target, draft = WideRunner(1, fake(0)), WideRunner(1, fake(place))
+            streams = Crossing(fake(0), crosses=place == 1)
+            worker: Any = StreamWorker(draft, streams)  # type: ignore[arg-type]
+            run = scripted_run("pearl", {"window": 3}, target, draft, sampling, worker=worker, prompt=[5, 7])
+            rounds = list(run.rounds())
+            found.append([(round_.draft.tokens, round_.verdict.path, round_.token_ids) for round_ in rounds])
+            if place:
+                between = {names: count for names, count in copies.items() if "cpu" not in names}
+                assert between == {(str(fake(1)), str(fake(0))): len(streams.numbers)}
+                assert set(streams.numbers) == {3 * (2 * (2 + TIES) if packed else 300), *streams.numbers[-1:]}
+    assert found[0] == found[1]
+    assert any(path for _, path, _ in found[0])
+
+
+class FakeStream:
+    """A CUDA stream that notes for what it waits."""
+
+    def __init__(self, device: torch.device, name: str = "new") -> None:
+        self.device, self.name = device, name
+        self.awaited: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.awaited.append(other)
+
+
+class FakeCuda:
+    """The functions of `torch.cuda` that choose streams. `copies` has, for each copy, the current streams of both devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mains = {device: FakeStream(device, "main") for device in (GPU, OTHER_GPU)}
+        self.current = dict(self.mains)
+        self.recorded: list[FakeStream] = []
+        self.copies: list[tuple[FakeStream, FakeStream]] = []
+        functions = SimpleNamespace(Stream=FakeStream, stream=self.stream, current_stream=self.current.__getitem__)
+        monkeypatch.setattr(draft_streams, "torch", SimpleNamespace(cuda=functions))
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current[stream.device]
+        self.current[stream.device] = stream
+        yield
+        self.current[stream.device] = before
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> FakeCuda:
+        assert non_blocking
+        self.copies.append((self.current[OTHER_GPU], self.current[GPU]))
+        return self
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.recorded.append(stream)
+
+
+GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def test_a_copy_to_another_gpu_does_not_wait_for_the_targets_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current streams of both devices wait for each other in a copy: neither is the one that has the target's pass."""
+    cuda: Any = FakeCuda(monkeypatch)
+    streams: Any = streams_for(OTHER_GPU, GPU)
+    assert streams.crosses
+    streams.draft_waits()
+    assert streams.hand_over(cuda) is cuda
+    (source, arrival), main = cuda.copies.pop(), cuda.mains[GPU]
+    assert (source.device, arrival.device) == (OTHER_GPU, GPU)
+    assert source.awaited == [cuda.mains[OTHER_GPU]], "earlier runs may have used the draft model"
+    assert main not in (source, arrival)
+    assert main.awaited == [arrival], "the target's device waits for the copy before it verifies"
+    assert cuda.recorded == [main]
+    streams.current_waits()
+    assert cuda.mains[OTHER_GPU].awaited == [source]
+
+
+def test_on_one_gpu_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda: Any = FakeCuda(monkeypatch)
+    streams: Any = streams_for(GPU, GPU)
+    with streams.drafting():
+        own = cuda.current[GPU]
+    assert not streams.crosses
+    assert streams.hand_over(cuda) is cuda
+    assert (cuda.copies, cuda.mains[GPU].awaited, cuda.recorded) == ([], [own], [cuda.mains[GPU]])
+
+
+def test_a_draft_on_the_cpu_is_uploaded_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.numel()) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: (device, non_blocking))
+    streams: Any = streams_for(torch.device("cpu"), GPU)
+    assert isinstance(streams, HostDraft)
+    assert (streams.hand_over(torch.zeros(5)), pinned) == ((GPU, True), [5])
+    with streams.drafting():
+        pass
 
 
 # ------------------------------------------------------------------ do the models overlap?
@@ -203,34 +350,43 @@ def test_probabilities_cross_as_those_that_top_k_left(kept: int, monkeypatch: py
     assert torch.equal(found, torch.nn.functional.pad(probs, (0, 10)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def _gpus_at_least(count: int) -> list[Any]:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=f"fewer than {count} CUDA devices here")]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_under_load_two_streams_give_the_tokens_of_one(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("cuda:0", marks=_gpus_at_least(1)),
+        pytest.param("cuda:1", marks=_gpus_at_least(2)),
+        pytest.param("cpu", marks=_gpus_at_least(1)),
+    ],
+)
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_under_load_two_streams_give_the_tokens_of_one(temperature: float, place: str, top_k: int) -> None:
     from gpu_models import TINY, native_model
 
     from specgen.engine.model_runner import ModelRunner
-    from specgen.workers.stream_worker import CudaStreams
+    from specgen.engine.native.static_forward import use_cuda_graphs
 
-    device = torch.device("cuda", 0)
-    target, other = (native_model(TINY, device, torch.float32, seed) for seed in (0, 1))
-    sampling = SamplingParams(max_new_tokens=200, temperature=temperature, seed=5)
-    numbers = torch.randn(2000, 2000, device=device)
+    device, draft_device = torch.device("cuda", 0), torch.device(place)
+    target, other = (native_model(TINY, on, torch.float32, seed) for seed, on in enumerate((device, draft_device)))
+    use_cuda_graphs(target)
+    if draft_device.type == "cuda":
+        use_cuda_graphs(other)
+    sampling = SamplingParams(max_new_tokens=200, temperature=temperature, top_k=top_k, seed=5)
+    numbers = [torch.randn(2000, 2000, device=on) for on in {device, draft_device}]
     outputs = []
     for busy in (False, True, True):
         draft = ModelRunner(other)
-        run = scripted_run(
-            "pearl",
-            {"window": 4},
-            ModelRunner(target),
-            draft,
-            sampling,
-            worker=StreamWorker(draft, CudaStreams(device)),  # type: ignore[arg-type]
-        )
+        worker: Any = StreamWorker(draft, streams_for(draft_device, device))
+        run = scripted_run("pearl", {"window": 4}, ModelRunner(target), draft, sampling, worker=worker)
         found = []
         for round_ in run.rounds():
             found += round_.token_ids
             if busy:
-                _ = [numbers @ numbers for _ in range(5)]
+                _ = [each @ each for each in numbers for _ in range(5)]
         outputs.append(found)
     assert outputs[0] == outputs[1] == outputs[2]

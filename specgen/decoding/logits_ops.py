@@ -8,6 +8,7 @@ from math import isfinite, isnan, log, nan
 import numpy as np
 import torch
 
+from specgen.engine.devices import move
 from specgen.errors import nan_logits
 from specgen.types import SamplingParams
 
@@ -113,6 +114,27 @@ def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
 
 
+def packed_width(sampling: SamplingParams, vocab_size: int) -> int:
+    """Returns how many probabilities of each row `pack` keeps with this top-k; 0 if packed rows would not be smaller."""
+    width = sampling.top_k + TIES
+    return width if sampling.top_k > 0 and 2 * width < vocab_size else 0
+
+
+def pack(probs: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns the `width` largest of the probabilities [n, vocabulary], followed by their token ids: [n, 2 * `width`], float32.
+
+    Token ids are exact up to 2^24.
+    """
+    values, tokens = probs.topk(width)
+    return torch.cat((values, tokens.float()), dim=-1)
+
+
+def unpack(packed: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns what was packed as probabilities [n, vocabulary]: 0 for tokens that are not in it."""
+    values, tokens = packed.chunk(2, dim=-1)
+    return packed.new_zeros(packed.shape[0], vocab_size).scatter_(-1, tokens.long(), values)
+
+
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
     """Returns the sampling parameters for MTAD's joint likelihoods: `sampling`, with temperature 1 in place of 0 (greedy).
 
@@ -202,7 +224,7 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
     Vocabulary entries that the draft model lacks have q = 0. KL is limited to 1e30; it is infinite where p = 0 and q > 0.
     """
     p = target.float().log_softmax(dim=-1)
-    q = draft.to(target.device).float().log_softmax(dim=-1)
+    q = move(draft, target.device).float().log_softmax(dim=-1)
     q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]), value=-torch.inf)
     overlap = torch.minimum(p, q).exp().sum(dim=-1)
     kl = (q.exp() * (q.clamp_min(-1e30) - p.clamp_min(-1e30))).sum(dim=-1)

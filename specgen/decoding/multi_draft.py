@@ -12,7 +12,7 @@ from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import make_verdict
-from specgen.engine.devices import upload
+from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
 from specgen.types import Context, Draft, SamplingParams, Verdict
 
@@ -212,7 +212,7 @@ class TreeSampling:
         tokens = upload(torch.tensor(draft.tokens), device)[nodes]
 
         def drawn_from(j: int, count: int) -> torch.Tensor:
-            probs: torch.Tensor = draft.probs.to(device).index_select(0, nodes[:count, j])
+            probs: torch.Tensor = move(draft.probs, device).index_select(0, nodes[:count, j])
             return probs
 
         acceptance = self._rule(target_probs.index_select(0, parents), tokens, counts, drawn_from)

@@ -41,6 +41,9 @@ class ParallelDrafter(Protocol):
     def prefill(self, context: Context) -> None:
         """Starts the draft model's forward pass over the prompt, and does not wait for it."""
 
+    def complete_prefill(self) -> None:
+        """Does the part of `prefill` that needs the caller's thread, if any. Called when the target's pass is queued."""
+
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         """Starts a draft of at most `limit` tokens after the context and after `unverified`, and does not wait for it.
 
@@ -64,9 +67,9 @@ class ParallelDrafter(Protocol):
 
 
 class DraftWorker(Protocol):
-    """Runs the draft model at the same time as the target: in a separate process, on a CUDA stream of its own, or in a thread."""
+    """Runs the draft model at the same time as the target: in a process or a thread, or while a GPU runs the target's pass."""
 
-    kind: str  # `process`, `stream` or `thread`
+    kind: str  # `process`, `thread` or `stream`
     threads: int | None  # CPU threads left to the target; None if the target keeps all of them
 
     def ready(self) -> object:
@@ -101,7 +104,7 @@ class Parallel:
         try:
             with closing(self.drafter):
                 self.drafter.prefill(run.context)
-                yield run.prefill()
+                yield run.prefill(meanwhile=self.drafter.complete_prefill)
                 unverified = Draft()
                 while run.finish_reason is None:
                     round_, unverified = self._step(run, unverified)

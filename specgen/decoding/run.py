@@ -107,11 +107,16 @@ class Run:
     def remaining(self) -> int:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
-    def prefill(self) -> Round:
-        """Runs round 0: the target's forward pass over the prompt, and its first token."""
+    def prefill(self, meanwhile: Callable[[], None] | None = None) -> Round:
+        """Runs round 0: the target's forward pass over the prompt, and its first token.
+
+        `meanwhile` is called when the pass is queued: on a GPU before it is complete.
+        """
         self.clock.start()
         output = self.target.logits(self.context)
         self.clock.lap("prefill", on_device=True)
+        if meanwhile is not None:
+            meanwhile()
         verdict = self.verifier.verify(Draft(), output)
         self.clock.lap("sample")
         return self.commit("prefill", Draft(), verdict)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.decoding import logits_ops
-from specgen.engine.devices import upload
+from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
 from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 
@@ -75,7 +75,7 @@ class RejectionSampling:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them: [2]."""
         target_probs, device, length = logits_ops.warp(logits, self._sampling), logits.device, len(drafted)
         tokens = upload(torch.tensor(drafted), device)
-        draft_probs = probs.to(device)
+        draft_probs = move(probs, device)
         p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
         q = draft_probs.gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)

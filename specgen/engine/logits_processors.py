@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from specgen.engine.devices import upload
 from specgen.engine.generation_config import GenerationConfig
 from specgen.errors import SpecgenError
 from specgen.types import Context
@@ -142,7 +143,7 @@ class PenaltyProcessor:
         found = [(row, *entry) for row, path in enumerate(paths) for entry in _matches(self._longer_biases, tail + path)]
         if not found:
             return self._bias
-        values = torch.tensor([bias for _, _, bias in found]).to(self._device, non_blocking=True)
+        values = upload(torch.tensor([bias for _, _, bias in found]), self._device)
         places = self._indices(self._places((row, token) for row, token, _ in found))
         return self._bias.repeat(len(paths)).index_add_(0, places, values).view(-1, self._width)
 
@@ -188,7 +189,7 @@ class PenaltyProcessor:
         return [row * self._width + token for row, token in entries if token < self._width]
 
     def _indices(self, places: list[int]) -> torch.Tensor:
-        return torch.tensor(places).to(self._device, non_blocking=True)  # does not wait for the device, unlike `device=`
+        return upload(torch.tensor(places), self._device)
 
     def _vector(self, value: float | bool) -> torch.Tensor:
         return torch.full((self._width,), value, device=self._device)

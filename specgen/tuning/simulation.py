@@ -171,6 +171,9 @@ class SimulatedParallelDrafter(SimulatedDrafter):
     def prefill(self, context: Context) -> None:
         """Does nothing: the time that `SimulatedTarget` adds for the prompt includes the draft model's pass over it."""
 
+    def complete_prefill(self) -> None:
+        """Does nothing, like `prefill`."""
+
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._draft = self.draft(context, self.policy, limit, len(unverified))
         self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0

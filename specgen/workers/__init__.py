@@ -1,1 +1,1 @@
-"""Runs the draft model at the same time as the target: in a separate process, or in a thread with its own CUDA stream."""
+"""Runs the draft model at the same time as the target: in a separate process, in a thread, or while a GPU is busy."""

@@ -139,6 +139,9 @@ class ProcessDrafter:
         )
         self._known = len(context)
 
+    def complete_prefill(self) -> None:
+        """Does nothing: the pass needs no help of the caller's thread."""
+
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         assert self._process is not None
         self._slot = 1 - self._slot

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from specgen.decoding import logits_ops
 from specgen.decoding.components import Components
-from specgen.decoding.logits_ops import TIES
 from specgen.engine.devices import download, upload
 from specgen.types import Draft
 
@@ -32,8 +32,7 @@ class SharedDrafts:
         self._fields = [name for name, is_needed in needed.items() if is_needed]
         self._shape = (len(self._fields), 2, window, components.vocab_size)
         self.size = 4 * prod(self._shape)
-        top_k, vocab_size = components.sampling.top_k, components.vocab_size
-        self._kept = top_k + TIES if top_k > 0 and 2 * (top_k + TIES) < vocab_size else 0  # probabilities in a packed row
+        self._kept = logits_ops.packed_width(components.sampling, components.vocab_size)  # probabilities in a packed row
 
     def map(self, memory: int, offset: int) -> None:
         """Maps `size` bytes from `offset` on of the file descriptor `memory`. The file must be large enough already."""
@@ -55,8 +54,7 @@ class SharedDrafts:
         for name, memory in zip(self._fields, self._tensor[:, slot, : len(draft.tokens)], strict=True):
             kept = self._kept
             if name == "probs" and kept and memory[0, 2 * kept] == _PACKED:
-                values, tokens = torch.split(upload(memory[:, : 2 * kept], device), kept, dim=-1)
-                found[name] = torch.zeros(memory.shape, device=device).scatter_(-1, tokens.long(), values)
+                found[name] = logits_ops.unpack(upload(memory[:, : 2 * kept], device), memory.shape[1])
             else:
                 found[name] = upload(memory, device)
         return replace(draft, **found)

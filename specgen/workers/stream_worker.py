@@ -1,69 +1,33 @@
-"""Drafting on a second CUDA stream, without a second thread: for models that share one GPU.
+"""Drafting in the caller's thread while a GPU runs the target's pass: on a second stream, on another GPU, or on the CPU.
 
-The caller's thread queues the target's pass on its own stream, which takes no waiting, and then drafts on the other stream while
-the GPU computes that pass. With a second thread, the Python code of both would take turns, and the launch of each kernel with it.
+The caller's thread queues the target's pass, which takes no waiting, and then drafts while the GPU computes that pass. With a
+second thread, the Python code of both would take turns, and the launch of each kernel with it. A second process could launch
+kernels at the same time, but a pass that is a CUDA graph is launched at once, and drafts would have to cross the host's memory.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING
 
 from specgen import factory
+from specgen.decoding import logits_ops
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
 from specgen.types import Context, Draft
+from specgen.workers.draft_streams import Streams
 
 if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner
     from specgen.setting_parsing import Settings
 
 
-class Streams(Protocol):
-    """The stream of the draft model, and the caller's current one."""
-
-    def drafting(self) -> AbstractContextManager[object]:
-        """Queues the block's work on the draft model's stream."""
-
-    def draft_waits(self) -> None:
-        """Lets later work on the draft model's stream wait for what is queued on the current one. The host does not wait."""
-
-    def current_waits(self) -> None:
-        """Lets later work on the current stream wait for what is queued on the draft model's. The host does not wait."""
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        """Keeps the memory of a tensor from the draft model's stream until the current stream has used it."""
-
-
-class CudaStreams:
-    """Implements `Streams` on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def drafting(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
-
-    def draft_waits(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def current_waits(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self._device))
-
-
 class StreamWorker:
-    """Runs a draft model on a stream of its own. Implements `DraftWorker`."""
+    """Runs a draft model in the caller's thread, where `streams` say. Implements `DraftWorker`."""
 
     kind = "stream"
     threads: int | None = None
@@ -72,7 +36,7 @@ class StreamWorker:
         self.runner, self.streams = runner, streams
 
     def ready(self) -> None:
-        """Returns at once: the stream exists."""
+        """Returns at once: there is nothing to start."""
 
     def drafter(self, settings: Settings, components: Components, window: int) -> StreamDrafter:
         return StreamDrafter(self, settings, components)
@@ -81,7 +45,7 @@ class StreamWorker:
         """Does nothing: the pair of models owns the KV cache and clears it."""
 
     def close(self) -> None:
-        """Does nothing: torch frees the stream."""
+        """Does nothing: torch frees the streams."""
 
 
 class StreamDrafter:
@@ -95,13 +59,22 @@ class StreamDrafter:
         self.seconds = 0.0
         self._runner, self._streams = worker.runner, worker.streams
         self._model = ModelDrafter(factory.draft_setup(replace(components, draft=worker.runner)))
+        self._packed = logits_ops.packed_width(components.sampling, components.vocab_size) if worker.streams.crosses else 0
+        self._vocab_size = components.vocab_size
+        self._prompt: Context | None = None  # if the draft model has yet to read it
         self._wanted: tuple[Context, Sequence[int], int] | None = None  # the draft that was started
         self._made = Draft()
 
-    @inference
     def prefill(self, context: Context) -> None:
         self._streams.draft_waits()  # work of an earlier run may still use the buffers
-        if room(self._runner, context) > 0:
+        self._prompt = context
+        if self._streams.is_queued:
+            self.complete_prefill()
+
+    @inference
+    def complete_prefill(self) -> None:
+        context, self._prompt = self._prompt, None
+        if context is not None and room(self._runner, context) > 0:
             with self._streams.drafting():
                 self._runner.logits(context)
 
@@ -121,22 +94,25 @@ class StreamDrafter:
         return made
 
     def close(self) -> None:
-        self._wanted, self._made = None, Draft()
+        self._wanted, self._prompt, self._made = None, None, Draft()
         self._streams.current_waits()  # so that other runs can use the draft model
 
     @inference
     def _make(self) -> None:
-        """Makes the draft that was started, unless it is made. The host waits for each of its tokens, but not for the target."""
+        """Makes the draft that was started, unless it is made. The host waits for its tokens, but not for the target."""
         if self._wanted is None:
             return
         (context, unverified, limit), self._wanted = self._wanted, None
         start = time.perf_counter()
         with self._streams.drafting():
             draft = self._model.propose(context, self.policy, limit, unverified).with_predictions(self.policy.predictions)
-            self._made = replace(draft, entropies=list(draft.entropies), top_probs=list(draft.top_probs))  # read on this stream
+            read = list(draft.entropies), list(draft.top_probs)  # on this stream
+            probs = draft.probs
+            if probs is not None and self._packed:
+                probs = logits_ops.pack(probs, self._packed)
         self.seconds = time.perf_counter() - start
-        handed: list[Any] = [tensor for tensor in (self._made.probs, self._made.logits) if tensor is not None]
-        if handed:
-            self._streams.current_waits()
-        for tensor in handed:
-            self._streams.hand_over(tensor)
+        if probs is not None:
+            probs = self._streams.hand_over(probs)
+            probs = logits_ops.unpack(probs, self._vocab_size) if self._packed else probs
+        logits = None if draft.logits is None else self._streams.hand_over(draft.logits)
+        self._made = replace(draft, entropies=read[0], top_probs=read[1], probs=probs, logits=logits)

@@ -74,6 +74,9 @@ class ThreadDrafter:
         if room(self._runner, context) > 0:
             self._work = self._submit(self._read, Context(context.ids))  # a copy: the run extends its context meanwhile
 
+    def complete_prefill(self) -> None:
+        """Does nothing: the pass needs no help of the caller's thread."""
+
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._shown, self._is_cut = [], False
         self._work = self._submit(self._draft, context, unverified, limit)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from specgen.engine.devices import move
 
 KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
 CAUSAL = torch.empty(0)  # in place of a mask: each token sees the keys up to its own, the last one sees all
 WIDE = 64  # tokens; from here on the keys are repeated for grouped heads instead of the mask, as computing dominates
+_WIDEST_HEAD = 256  # numbers per head that flash attention can have
+_TRIAL_ERROR = 0.05  # numbers of size 1 differ by 0.01 in half precision, by 0.13 without a mask, and by 2 with another one
 _WRITTEN_OUT = 64  # query rows; below, in float32 on a CPU, separate products are faster than torch's fused attention
 
 
@@ -36,9 +42,8 @@ def attend(
         return mixed.transpose(0, 1).reshape(tokens, heads * size)
     if tokens >= WIDE:
         if score_cap is None:
-            mixed = scaled_dot_product_attention(
-                query.transpose(0, 1)[None], keys[None], values[None], mask, scale=1.0, enable_gqa=group > 1
-            )[0]
+            parts = query.transpose(0, 1)[None], *_of_all_heads(keys[None], values[None], group)
+            mixed = scaled_dot_product_attention(*parts, mask, scale=1.0, enable_gqa=parts[1].shape[1] < heads)[0]
             return mixed.transpose(0, 1).reshape(tokens, heads * size)
         mask = mask if mask is None or group == 1 else mask.repeat_interleave(group, dim=0)
     if group == 1:
@@ -75,6 +80,26 @@ def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
     return scaled_dot_product_attention(query, keys, values, visible, scale=1.0, enable_gqa=query.shape[1] > keys.shape[1])
 
 
+@cache
+def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> bool:
+    """Whether `attend` can compute `CAUSAL` attention without a mask on this device. Tries it with a few numbers.
+
+    Torch's flash attention needs a GPU of compute capability 8.0 or above, and is missing in some builds.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > _WIDEST_HEAD or head_size % 8:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    sizes = (2 * group, 3), (2, 20), (2, 20)  # heads and tokens of query, keys and values: the mask's corner matters
+    query, keys, values = (torch.randn(1, *size, head_size, generator=generator) for size in sizes)
+    query /= head_size**0.5
+    expected = _causal(query, keys, values)
+    try:
+        found = _causal(*(move(tensor.to(dtype), device) for tensor in (query, keys, values)))
+        return bool((found.cpu().float() - expected).abs().max() < _TRIAL_ERROR)
+    except RuntimeError:
+        return False
+
+
 def attend_batch(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, score_cap: float | None = None
 ) -> torch.Tensor:
@@ -89,13 +114,29 @@ def attend_batch(
     else:
         rows = query.transpose(1, 2)
     if score_cap is None:
-        mixed = scaled_dot_product_attention(rows, keys, values, mask, scale=1.0, enable_gqa=group > 1)
+        keys, values = _of_all_heads(keys, values, group)
+        mixed = scaled_dot_product_attention(rows, keys, values, mask, scale=1.0, enable_gqa=keys.shape[1] < rows.shape[1])
     else:
         keys, values = (part if group == 1 else part.repeat_interleave(group, dim=1) for part in (keys, values))
         mixed = _capped(rows, keys, values, mask, score_cap)
     if tokens > 1:
         mixed = mixed.transpose(1, 2)
     return mixed.reshape(batch, tokens, heads * size)
+
+
+def _of_all_heads(keys: torch.Tensor, values: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys and values [batch, kv heads, m, head size] repeated for the query heads that share them, on a GPU.
+
+    Of the kernels for GPUs, only the plain one takes a mask and grouped heads (torch 2.13, most GPUs): it also copies keys and
+    values, and has all scores in memory, in float32.
+    """
+    if group == 1 or not _repeats_heads(keys.device):
+        return keys, values
+    return keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+
+
+def _repeats_heads(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _capped(

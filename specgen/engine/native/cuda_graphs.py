@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ Work = Callable[[], None]
 _WARM_UPS = 2  # libraries choose kernels and allocate memory in the first runs, which must not happen in a capture
 _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take a mask and whose kernels depend on shapes only
 _CAPTURE_LOCK = threading.Lock()  # a capture begins with a synchronisation, which would end one in another thread
+_FAILED: list[torch.cuda.CUDAGraph] = []  # whose captures failed: torch's allocator of pinned memory keeps pointers to them
 
 
 class Graphs(Protocol):
@@ -57,11 +59,26 @@ class CudaGraphs:
                             _restore(state, saved)
                     with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                         work()
+            except BaseException:
+                self._abandon(graph)
+                raise
             finally:
                 current.wait_stream(stream)
                 _restore(state, saved)
         self._graphs.append(graph)
         return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Tells torch's memory allocator that a capture has ended that failed.
+
+        `CUDAGraph.capture_end` raises for an invalid capture before it does so (torch 2.13). Until then, memory that was used on
+        two streams is not freed, and in some versions an allocation that finds no free memory ends in an internal error.
+        """
+        _FAILED.append(graph)
+        index = self._device.index or 0
+        with suppress(AttributeError, RuntimeError, TypeError):  # RuntimeError: the capture has ended for it, or never begun
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
 
 
 def _restore(state: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> None:

@@ -87,7 +87,7 @@ class FirstLayer(NativeLayer):
     def run(self, residual: Residual, attended: Tensor, inputs: PassInputs) -> None:
         """Adds the outputs of attention, which reads `attended`, and of the MLP to the residual stream."""
         residual.add_product(self._output, self._attention(attended, inputs))
-        residual.add_product(self._down, self._mlp(residual.normed()))
+        residual.add_product(self._down, self._mlp(residual.normed(), inputs))
 
 
 class UnrolledLayer(FirstLayer):

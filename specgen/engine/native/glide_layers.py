@@ -10,10 +10,11 @@ import torch
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import layer_kinds
-from specgen.engine.native.layer import NativeLayer, PassInputs, rotate
+from specgen.engine.native.layer import NativeLayer, PassInputs
 from specgen.engine.native.layer_weights import TakeTensor, final_norm, head_order, layer_weights
 from specgen.engine.native.products import Product
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
+from specgen.engine.native.rotary import rotate
 from specgen.engine.native.tensor_names import layer_tensors
 
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None, float], Product]

@@ -7,7 +7,7 @@ import torch
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.ancestry import ancestry
-from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE
+from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
 from specgen.engine.native.description import Architecture, LayerKind
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
@@ -18,7 +18,6 @@ from specgen.engine.native.rotary import RotaryTable
 # differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
 # product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
-_WIDEST_HEAD = 256  # numbers per head that flash attention can have
 
 
 def layer_kinds(architecture: Architecture) -> list[LayerKind]:
@@ -44,9 +43,8 @@ class InputMaker:
         self.group = architecture.num_heads // architecture.num_kv_heads
         rounded = None if architecture.rotary_in_float32 else dtype
         self.tables = {key: RotaryTable(rotary, device, rounded) for key, rotary in architecture.rotary.items()}
-        size = architecture.head_size
-        fits = architecture.score_cap is None and size <= _WIDEST_HEAD and size % 8 == 0 and not exact
-        self.has_causal_kernel = fits and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        fits = architecture.score_cap is None and not exact
+        self.has_causal_kernel = fits and has_causal_kernel(device, dtype, architecture.head_size, self.group)
         windows = {kind.window for kind in self.kinds}
         self._chain_masks = {window: ChainMasks(self.group, window, dtype, device) for window in windows}
 

@@ -14,10 +14,13 @@ from torch.nn import functional
 
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.description import Architecture
+from specgen.engine.native.kernels.kernel_set import AttentionSpec, StaticInputs
+from specgen.engine.native.kernels.torch_kernels import ACTIVATIONS, gate
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer_weights import LayerWeights
 from specgen.engine.native.products import Product
 from specgen.engine.native.residual import Residual
+from specgen.engine.native.rotary import rotate
 
 
 class KindInputs(NamedTuple):
@@ -37,8 +40,8 @@ class PassInputs(NamedTuple):
 
     `kinds` has the inputs for each kind of layer. `attended` is the number of tokens that attention is computed for, `written`
     the number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
-    `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens. With `slots` [rows],
-    int64, the keys and values are written to these indices of the cache, and `LayerEntries.written` is a layer's whole buffer.
+    `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens. `static` has the
+    inputs of a static pass and its kernels; then `kinds` is empty.
     `placed` returns the same pass's inputs on another device; None for a model on one device.
     """
 
@@ -49,7 +52,7 @@ class PassInputs(NamedTuple):
     batch: int | None = None
     first_layer: int = 0
     fused: bool = False
-    slots: torch.Tensor | None = None
+    static: StaticInputs | None = None
     placed: Callable[[torch.device], PassInputs] | None = None
 
     def on(self, device: torch.device) -> PassInputs:
@@ -83,7 +86,10 @@ class NativeLayer:
         self._output = make_product(weights.output, weights.output_bias, scale)
         self._gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
         self._down = make_product(weights.down, weights.down_bias, scale)
-        self._activation = _ACTIVATIONS[architecture.activation]
+        weight = weights.qk_norm if architecture.qk_norm == "head" else None
+        self._spec = AttentionSpec(
+            index, kind, self._heads, self._kv_heads, self._size, self._score_cap, weight, architecture.norm_eps
+        )
 
     def __call__(self, residual: Residual, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> None:
         """Adds the outputs of attention and MLP, or of one of them, to the residual stream of `batch` * `rows` tokens."""
@@ -93,14 +99,14 @@ class NativeLayer:
             if attention:
                 residual.add_product(self._output, self._attention(normed, inputs))
             if mlp:
-                residual.add_product(self._down, self._mlp(normed))
+                residual.add_product(self._down, self._mlp(normed, inputs))
             return
         pre = architecture.pre_norms
         if attention:
             mixed = self._attention(residual.normed() if pre else residual.values, inputs)
             self._add(residual, self._output, mixed, self._attention_post_norm)
         if mlp:
-            inner = self._mlp(residual.normed() if pre else residual.values)
+            inner = self._mlp(residual.normed() if pre else residual.values, inputs)
             self._add(residual, self._down, inner, self._mlp_post_norm)
 
     def _add(self, residual: Residual, product: Product, x: torch.Tensor, post_norm: torch.Tensor | None) -> None:
@@ -112,21 +118,22 @@ class NativeLayer:
             branch = functional.rms_norm(branch, post_norm.shape, post_norm, architecture.norm_eps)
             residual.add(branch, architecture.residual_scale)
 
-    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, normed: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns the input of the MLP's second product."""
-        inner = self._gate_up(normed)
+        inner, activation = self._gate_up(normed), self._architecture.activation
         if not self._architecture.gated_mlp:
-            return self._activation(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        active = self._activation(gate)
-        return active * up if torch.is_grad_enabled() else active.mul_(up)
+            return ACTIVATIONS[activation](inner)
+        return gate(inner, activation) if inputs.static is None else inputs.static.kernels.gate(inner, activation)
 
     def _attention(self, normed: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns the attention's output [batch * rows, heads * head size] before the output product."""
-        rotation, mask, entries = inputs.kinds[self.kind]
         heads = self._qkv(normed).view(normed.shape[0], self._heads + 2 * self._kv_heads, self._size)
-        if self._architecture.qk_norm is not None:
+        static, norm = inputs.static, self._architecture.qk_norm
+        if norm is not None and (static is None or norm not in static.kernels.norms):
             heads = self._normed_heads(heads)
+        if static is not None:
+            return static.attention(heads, self._spec)
+        rotation, mask, entries = inputs.kinds[self.kind]
         if rotation is not None:
             rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
         if inputs.batch is not None:
@@ -138,11 +145,7 @@ class NativeLayer:
             written, keys, values = entries[self.index - inputs.first_layer]
             if inputs.written != inputs.rows:
                 new = new.narrow(0, 0, inputs.written)
-            new = new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3)
-            if inputs.slots is None:
-                written.copy_(new)
-            else:
-                written.index_copy_(2, inputs.slots, new)
+            written.copy_(new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3))
         if inputs.attended == inputs.rows:
             return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
         mixed = attend(query.narrow(0, 0, inputs.attended), keys, values, mask, self._score_cap, fused=inputs.fused)
@@ -178,25 +181,3 @@ class NativeLayer:
             return torch.cat((normed * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)
         torch.mul(normed, weight, out=part)
         return heads
-
-
-def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Multiplies the first R numbers of heads [rows, heads, head size], as pairs of neighbours, with `rotation`, in place.
-
-    `rotation` [rows, 1, R/2] holds complex numbers.
-    """
-    size = 2 * rotation.shape[-1]
-    part = heads if size == heads.shape[2] else heads.narrow(2, 0, size)
-    pairs = part.view(*part.shape[:2], size // 2, 2)
-    if part.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotation)
-    else:
-        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
-
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}

@@ -143,11 +143,12 @@ class NativeModel:
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
-    def residual(self, hidden: torch.Tensor) -> Residual:
-        """Returns a residual stream that begins with the hidden states [n, width]."""
+    def residual(self, hidden: torch.Tensor, *, in_place: bool = False) -> Residual:
+        """Returns a residual stream that begins with the hidden states [n, width]; `in_place` allows it to change them."""
         if self.norm_gain != 1.0:
             return ExtendedResidual(hidden, self.architecture.norm_eps)
-        return PlainResidual(hidden, self.architecture.norm_eps, layer_norm=self.architecture.norm == "layer")
+        is_layer_norm = self.architecture.norm == "layer"
+        return PlainResidual(hidden, self.architecture.norm_eps, layer_norm=is_layer_norm, in_place=in_place)
 
     def norm_and_head(self, residual: Residual, parts: NativeParts, first: int = 0, rows: int | None = None) -> ModelOutput:
         """Returns logits and hidden states after the norm, for `rows` tokens (None: all) from index `first` on."""
@@ -296,9 +297,9 @@ class NativeForward:
     def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
         """Runs tokens whose ids are on the device, or the hidden states that enter instead; see `static_pass.StaticWork`."""
         model = self.model
-        if hidden is None:
-            hidden = model.scaled(model.parts.embedding.index_select(0, ids).to(model.dtype))
-        residual = model.residual(hidden)
+        # a copy, as the layers change it, and a graph's replay begins with the same hidden states again
+        hidden = model.embeddings(ids) if hidden is None else hidden.clone()
+        residual = model.residual(hidden, in_place=True)
         features = self.run_layers(residual, inputs)
         if self.parts is None:
             return ModelOutput(residual.values, residual.values)

@@ -35,21 +35,28 @@ class Residual(Protocol):
 
 
 class PlainResidual:
-    """A residual stream with torch's norms, which also works where gradients are computed. Its gain is 1."""
+    """A residual stream with torch's norms, which also works where gradients are computed. Its gain is 1.
 
-    def __init__(self, hidden: torch.Tensor, eps: float, *, layer_norm: bool = False) -> None:
+    `in_place` changes the tensor `hidden` itself, without gradients: a sum in place of a product and its addend needs no copy of
+    the addend, which on a GPU is a kernel of its own.
+    """
+
+    def __init__(self, hidden: torch.Tensor, eps: float, *, layer_norm: bool = False, in_place: bool = False) -> None:
         self.values = hidden
-        self._eps, self._layer_norm = eps, layer_norm
+        self._eps, self._layer_norm, self._in_place = eps, layer_norm, in_place
 
     def normed(self) -> torch.Tensor:
         norm = functional.layer_norm if self._layer_norm else functional.rms_norm
         return norm(self.values, self.values.shape[-1:], None, eps=self._eps)
 
     def add_product(self, product: Product, x: torch.Tensor) -> None:
-        self.values = product.add_to(self.values, x)
+        if self._in_place:
+            product.add_into(self.values, x)
+        else:
+            self.values = product.add_to(self.values, x)
 
     def add(self, branch: torch.Tensor, scale: float) -> None:
-        self.values = self.values.add(branch, alpha=scale)
+        self.values = self.values.add_(branch, alpha=scale) if self._in_place else self.values.add(branch, alpha=scale)
 
     def move_to(self, device: torch.device) -> None:
         self.values = move(self.values, device)

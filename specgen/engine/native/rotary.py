@@ -161,3 +161,17 @@ class RotaryTable:
         if self._round_to is not None:
             cos, sin = cos.to(self._round_to).float(), sin.to(self._round_to).float()
         return torch.complex(cos, sin)
+
+
+def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
+    """Multiplies the first R numbers of heads [rows, heads, head size], as pairs of neighbours, with `rotation`, in place.
+
+    `rotation` [rows, 1, R/2] holds complex numbers.
+    """
+    size = 2 * rotation.shape[-1]
+    part = heads if size == heads.shape[2] else heads.narrow(2, 0, size)
+    pairs = part.view(*part.shape[:2], size // 2, 2)
+    if part.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))

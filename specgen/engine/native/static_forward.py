@@ -13,10 +13,11 @@ import torch
 from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
-from specgen.engine.native.static_pass import SPAN, StaticPass, StaticWork
+from specgen.engine.native.static_pass import StaticPass, StaticWork
 
 WIDTHS = (1, 2, 4, 8, 16)
 FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
@@ -73,10 +74,18 @@ class Capturing:
             replay = graphs.capture(work, state)
         except RuntimeError as error:
             self.is_off = True
-            _log.warning("no CUDA graphs from here on, so passes take longer: %s could not be captured: %s", name, error)
+            message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
+            _log.warning(message, name, _first_cause(error))
             return work
         _log.info("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - start))
         return replay
+
+
+def _first_cause(error: BaseException) -> str:
+    """Returns the first line of the error that made a capture invalid, which the end of the capture reports as another one."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).partition("\n")[0]
 
 
 class StaticForward:

@@ -16,11 +16,10 @@ from specgen.engine.forward_pass import ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.ancestry import ancestry
 from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.kernels.kernel_set import SPAN, KernelSet, PassNumbers, StaticInputs
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
-from specgen.engine.native.layer import KindInputs, PassInputs
-from specgen.engine.native.masks import additive
-
-SPAN = 63  # tokens from `Ancestry.base` on that a pass can refer to: the bits of an int64 without its sign
+from specgen.engine.native.layer import PassInputs
 
 
 class Widths(NamedTuple):
@@ -80,21 +79,31 @@ class StaticPass:
     frequencies for long contexts. Raises ValueError if the cache has less room than `bucket`.
 
     `run` can be captured in a CUDA graph and replayed as long as `is_valid`: it only reads and writes buffers that exist since
-    then, and those of the model.
+    then, and those of the model. `kernels` compute what is between the matrix products.
     """
 
-    def __init__(self, forward: StaticWork, cache: KVBuffer, width: int, bucket: int, *, long_rope: bool = False) -> None:
+    def __init__(
+        self,
+        forward: StaticWork,
+        cache: KVBuffer,
+        width: int,
+        bucket: int,
+        *,
+        long_rope: bool = False,
+        kernels: KernelSet = TORCH,
+    ) -> None:
         model = forward.model
         if not width <= bucket <= cache.data.shape[3]:
             raise ValueError(f"a bucket of {bucket} does not fit {width} tokens or a cache of {cache.data.shape[3]}")
-        self.width, self.bucket, self.long_rope = width, bucket, long_rope
+        self.width, self.bucket, self.long_rope, self._kernels = width, bucket, long_rope, kernels
         self._forward, self._model, self._cache, self._data = forward, model, cache, cache.data
         self._count = 0  # tokens of the loaded pass
         device, widths = model.device, forward.widths
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
             self._input = torch.zeros(2 + 2 * width + SPAN + 1, dtype=torch.int64, device=device)
             parts = torch.split(self._input, [1, 1, width, width, SPAN + 1])
-            self._base, self._first, self._ids, self._bits, self._depths = parts
+            base, first, self._ids, bits, depths = parts
+            self._numbers = PassNumbers(base, first, bits, depths)
             self._indices = torch.arange(bucket, device=device)
             tables = model.inputs.tables.items()
             self._rotations = {name: table.rows(0, bucket, long=long_rope) for name, table in tables}
@@ -160,12 +169,13 @@ class StaticPass:
 
         `parents` [width] are the rows of this pass that the next one's tokens follow; None for a chain.
         """
-        self._first.add_(self.width)
+        base, first, bits, _ = self._numbers
+        first.add_(self.width)
         if parents is None:
-            self._base.add_(1)
+            base.add_(1)
             return
-        own = torch.ones_like(self._bits) << (self._indices[: self.width] + (self._first - self._base))
-        self._bits.copy_(self._bits.index_select(0, parents) | own)
+        own = torch.ones_like(bits) << (self._indices[: self.width] + (first - base))
+        bits.copy_(bits.index_select(0, parents) | own)
 
     @property
     def inputs(self) -> torch.Tensor:
@@ -206,30 +216,10 @@ class StaticPass:
         self._input.copy_(pinned(torch.tensor(numbers), self._input.device), non_blocking=True)
 
     def _inputs(self) -> PassInputs:
-        """Computes slots, positions, rotations and masks on the device, from the vector of integers."""
-        width, kinds = self.width, self._model.inputs.kinds
-        offsets = self._indices - self._base
-        before, bit = offsets < 0, offsets.clamp(0, SPAN)  # no token has bit SPAN
-        visible = ((self._bits[:, None] >> bit) & 1).bool().logical_or_(before)
-        slots = self._indices[:width] + self._first
-        positions = self._depths.index_select(0, slots - self._base) + self._base
-        of_keys = torch.where(before, offsets, self._depths.index_select(0, bit)) + self._base
-        masks = {}
-        for window in {self._window(kind.window) for kind in kinds}:
-            near = visible if window is None else visible & (positions[:, None] - of_keys < window)
-            masks[window] = self._mask(near)
-        rotations = {name: table.index_select(0, positions)[:, None] for name, table in self._rotations.items()}
-        inputs = [
-            KindInputs(None if kind.rotary is None else rotations[kind.rotary], masks[self._window(kind.window)], self._entries)
-            for kind in kinds
-        ]
-        return PassInputs(width, width, width, inputs, first_layer=self._cache.first_layer, slots=slots)
-
-    def _window(self, window: int | None) -> int | None:
-        """Returns None for a window that excludes nothing in this bucket."""
-        return None if window is None or window >= self.bucket else window
-
-    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        group = self._model.inputs.group
-        mask = additive(visible, self._model.dtype)
-        return mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, self.bucket)
+        """Returns the layers' inputs, which are computed on the device from the vector of integers."""
+        made, width = self._model.inputs, self.width
+        entries, first_layer = self._entries, self._cache.first_layer
+        static = StaticInputs(
+            self._kernels, self._numbers, made.kinds, self._rotations, entries, made.group, first_layer, self._indices
+        )
+        return PassInputs(width, width, width, (), first_layer=first_layer, static=static)

@@ -108,7 +108,7 @@ class ShardedLayer(NativeLayer):
             return
         normed = residual.normed()
         total = self._summed_output.partial(self._attention(normed, inputs))
-        total = total + self._summed_down.partial(self._mlp(normed))
+        total = total + self._summed_down.partial(self._mlp(normed, inputs))
         self._ranks.sum(total)
         residual.add(total, self._architecture.residual_scale)
 
