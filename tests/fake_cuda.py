@@ -1,8 +1,8 @@
 """Pretended CUDA devices on the CPU, which run the program's CUDA branches and find what goes wrong only on a GPU.
 
 Within `fake_cuda()`, tensors can be made on `cuda:0` and so on, and `torch.cuda` has streams, events and graphs. All work is done
-at once on the CPU, but an error is raised for what a GPU may do in another order: see `race_detector`, `fake_gpus` (what a capture
-refuses, memory that is freed too early) and `fake_cuda_tensors` (operators that mix devices, copies).
+at once on the CPU, but an error is raised for what a GPU may do in another order: see `race_detector`, `fake_gpus` (what captures
+refuse, memory that is freed too early) and `fake_cuda_tensors` (operators that mix devices, copies).
 """
 
 from __future__ import annotations
