@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -22,11 +23,13 @@ from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, cha
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import read_architecture
+from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory
+from specgen.engine.native.static_forward import WIDTHS, use_cuda_graphs, use_static_passes
 from specgen.engine.native.static_pass import StaticPass
 from specgen.engine.native.tensor_names import layer_tensors
 from specgen.types import Context, Draft, SamplingParams, Verdict
@@ -82,7 +85,9 @@ SMALL = Sizes(
 )
 
 
-def native_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0) -> NativeModel:
+def native_model(
+    config: dict[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0, *, exact: bool = False
+) -> NativeModel:
     """A native model with random weights, made on the device."""
     architecture = read_architecture(dict(config))
     generator = torch.Generator(device).manual_seed(seed)
@@ -101,7 +106,7 @@ def native_model(config: dict[str, Any], device: torch.device, dtype: torch.dtyp
         embedding = take("embedding", table)
         head = embedding if architecture.tied else take("head", table)
         parts = NativeParts(embedding, take("norm", table[1:]), None, factory(head))
-        return NativeModel(architecture, layers, parts, dtype)
+        return NativeModel(architecture, layers, parts, dtype, exact=exact)
 
 
 def transformers_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
@@ -127,43 +132,53 @@ def weight_bytes(model: NativeModel) -> int:
 
 
 def use_graphs(model: NativeModel, widths: Sequence[int] | None = None) -> str:
-    """Makes a model on a GPU run its short passes as CUDA graphs if this version can. Returns how they are run."""
-    try:
-        from specgen.engine.native import static_forward
-        from specgen.engine.native.cuda_graphs import CudaGraphs
-    except ImportError:
-        from specgen.engine.native import static_pass
+    """Makes a model run its short passes as specgen does: as CUDA graphs on a GPU, as static passes on a CPU. Returns which.
 
-        static_pass.use_static_passes(model, *(() if widths is None else (widths,)))
-        return "static passes, not captured: this version has no CUDA graphs"
-    new_graphs = (lambda: CudaGraphs(model.device)) if model.device.type == "cuda" else None
-    static_forward.use_static_passes(model, static_forward.WIDTHS if widths is None else widths, new_graphs)
-    return "CUDA graphs" if new_graphs is not None else "static passes, not captured"
-
-
-def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Captures work on fixed buffers in a CUDA graph and returns its replay. On a CPU records and repeats its operators.
-
-    The work is run before, so its inputs have to be valid; what it changes has to be set again.
+    `widths` are the numbers of tokens per pass, by default those that specgen takes for the model.
     """
-    if device.type != "cuda":
+    is_gpu = model.device.type == "cuda"
+    if widths is None and is_gpu:
+        use_cuda_graphs(model)
+    elif widths is None:
+        use_static_passes(model, WIDTHS[-1:] if model.exact else WIDTHS)
+    else:
+        stream = torch.cuda.Stream(model.device) if is_gpu else None
+        use_static_passes(model, widths, None if stream is None else partial(CudaGraphs, model.device, stream))
+    return "CUDA graphs" if is_gpu else "static passes, not captured"
+
+
+class Recorded:
+    """Captures work on a CPU: records its operators and repeats them. Implements `Graphs`."""
+
+    def capture(self, work: Callable[[], None], state: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+        saved = [tensor.clone() for tensor in state]
         with torch.inference_mode(), Recording() as recorded:
             work()
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
         return inference(recorded.replay)
-    with suppress(ImportError):
-        from specgen.engine.native.cuda_graphs import CudaGraphs
 
-        return CudaGraphs(device).capture(work)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        work()
-    return graph.replay
+
+def new_graphs(device: torch.device) -> Graphs:
+    """Returns what captures work on the device, on a stream and with memory of its own. Graphs of one run one after the other."""
+    return CudaGraphs(device, torch.cuda.Stream(device)) if device.type == "cuda" else Recorded()
+
+
+def free_bytes(device: torch.device) -> int:
+    """The free memory of a GPU, of which graphs take some that torch's allocator does not count; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def capture_memory(device: torch.device, capture: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], float, float]:
+    """Returns what `capture` returns, its milliseconds, and the megabytes that are in use after it and were not before."""
+    before = free_bytes(device)
+    made: list[Callable[[], None]] = []
+    seconds = seconds_of(lambda: made.append(capture()), device)
+    return made[0], 1000 * seconds, (before - free_bytes(device)) / 1e6
 
 
 def synchronize(device: torch.device) -> None:
@@ -283,7 +298,10 @@ def decode(
     rate: float | None = None,
     worker: Any = None,
 ) -> tuple[list[int], dict[str, float]]:
-    """Decodes greedily, with the forced acceptance `rate` if given. Returns the new tokens, and figures without the prefill."""
+    """Decodes greedily, with the forced acceptance `rate` if given. Returns the new tokens, and figures without the prefill.
+
+    What is captured or compiled in the first call with some arguments is there in the second one: only that is to be timed.
+    """
     for runner in (target, draft):
         if runner is not None:
             runner.clear_cache()

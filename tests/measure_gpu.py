@@ -1,30 +1,36 @@
 """Measure specgen on a GPU, stage by stage, with models of real shapes and random weights. Not a test.
 
-    python tests/measure_gpu.py --out FOLDER [--stages versions,plain,...] [--seconds 1500] [--device cuda] [--tiny]
+    python tests/measure_gpu.py --out FOLDER [--resume] [--seconds 1500] [--stages versions,plain,...] [--device cuda] [--tiny]
 
-Each stage runs in a process of its own, so that its errors do not end the others. After each, FOLDER/figures.json and
-FOLDER/table.txt hold all figures so far. A second call with other stages adds to them. `--device cpu --tiny` runs everything
-with tiny shapes and emulated graphs, as a check of the script.
+Run from any folder, with specgen's dependencies installed; an H100's 80 GB hold all models. Each stage runs in a process of its
+own, so that its errors do not end the others. After each, FOLDER/figures.json and FOLDER/table.txt hold all figures so far, and
+the table begins with what they say about the goals. A second call with other stages adds to them; with --resume it runs those
+that have no figures yet. `--device cpu --tiny` runs everything with tiny shapes and emulated graphs, as a check of the script.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parents[1]
 _LONGEST = 400.0  # seconds of one stage
 _SHORTEST = 20.0  # seconds under which no further stage is started
+_MARK = "@figures "  # begins the lines in which a stage reports its figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options().parse_args(arguments)
+    sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT)]
     if options.inside:
         return _inside(options)
     stages = options.stages.split(",") if options.stages else _names()
@@ -32,12 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no stage {', '.join(sorted(unknown))}; there are: {', '.join(_names())}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.resume:
+        done = {name for name, found in _known(options.out).items() if not {"error", "skipped"} & found.keys()}
+        stages = [stage for stage in stages if stage not in done]
     deadline = time.monotonic() + options.seconds
     for stage in stages:
         left = deadline - time.monotonic()
         start = time.monotonic()
         figures = {"skipped": "no time left"} if left < _SHORTEST else _run(stage, options, min(left, _LONGEST))
-        _add(options.out, stage, figures | {"stage_seconds": round(time.monotonic() - start, 1)})
+        taken = round(time.monotonic() - start, 1)
+        print(f"{stage}: {taken} s{', with an error' if 'error' in figures else ''}", file=sys.stderr, flush=True)
+        _add(options.out, stage, figures | {"stage_seconds": taken})
     print((options.out / "table.txt").read_text(encoding="utf-8"))
     return 0
 
@@ -46,6 +57,7 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", help="names separated by commas; all by default", default="")
+    parser.add_argument("--resume", action="store_true", help="leave out the stages that have figures without an error")
     parser.add_argument("--seconds", type=float, default=1500.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
@@ -61,48 +73,77 @@ def _names() -> list[str]:
 
 
 def _run(stage: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Runs one stage. Returns its figures, or under `error` why there are none."""
+    """Runs one stage. Returns its figures, and under `error` why they are not all."""
     if options.here:
         return _figures(stage, options)
     command = [sys.executable, __file__, "--out", str(options.out), "--device", options.device, "--inside", stage]
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        [*command, *(["--tiny"] if options.tiny else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [*command, *(["--tiny"] if options.tiny else [])], capture_output=True, text=True, timeout=seconds, check=False
-        )
+        output, errors = process.communicate(timeout=seconds)
+        ended = f"exit code {process.returncode}: {errors[-3000:]}"
     except subprocess.TimeoutExpired:
-        return {"error": f"ended after {seconds:.0f} s"}
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        return {"error": f"exit code {done.returncode}: {done.stderr[-3000:]}"}
-    return found
+        _kill(process)
+        output, _ = process.communicate()
+        ended = f"ended after {seconds:.0f} s"
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
+    return found if found.pop("is_complete", False) else {"error": ended, **found}
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process and those that it has started: they would keep the GPU busy."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
 
 
 def _inside(options: argparse.Namespace) -> int:
-    print("\n" + json.dumps(_figures(options.inside, options)))
+    _report(_figures(options.inside, options) | {"is_complete": True})
     return 0
+
+
+def _report(figures: Mapping[str, Any]) -> None:
+    print(f"\n{_MARK}{json.dumps(figures)}", flush=True)
 
 
 def _figures(stage: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from gpu_bench import Bench
     from gpu_models import FULL, SMALL
-    from gpu_stages import STAGES, Bench
+    from gpu_stages import STAGES
 
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)
+    bench = Bench(device, SMALL if options.tiny else FULL, _report if options.inside else lambda _: None)
     try:
         with torch.inference_mode(False):
-            device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)
-            return STAGES[stage](Bench(device, SMALL if options.tiny else FULL))
+            STAGES[stage](bench)
     except Exception:  # noqa: BLE001  the other stages are to run
-        return {"error": traceback.format_exc()[-4000:]}
+        return {"error": traceback.format_exc()[-4000:], **bench.figures}
+    return dict(bench.figures)
+
+
+def _known(out: Path) -> dict[str, dict[str, Any]]:
+    path = out / "figures.json"
+    known: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return known
 
 
 def _add(out: Path, stage: str, figures: dict[str, Any]) -> None:
     """Adds a stage's figures to the files."""
-    path = out / "figures.json"
-    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[stage] = figures
-    path.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    lines = []
+    from gpu_verdicts import verdicts
+
+    known = _known(out) | {stage: figures}
+    (out / "figures.json").write_text(json.dumps(known, indent=1), encoding="utf-8")
+    lines = ["[goals]", *(f"  {line}" for line in verdicts(known))]
     for name, found in known.items():
         lines.append(f"[{name}]")
         lines += [f"  {key:44} {_shown(value)}" for key, value in found.items()]

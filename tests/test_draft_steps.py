@@ -100,8 +100,9 @@ def test_the_host_reads_once_a_draft_or_where_the_policy_decides_once_a_token(
     drafter = ModelDrafter(draft_setup(captured, SAMPLED, eos=()))
     context = Context(random_tokens(random.Random(7), 30))
     make: Callable[[], LengthPolicy] = POLICIES[policy] if policy != "svip" else lambda: SVIP(10.0, 0.15, 6)
-    drafter.propose(context, make(), 30)  # captures
-    context.extend([3])
+    for _ in range(2):  # captures the passes over one token, too
+        drafter.propose(context, make(), 30)
+        context.extend([3])
     loads: list[object] = []
     monkeypatch.setattr(StaticPass, "_write", lambda self, numbers: loads.append(write(self, numbers)))
     with HostReads() as host:

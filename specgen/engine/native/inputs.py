@@ -9,6 +9,7 @@ from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.ancestry import ancestry
 from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
 from specgen.engine.native.description import Architecture, LayerKind
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import KindInputs, PassInputs
 from specgen.engine.native.masks import ChainMasks, TreeMasks, additive, aligned, visible_to_chain
@@ -29,7 +30,8 @@ class InputMaker:
     """Makes the inputs of all forward passes of one model.
 
     `min_rows` is the least number of tokens per pass. `exact`: pads passes so that the same bits result whatever their width is.
-    `kinds` are the kinds of layers, `tables` the rotations by name, `group` the number of query heads per key-value head.
+    `kernels` are those of static passes. `kinds` are the kinds of layers, `tables` the rotations by name, `group` the number of
+    query heads per key-value head.
     `has_causal_kernel`: the device has a fused attention in which each token of a chain sees the keys up to its own, without a
     mask, and in which several query heads read one key-value head.
     """
@@ -37,7 +39,7 @@ class InputMaker:
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, min_rows: int = 1, exact: bool = False
     ) -> None:
-        self.kinds = layer_kinds(architecture)
+        self.kinds, self.kernels = layer_kinds(architecture), TORCH
         self._dtype, self._device, self._rotary = dtype, device, architecture.rotary
         self._min_rows, self._exact = min_rows, exact
         self.group = architecture.num_heads // architecture.num_kv_heads

@@ -58,6 +58,11 @@ class SelfFeedingPass:
         self._position = -1  # the index in the KV cache of the next tokens, if the static pass has it on the device
         self.state = [static.inputs, choice.tokens, *choice.state]
 
+    @property
+    def logits(self) -> torch.Tensor:
+        """The buffer [width, vocabulary] of the logits that `run` chooses from."""
+        return self._static.logits
+
     def load(self, position: int, *, is_root: bool) -> None:
         """Prepares a run of the tokens chosen last, from this index of the KV cache on. Copies nothing right after a run before.
 

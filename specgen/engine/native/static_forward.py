@@ -13,11 +13,13 @@ import torch
 from specgen.engine.forward_pass import ChoiceRule, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work
+from specgen.engine.native.kernels.checked_kernels import checked_kernels
 from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
 from specgen.engine.native.static_pass import StaticPass, StaticWork
+from specgen.engine.tolerances import logits_error
 
 WIDTHS = (1, 2, 4, 8, 16)
 FIRST_BUCKET = 512  # the next ones are twice as large each, the last one is the cache's capacity
@@ -55,18 +57,28 @@ def use_cuda_graphs(model: NativeModel) -> None:
     An exact model runs all of them at one width, so that a token's logits have the same bits whichever tokens are run with it.
     """
     stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-    use_static_passes(model, WIDTHS[-1:] if model.exact else WIDTHS, partial(CudaGraphs, model.device, stream))
+    widths = WIDTHS[-1:] if model.exact else WIDTHS
+    model.inputs.kernels = checked_kernels(model.architecture, model.dtype, model.device, widths)
+    use_static_passes(model, widths, partial(CudaGraphs, model.device, stream))
 
 
 @dataclass(slots=True)
 class Capturing:
-    """Captures the static passes of one model, until a capture fails. `new_graphs` is called for each forward function."""
+    """Captures the static passes of one model, until a capture fails or its replay gives other logits.
+
+    `new_graphs` is called for each forward function.
+    """
 
     new_graphs: Callable[[], Graphs]
     is_off: bool = False
 
-    def capture(self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor]) -> Work:
-        """Returns a function that does the work: its graph, or if it cannot be captured the work itself. Logs which."""
+    def capture(
+        self, graphs: Graphs, name: str, work: Work, state: Sequence[torch.Tensor], logits: torch.Tensor | None = None
+    ) -> Work:
+        """Returns a function that does the work: its graph, or the work itself if that cannot be captured. Logs which.
+
+        `logits` is a buffer that the work writes. The graph is used only if a replay writes the same numbers, but for rounding.
+        """
         if self.is_off:
             return work
         start = time.perf_counter()
@@ -77,6 +89,11 @@ class Capturing:
             message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
             _log.warning(message, name, _first_cause(error))
             return work
+        wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
+        if wrong is not None:
+            self.is_off = True
+            _log.warning("no CUDA graphs from here on, so passes take longer: replays of %s %s", name, wrong)
+            return work
         _log.info("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - start))
         return replay
 
@@ -86,6 +103,19 @@ def _first_cause(error: BaseException) -> str:
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).partition("\n")[0]
+
+
+def _result(work: Work, logits: torch.Tensor, state: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Returns a function that does the work and returns the logits that it writes. The tensors of `state` keep their values."""
+
+    def run() -> torch.Tensor:
+        saved = [tensor.clone() for tensor in state]
+        work()
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
+        return logits.clone()
+
+    return run
 
 
 class StaticForward:
@@ -122,7 +152,7 @@ class StaticForward:
             self._passes[key] = StaticPass(self._eager, cache, *key[:2], long_rope=key[2])
         static = self._passes[key]
         static.load(forward_pass, hidden)
-        self._run(key, f"passes of {width} tokens over {key[1]} cache entries", static.run)
+        self._run(key, f"passes of {width} tokens over {key[1]} cache entries", static.run, (), static.logits)
         return static.output(logits_to_keep)
 
     def chooser(self, rule: ChoiceRule) -> TokenChooser:
@@ -154,7 +184,7 @@ class StaticForward:
         step = self._self_feeding[key]
         step.load(position, is_root=level == 0)
         what = "draft steps" if width == 1 else f"levels of {width} drafted tokens"
-        self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state)
+        self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state, step.logits)
         step.has_run(position)
 
     def _make_room(self, cache: KVBuffer, last: int) -> None:
@@ -164,19 +194,25 @@ class StaticForward:
             cache.enlarge(max(room, cache.capacity + self._widths[-1], FIRST_BUCKET))
 
     def _bucket(self, cache: KVBuffer, entries: int) -> int:
-        """Returns the smallest bucket for this number of cache entries. Drops the passes of another buffer."""
+        """Returns the bucket for this number of cache entries. Drops the passes of another buffer.
+
+        It is the whole buffer if attention reads from the device how many entries there are, else the smallest bucket.
+        """
         if cache.data is not self._data:
             self._drop_passes(cache.data)
-        bucket = pick_bucket(entries, cache.data.shape[3])
+        capacity = cache.data.shape[3]
+        bucket = capacity if self._eager.model.inputs.kernels.finds_keys else pick_bucket(entries, capacity)
         assert bucket is not None  # the cache has room for all widths
         return bucket
 
-    def _run(self, key: Hashable, name: str, work: Work, state: Sequence[torch.Tensor] = ()) -> None:
-        """Does the work. At the first time for this key, captures it if there are graphs."""
+    def _run(
+        self, key: Hashable, name: str, work: Work, state: Sequence[torch.Tensor] = (), logits: torch.Tensor | None = None
+    ) -> None:
+        """Does the work. At the first time for this key, captures it if there are graphs; see `Capturing.capture`."""
         replay = self._replays.get(key)
         if replay is None:
             replay = work
             if self._capturing is not None and self._graphs is not None:
-                replay = self._capturing.capture(self._graphs, name, work, state)
+                replay = self._capturing.capture(self._graphs, name, work, state, logits)
             self._replays[key] = replay
         replay()

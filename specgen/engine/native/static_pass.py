@@ -16,8 +16,7 @@ from specgen.engine.forward_pass import ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.ancestry import ancestry
 from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.kernels.kernel_set import SPAN, KernelSet, PassNumbers, StaticInputs
-from specgen.engine.native.kernels.torch_kernels import TORCH
+from specgen.engine.native.kernels.kernel_set import SPAN, PassNumbers, StaticInputs
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.layer import PassInputs
 
@@ -79,23 +78,14 @@ class StaticPass:
     frequencies for long contexts. Raises ValueError if the cache has less room than `bucket`.
 
     `run` can be captured in a CUDA graph and replayed as long as `is_valid`: it only reads and writes buffers that exist since
-    then, and those of the model. `kernels` compute what is between the matrix products.
+    then, and those of the model. The model's `inputs.kernels` compute what is between the matrix products.
     """
 
-    def __init__(
-        self,
-        forward: StaticWork,
-        cache: KVBuffer,
-        width: int,
-        bucket: int,
-        *,
-        long_rope: bool = False,
-        kernels: KernelSet = TORCH,
-    ) -> None:
+    def __init__(self, forward: StaticWork, cache: KVBuffer, width: int, bucket: int, *, long_rope: bool = False) -> None:
         model = forward.model
         if not width <= bucket <= cache.data.shape[3]:
             raise ValueError(f"a bucket of {bucket} does not fit {width} tokens or a cache of {cache.data.shape[3]}")
-        self.width, self.bucket, self.long_rope, self._kernels = width, bucket, long_rope, kernels
+        self.width, self.bucket, self.long_rope, self._kernels = width, bucket, long_rope, model.inputs.kernels
         self._forward, self._model, self._cache, self._data = forward, model, cache, cache.data
         self._count = 0  # tokens of the loaded pass
         device, widths = model.device, forward.widths

@@ -37,7 +37,7 @@ def _key_range(base, first, width, WINDOW: tl.constexpr):
     return start, first + width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "splits", "rows_apart"])
 def attention_parts(
     query,  # [width, heads, SIZE], scaled; rows and heads may be apart
     keys,  # [kv heads, capacity, SIZE]
@@ -130,7 +130,7 @@ def attention_parts(
         tl.store(sums_at, mixed, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "splits", "rows_apart"])
 def attention_sum(
     sums,
     tops,

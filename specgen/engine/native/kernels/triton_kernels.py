@@ -5,6 +5,7 @@ Importing this module needs triton, which torch's builds for CUDA bring along.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,11 @@ def block_sizes(query_rows: int, head_size: int, dtype: torch.dtype) -> tuple[in
     padded = _power_of_two(head_size)
     if dtype == torch.float32:
         return 16, 32, padded, 8
-    return min(_power_of_two(query_rows), 64 if padded <= 128 else 32), 64, padded, 4
+    return (
+        (min(_power_of_two(query_rows), 64), 64, padded, 4)
+        if padded <= 128
+        else (min(_power_of_two(query_rows), 32), 32, padded, 4)
+    )
 
 
 def _attention(
@@ -149,9 +154,19 @@ def _gated_activation(inner: torch.Tensor, activation: str) -> torch.Tensor:
     return output
 
 
-_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-_LIBRARY.impl("heads_to_cache", _heads_to_cache, "CompositeExplicitAutograd")
-_LIBRARY.impl("gated_activation", _gated_activation, "CompositeExplicitAutograd")
+def _on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the operator with its first tensor's device as the current one, on which Triton launches kernels."""
+
+    def run(first: torch.Tensor, *others: Any) -> Any:
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            return operator(first, *others)
+
+    return run
+
+
+_LIBRARY.impl("attention", _on_its_device(_attention), "CompositeExplicitAutograd")
+_LIBRARY.impl("heads_to_cache", _on_its_device(_heads_to_cache), "CompositeExplicitAutograd")
+_LIBRARY.impl("gated_activation", _on_its_device(_gated_activation), "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", lambda query, *_: query.new_empty(query.shape[0], query[0].numel()), "Meta")
 _LIBRARY.impl("heads_to_cache", lambda *_: None, "Meta")
 _LIBRARY.impl("gated_activation", lambda inner, _: inner.new_empty(inner.shape[0], inner.shape[1] // 2), "Meta")
